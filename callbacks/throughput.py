@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import numbers
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from trainer.arguments import Limit, PositiveInt, failed_function
 from trainer.callback import Callback
 from trainer.errors import ConfigError
+from trainer.model.recompilation import compilations
 from trainer.precision import tf32_is_allowed
 
 if TYPE_CHECKING:
@@ -185,12 +185,6 @@ def _count(function: Callable[[Any], int], batch: Any, argument: str) -> int:
             "made from shapes (batch.numel(), ...), since reading a tensor would wait for the device."
         )
     return int(items)
-
-
-def compilations() -> int:
-    """Return how many graphs torch.compile has compiled in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 # Dense peaks in TFLOP/s: (fp16 and bf16, TF32, fp32, fp64), from NVIDIA's data sheets, where many are given "with

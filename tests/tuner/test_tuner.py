@@ -19,8 +19,9 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, DataModule, Tuner
 from trainer.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from trainer.model.memory_limit import is_out_of_memory, limited_memory
-from trainer.tuner.batch_size import BatchSizes, search
+from trainer.tuner.batch_size import BatchSizes, Stopwatch, search
 from trainer.tuner.throughput import Setting, fused, settings_to_try, with_options
+from trainer.tuner.trial import run_trial
 
 
 class Tuned(Toy):
@@ -274,11 +275,26 @@ def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.Mo
     assert "compile=True" not in names
 
 
+def test_steps_that_compile_are_not_measured() -> None:
+    class Compiles(Toy):
+        """Has a graph more in its third step."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] += batch_idx == 2
+            return super().training_step(batch, batch_idx)
+
+    watch, module = Stopwatch(), Compiles()
+    run_trial(quiet(), module, loader(40), None, watch, 5)
+    assert watch.samples == 3 * 4
+
+
 def test_a_loader_and_an_optimizer_with_other_options() -> None:
     plain = DataLoader(TensorDataset(torch.ones(12, 1)), 3, num_workers=2, persistent_workers=True)
     other = with_options(plain, {"num_workers": 0, "batch_size": 2})
     assert (other.batch_size, other.num_workers, other.persistent_workers) == (6, 0, False)
     assert plain.batch_size == 3
+    with pytest.raises(ConfigError, match="has it already"):
+        with_options(plain, {"num_workers": 2, "persistent_workers": True})
     own = DataLoader(TensorDataset(torch.ones(4, 1)), batch_sampler=[[0, 1], [2, 3]])
     assert with_options(own, {"num_workers": 1}).batch_sampler is own.batch_sampler
     with pytest.raises(ConfigError, match="batch sampler of its own"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Hashable
 
@@ -32,3 +33,9 @@ class RecompilationMonitor:
         if self.recompilations[cause] == self.threshold and warned <= MOST_WARNINGS:
             last = " That was the last warning of this kind." if warned == MOST_WARNINGS else ""
             log.warning("%s%s", warning, last)
+
+
+def compilations() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

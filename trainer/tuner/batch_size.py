@@ -13,6 +13,7 @@ import torch
 from trainer.callback import Callback
 from trainer.errors import ConfigError
 from trainer.model.memory_limit import is_out_of_memory
+from trainer.model.recompilation import compilations
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -49,25 +50,25 @@ class BatchSizes:
 
 
 class Stopwatch(Callback):
-    """Measures the time of the steps after the first, which also allocates, tunes and compiles."""
+    """Measures the time of the steps but for the first, which also allocates, and those that compile."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.samples = self.first = 0
         """Samples of the measured steps, and of the first step."""
         self._at = 0.0
-        self._counted = 0
+        self._counted = self._compilations = 0
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.device.type != "cpu":
             torch.accelerator.synchronize(trainer.device)
-        now = time.perf_counter()
-        if trainer.global_step > 1:
+        now, compiled = time.perf_counter(), compilations()
+        if trainer.global_step == 1:
+            self.first = trainer.progress.samples
+        elif compiled == self._compilations:
             self.samples += trainer.progress.samples - self._counted
             self.seconds += now - self._at
-        else:
-            self.first = trainer.progress.samples
-        self._at, self._counted = now, trainer.progress.samples
+        self._at, self._counted, self._compilations = now, trainer.progress.samples, compiled
 
 
 class NoSuchBatchError(Exception):

@@ -39,7 +39,7 @@ class Throughput:
     """The samples per second of settings."""
 
     baseline: float
-    """Those of the settings as they are."""
+    """Those of the settings as they are: the better of two trials, before and after the others."""
     found: dict[Setting, float] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
     together: float | None = None
@@ -103,6 +103,7 @@ def search_settings(
             found.failed[setting] = why[:100]
             del error
             release_memory()
+    found.baseline = max(found.baseline, attempt([]))
     if combine and len(found.pays) > 1:
         found.together = attempt(found.pays)
     return found
@@ -131,7 +132,10 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
     if type(loader) is not DataLoader:
         raise ConfigError(f"the loader is a {type(loader).__name__}, and no plain DataLoader")
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "persistent_workers")
-    options = {name: getattr(loader, name) for name in names} | changes
+    own = {name: getattr(loader, name) for name in names}
+    if "batch_size" not in changes and changes.items() <= own.items():
+        raise ConfigError("the loader has it already")
+    options = own | changes
     options["persistent_workers"] &= options["num_workers"] > 0
     factor = options.pop("batch_size", 1)
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):

@@ -198,7 +198,9 @@ class Tuner:
             given = {name: value for setting in settings for name, value in setting.arguments.items()}
             prepare = partial(apply, settings)
             run_trial(trainer, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
-            return watch.samples / watch.seconds if watch.seconds else math.nan
+            if not watch.seconds:
+                raise ConfigError("no step is left without compilation: give more steps_per_trial (--steps)")
+            return watch.samples / watch.seconds
 
         return search_settings(attempt, settings_to_try(trainer), combine=trainer.config.num_processes == 1)
 
