@@ -141,7 +141,9 @@ def test_a_signal_to_the_launcher_stops_all_at_one_step(name: str, code: int) ->
 
 def test_an_interrupt_while_python_starts_in_the_processes(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nif 'RANK' in os.environ:\n    print('training', flush=True)\n    time.sleep(3600)\n"
+        "import os, time\nif 'RANK' in os.environ:\n    print('training', flush=True)\n"
+        # A signal between the print and a single sleep is noticed by Python only after that sleep.
+        "    while True:\n        time.sleep(0.05)\n"
     )
     running = start_python(BEGIN, env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
     running.wait_for("training", count=2)
@@ -193,7 +195,8 @@ from trainer.launchers.restarts import RestartRecord
 RestartRecord()
 print("interrupt", flush=True)
 try:
-    time.sleep(3600)
+    while True:
+        time.sleep(0.05)  # a signal just before a single long sleep would be noticed after it
 except KeyboardInterrupt:
     sys.exit(3)
 """,

@@ -16,7 +16,8 @@ child = """
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 print('up', flush=True)
-time.sleep(3600)
+while True:
+    time.sleep(0.05)
 """
 ranks = [subprocess.Popen([sys.executable, "-c", child], env={**os.environ, "RANK": str(rank)}) for rank in (0, 1)]
 print("codes", ranks[1].wait(), ranks[0].poll(), flush=True)
