@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported. Tests run side by side, and their numbers must not depend on the number of cores.
@@ -24,6 +25,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 pytest_plugins = ["tests.tiers"]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the modules and the tests out of every garbage collection from here on."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,6 +11,7 @@ import sys
 import traceback
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from inspect import getdoc, isclass, signature
@@ -36,6 +37,13 @@ from trainer.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LINES_OF_A_FUNCTION = 60
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a source, which most tests here go through."""
+    return ast.parse(source)
+
 
 # -- rooms -------------------------------------------------------------------------------------------------------------
 
@@ -103,7 +111,7 @@ def imports_of(source: str, types: bool = False) -> Iterator[tuple[str, list[str
 
     `types`: also those under `if TYPE_CHECKING:`.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     for node in ast.walk(tree) if types else run_time_nodes(tree.body):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "absolute imports only"
@@ -248,7 +256,7 @@ def strategy_branches(source: str) -> list[str]:
     classes = {kind.__name__ for kind in STRATEGIES.values()} | {"DistributedStrategy"}
     modules = {kind.__module__ for kind in STRATEGIES.values()} | {"trainer.strategies.distributed"}
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Name) and node.id in classes:
             found.append(f"line {node.lineno}: {node.id}")
         elif isinstance(node, ast.Attribute) and node.attr in classes:
@@ -276,7 +284,7 @@ def test_telling_strategies_apart_is_found() -> None:
 
 def asks_for_a_callback(source: str) -> list[str]:
     """Return the lines with an `isinstance` on a concrete callback, also one that is looked up by its name."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     looked_up = {"callback_named", "available_callbacks"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _names_in(node.value) & looked_up:
@@ -322,7 +330,7 @@ SETTERS = {"accumulate_grad_batches"}
 def assignments_to_the_trainer(source: str) -> list[str]:
     """Return statements that assign to an attribute of a trainer that is not their own object."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         targets = node.targets if isinstance(node, ast.Assign) else []
         if isinstance(node, (ast.AugAssign, ast.AnnAssign)):
             targets = [node.target]
@@ -339,7 +347,7 @@ def assignments_to_the_trainer(source: str) -> list[str]:
 def functions_of_the_trainer(source: str) -> list[str]:
     """Return functions that take the Trainer first, other than hooks and `attach`."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.FunctionDef) or node.name in {*HOOKS, "attach"}:
             continue
         given = [argument for argument in [*node.args.posonlyargs, *node.args.args] if argument.arg != "self"]
@@ -362,7 +370,7 @@ ASSIGNED_BY_THE_LOOP = {
 
 def assignments_to_a_run(source: str) -> list[str]:
     """Return the attributes of a run, and of its parts, that are assigned to from outside."""
-    tree, found = ast.parse(source), []
+    tree, found = parsed(source), []
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     for scope in [tree, *functions]:
         aliases = _names_of_runs(scope)
@@ -463,7 +471,7 @@ def test_rooms_below_the_trainer_do_not_take_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("callbacks.", "cli.", "config."))])
 def test_helpers_above_the_trainer_take_values(name: str) -> None:
-    tree = ast.parse(FILES[name].read_text())
+    tree = parsed(FILES[name].read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     assert functions_of_the_trainer(ast.unparse(tree)) == []
 
@@ -475,7 +483,7 @@ FOR_USERS = {"write_on_batch_end", "write_on_epoch_end"}
 def takes_the_trainer_for_one_value(source: str) -> list[str]:
     """Return the methods that take the trainer, read at most one of its attributes, and pass it to nobody."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.FunctionDef) or node.name in {*HOOKS, *FOR_USERS}:
             continue
         if "trainer" in [argument.arg for argument in node.args.args]:
@@ -546,14 +554,12 @@ def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 @pytest.mark.parametrize("path", PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
 def test_functions_are_short(path: Path) -> None:
     source = path.read_text()
-    functions = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
+    functions = [node for node in ast.walk(parsed(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     assert [f"{f.name}: {length_of(f)}" for f in functions if length_of(f) > MOST_LINES_OF_A_FUNCTION] == []
 
 
 def test_a_docstring_does_not_count() -> None:
-    function = ast.parse('def f():\n    """One\n\n    two."""\n    return 1\n').body[0]
+    function = parsed('def f():\n    """One\n\n    two."""\n    return 1\n').body[0]
     assert isinstance(function, ast.FunctionDef)
     assert length_of(function) == 2
 
@@ -674,7 +680,7 @@ def _slashed(name: str, path: Path) -> str:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_module_says_its_job_in_one_sentence(name: str) -> None:
-    text = ast.get_docstring(ast.parse(FILES[name].read_text()))
+    text = ast.get_docstring(parsed(FILES[name].read_text()))
     assert text
     first = text.split("\n\n")[0]
     assert first.endswith(".")
@@ -686,7 +692,7 @@ OPENINGS = {"What", "Which", "Who", "Where", "When", "How", "Why", "As", "Also",
 @pytest.mark.parametrize("name", FILES)
 def test_docstrings_open_with_a_verb_or_a_noun(name: str) -> None:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [*ast.walk(ast.parse(FILES[name].read_text()))]
+    nodes = [*ast.walk(parsed(FILES[name].read_text()))]
     texts = [text for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
     attributes = [text for node in nodes for text in attribute_docstrings(node)]
     assert [text for text in texts + attributes if text.split()[0] in OPENINGS] == []
@@ -705,7 +711,7 @@ def attribute_docstrings(node: ast.AST) -> Iterator[str]:
 def test_attribute_docstrings_are_found() -> None:
     source = 'X = 1\n"""What X is."""\nclass A:\n    y: int = 2\n    """Number of y."""\n    def f(self):\n'
     source += '        self.z = 3\n        """How z is made."""\n        self.f()\n        """No attribute."""\n'
-    found = [text for node in ast.walk(ast.parse(source)) for text in attribute_docstrings(node)]
+    found = [text for node in ast.walk(parsed(source)) for text in attribute_docstrings(node)]
     assert found == ["What X is.", "Number of y.", "How z is made."]
 
 
@@ -834,7 +840,7 @@ def test_what_is_added_is_one_file_and_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", [trainer.strategies, trainer.callbacks])
 def test_type_checkers_see_the_classes_behind_the_names(package: Any) -> None:
-    tree = ast.parse(Path(package.__file__).read_text())
+    tree = parsed(Path(package.__file__).read_text())
     # Names that a function looks up are Any for type checkers: the one for unknown names is hidden from these.
     hidden = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "not TYPE_CHECKING"]
     seen = [node for top in tree.body if top not in hidden for node in ast.walk(top)]

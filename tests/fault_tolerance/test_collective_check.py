@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from tests.helpers.processes import Running, fork_python, run_distributed
+from tests.helpers.processes import fork_ranks, run_distributed
 from trainer import ConfigError
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import TrainerError
@@ -127,9 +127,7 @@ MESSAGES = {
 def test_a_call_on_some_processes_is_reported() -> None:
     """All cases share one start of two processes; in the last one a process is only late."""
     Path("train.py").write_text(SCRIPT)
-    running: dict[tuple[str, str], Running] = {
-        key: fork_python("train.py", *key) for key in [*MESSAGES, ("ddp", "late")]
-    }
+    running = {key: fork_ranks("train.py", *key) for key in [*MESSAGES, ("ddp", "late")]}
     try:
         results = {key: one.wait() for key, one in running.items()}
     finally:
@@ -162,7 +160,7 @@ def test_processes_that_wait_for_each_other_in_different_groups(strategy: str) -
         (strategy, "barrier"): ("rank 0 waits in ", "rank 1 waits in barrier of ", ", called from <lambda> ("),
         **{key: words for key, words in OTHER_GROUP_MESSAGES.items() if key[0] == strategy},
     }
-    running = {key: fork_python("train.py", *key) for key in messages}
+    running = {key: fork_ranks("train.py", *key) for key in messages}
     try:
         for key, words in messages.items():
             errors = running[key].wait().check(1).stderr
@@ -187,7 +185,7 @@ BACKWARDS = {
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_processes_that_call_manual_backward_different_numbers_of_times(strategy: str) -> None:
     Path("train.py").write_text(SCRIPT)
-    running = {case: fork_python("train.py", strategy, case) for case in BACKWARDS}
+    running = {case: fork_ranks("train.py", strategy, case) for case in BACKWARDS}
     try:
         for case, (rank, backwards, place) in BACKWARDS.items():
             errors = running[case].wait().check(1).stderr

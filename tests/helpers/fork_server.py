@@ -6,6 +6,7 @@ Two of them serve a session, with different hash seeds, so that ranks differ in 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import json
 import os
@@ -108,6 +109,8 @@ def serve(folder: Path) -> None:
     for name in PRELOADED:
         if importlib.util.find_spec(name) is not None:  # torch_xla's environment has no deepspeed
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each collection in a child goes through all modules, and copies their memory
     signal.signal(signal.SIGCHLD, lambda *_: _write_exit_codes(folder))
     for line in sys.stdin:
         # A child's end is written when its process id has been sent.

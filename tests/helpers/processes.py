@@ -27,6 +27,7 @@ __all__ = [
     "alive",
     "descendants",
     "fork_python",
+    "fork_ranks",
     "once_per_module",
     "run_distributed",
     "run_python",
@@ -60,6 +61,12 @@ def fork_python(
     return Forked(number, code, Path.cwd() if cwd is None else cwd, env)
 
 
+def fork_ranks(*words: str | Path, world_size: int = 2, env: Mapping[str, str] | None = None) -> Ranks:
+    """Start `python *words` as `fork_python` does, on several processes with torchrun's variables set."""
+    code = f"from tests.helpers.processes import _run_as_main; _run_as_main({list(map(str, words))!r})"
+    return Ranks(*_start_ranks(code, world_size, Path.cwd(), env or {}, TIMEOUT))
+
+
 def run_distributed(
     function: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = TIMEOUT
 ) -> list[Any]:
@@ -70,32 +77,16 @@ def run_distributed(
     Returns:
         What each rank returned. The first failing rank's output fails the test.
     """
-    from torch.distributed import TCPStore
-
-    # As under torchrun, the starting process serves the store, on a port that no other process can take.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=Path.cwd()))
     (folder / "call").write_bytes(pickle.dumps((function, args)))
     code = f"from tests.helpers.processes import _one_rank; _one_rank({str(folder)!r})"
-    running = []
-    for rank in range(world_size):
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
-            "GROUP_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-        }
-        env = clean_environment({**_path(), **{name: str(value) for name, value in place.items()}})
-        running.append(Forked(rank, code, Path.cwd(), env))
+    store, running = _start_ranks(code, world_size, Path.cwd(), {}, timeout)
     try:
         _wait_for_all(running, timeout)
     finally:
         for one in running:
             one.kill()
+        del store
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
@@ -121,6 +112,48 @@ class Forked(Running):
             path.touch()
         self.process = fork_server(number % 2).start(code, cwd, env, **output)  # type: ignore[assignment]
         self.pid = self.process.pid
+
+
+class Ranks:
+    """Forked processes of one training, with the methods of `Running` for all of them together."""
+
+    def __init__(self, store: Any, running: list[Running]) -> None:
+        self._store, self.running = store, running
+
+    def wait(self, timeout: float = TIMEOUT) -> Result:
+        """Wait until all have ended; the exit code is that of the first rank that failed."""
+        results = [one.wait(timeout) for one in self.running]
+        failed = next((result.returncode for result in results if result.returncode), 0)
+        return Result(failed, "".join(r.stdout for r in results), "".join(r.stderr for r in results))
+
+    def kill(self) -> None:
+        for one in self.running:
+            one.kill()
+
+
+def _start_ranks(
+    code: str, world_size: int, cwd: Path, env: Mapping[str, str], timeout: float
+) -> tuple[Any, list[Running]]:
+    """Return the store, which lives as long as this process holds it, and the processes."""
+    from torch.distributed import TCPStore
+
+    # As under torchrun, the starting process serves the store, on a port that no other process can take.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    running: list[Running] = []
+    for rank in range(world_size):
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        here = clean_environment({**_path(), **{name: str(value) for name, value in place.items()}, **env})
+        running.append(Forked(rank, code, cwd, here))
+    return store, running
 
 
 def _wait_for_all(running: list[Running], timeout: float) -> None:

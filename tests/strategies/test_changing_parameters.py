@@ -15,10 +15,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
-from tests.helpers.processes import once_per_module, run_distributed, run_python
+from tests.helpers.processes import fork_ranks, run_distributed
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
+from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 from trainer.model.parameter_tables import ParameterTables
 
@@ -199,9 +200,9 @@ def fit(name: str, kind: str, callback: Change) -> Any:
     return trainer.full_state_dict(everywhere=True)
 
 
-def train_all(name: str) -> dict[str, Any]:
-    cases = {case: hook for case, hook in CASES.items() if (name, case) != ("ZeRO-3 x2", "reset")}  # p.copy_ fails
-    found = {case: fit(name, case.split()[0], Change(case.split()[0], hook)) for case, hook in cases.items()}
+def train_all(name: str, cells: list[tuple[str, str]]) -> dict[str, Any]:
+    cases = [case for way, case in cells if way == name and (name, case) != ("ZeRO-3 x2", "reset")]  # p.copy_ fails
+    found = {case: fit(name, case.split()[0], Change(case.split()[0], CASES[case])) for case in cases}
     if name == "DDP x2":
         found["add by hand"] = fit(name, "add by hand", Change("add by hand", "step end"))
     direct = ("automatic", *(("manual",) if not name.startswith("ZeRO") else ()))
@@ -223,7 +224,12 @@ def by_hand(kind: str) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
-results = once_per_module(lambda: run_each(train_all, NAMES))
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("runs"))
+        names = dict.fromkeys([*selected(request, "name"), "DDP x2"])
+        return run_each(train_all, names, selected(request, "name", "case"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -327,15 +333,15 @@ def test_a_validation_gathers_once() -> None:
     assert run_distributed(gathered_in_a_validation) == [[True, True, True, False]] * 2
 
 
-def output_of_both(call: str, folder: Path) -> str:
+def output_of_both(call: str) -> str:
     """Return what two processes print that end with an error."""
-    source = f"from tests.strategies import test_changing_parameters as here\nhere.{call}\n"
-    return run_python(source, nproc=2, cwd=folder, timeout=200).check(1).stderr
+    Path("script.py").write_text(f"from tests.strategies import test_changing_parameters as here\nhere.{call}\n")
+    return fork_ranks("script.py").wait().check(1).stderr
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_processes_that_train_different_parameters_are_reported(case: str, tmp_path: Path) -> None:
-    output = output_of_both(f"raise_difference({case!r})", tmp_path)
+def test_processes_that_train_different_parameters_are_reported(case: str) -> None:
+    output = output_of_both(f"raise_difference({case!r})")
     if case == "one rank":
         assert "rank 1 calls for a step in which layers.0.weight, layers.0.bias were unfrozen" in output
         assert "and rank 0 has gone on without" in output
@@ -377,8 +383,8 @@ def skip_a_step() -> None:
     WAYS["DDP x2"].trainer(max_epochs=2, watchdog_seconds=60).fit(SkipsAStep(), DataLoader(MLP.data(SAMPLES), 4))
 
 
-def test_a_step_that_one_rank_leaves_out_is_reported_at_the_end_of_the_epoch(tmp_path: Path) -> None:
-    output = output_of_both("skip_a_step()", tmp_path)
+def test_a_step_that_one_rank_leaves_out_is_reported_at_the_end_of_the_epoch() -> None:
+    output = output_of_both("skip_a_step()")
     calls = "3 times manual_backward and {} times optimizer.step until the end of epoch 0"
     assert f"rank 0 calls {calls.format(3)}, and rank 1 calls {calls.format(2)}" in output
 
@@ -398,8 +404,8 @@ def train_on_one_rank() -> None:
     WAYS["DDP x2"].trainer(max_steps=1, watchdog_seconds=60).fit(OnOneRank(), DataLoader(MLP.data(8), 4))
 
 
-def test_a_parameter_that_one_rank_uses_is_reported_in_the_same_step(tmp_path: Path) -> None:
-    assert "Parameters took no part in the loss of a step" in output_of_both("train_on_one_rank()", tmp_path)
+def test_a_parameter_that_one_rank_uses_is_reported_in_the_same_step() -> None:
+    assert "Parameters took no part in the loss of a step" in output_of_both("train_on_one_rank()")
 
 
 def test_parameters_added_to_the_last_layer_or_taken_from_it_are_seen() -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from tests.helpers.processes import once_per_module
 from tests.helpers.strategy_models import GPT, MLP, STEPS, Trained, warm_up_and_cosine
 from tests.helpers.strategy_runs import GLOBAL_MICRO_BATCH, SINGLE, WAYS, StepLosses, run_each, skip_if_missing
+from tests.tiers import selected
 from trainer import seed_everything
 from trainer.callbacks import ReplicaCheck
 
@@ -101,9 +101,10 @@ def train_by_hand(case: Case) -> list[float]:
     return losses[:STEPS]
 
 
-def train(name: str) -> dict[str, list[float]]:
-    """Train every case one way and return the losses."""
-    return {key: train_one(name, ALL[key]) for key in COMPARED[name] if not WAYS[name].missing(ALL[key].precision)}
+def train(name: str, cells: list[tuple[str, str]]) -> dict[str, list[float]]:
+    """Train the cases of one way and return the losses."""
+    keys = [key for way, key in cells if way == name and not WAYS[name].missing(ALL[key].precision)]
+    return {key: train_one(name, ALL[key]) for key in keys}
 
 
 def train_one(name: str, case: Case) -> list[float]:
@@ -123,7 +124,12 @@ def train_one(name: str, case: Case) -> list[float]:
     return recorder.losses
 
 
-losses = once_per_module(lambda: run_each(train, COMPARED))
+@pytest.fixture(scope="module")
+def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    cells = selected(request, "name", "key")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("runs"))
+        return run_each(train, dict.fromkeys(name for name, _ in cells), cells)
 
 
 @pytest.fixture(scope="module")
