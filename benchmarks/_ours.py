@@ -8,16 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from benchmarks._task import Net, Task, optimizer_of
+from benchmarks._task import OFF, Net, Task, optimizer_of, train_with
 from benchmarks._turns import Clock, Contender
 from trainer import Engine, Trainer, TrainModule
-
-OFF: dict[str, Any] = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_checkpointing": False,
-    "enable_model_summary": False,
-}
 
 
 class Regression(TrainModule):
@@ -105,22 +98,7 @@ def own_loop(task: Task, clock: Clock) -> None:
     with Engine(accelerator="cpu", devices=1) as engine:
         net = Net(clock)
         model, optimizer = engine.setup(net, optimizer_of(net))
-        data = engine.setup_dataloaders(task.data())
-        model.train()
-        for number, (x, y) in enumerate(data, 1):
-            last = number % task.accumulate == 0
-            if task.accumulate == 1:
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
-                engine.backward(loss)
-                optimizer.step()
-                continue
-            with engine.no_backward_sync(model, enabled=not last):
-                loss = F.mse_loss(model(x), y) / task.accumulate
-                engine.backward(loss)
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
+        train_with(engine, task, model, optimizer, engine.setup_dataloaders(task.data()))
 
 
 def validation(task: Task) -> list[Contender]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from benchmarks import _peers_engines as engines
-from benchmarks._task import Net, Task, optimizer_of
+from benchmarks._task import OFF, Net, Task, optimizer_of, train_with
 from benchmarks._turns import Clock, Contender
 
 Run = Callable[[Task, Clock, Path], None]
@@ -107,8 +107,7 @@ def lightning(
     if barebones:
         options["barebones"] = True
     elif off:
-        options |= {"logger": False, "enable_progress_bar": False}
-        options |= {"enable_checkpointing": False, "enable_model_summary": False}
+        options |= OFF
     elif both:
         options["logger"] = [CSVLogger(str(folder)), TensorBoardLogger(str(folder))]
     options = {"accelerator": "cpu", "devices": 1, **options}
@@ -136,10 +135,7 @@ def lightning_validate(task: Task, clock: Clock, folder: Path, log: bool) -> Non
                 self.log("val_acc", self.accuracy)
 
     trainer = pl.Trainer(
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **OFF,
         accelerator="cpu",
         devices=1,
         default_root_dir=folder,
@@ -156,21 +152,7 @@ def fabric(task: Task, clock: Clock, folder: Path, **options: Any) -> None:
     net = Net(clock)
     model, optimizer = plug.setup(net, optimizer_of(net))
     data = plug.setup_dataloaders(task.data()) if task.loader else task.data()
-    model.train()
-    for number, (x, y) in enumerate(data, 1):
-        last = number % task.accumulate == 0
-        if task.accumulate == 1:
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            plug.backward(loss)
-            optimizer.step()
-            continue
-        with plug.no_backward_sync(model, enabled=not last):
-            loss = F.mse_loss(model(x), y) / task.accumulate
-            plug.backward(loss)
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_with(plug, task, model, optimizer, data)
 
 
 # -- Accelerate --------------------------------------------------------------------------------------------------------

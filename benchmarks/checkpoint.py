@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.checkpoint import async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from benchmarks._task import OFF
 from trainer import Callback, Trainer, TrainModule, __version__
 from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.format import read_checkpoint
@@ -317,10 +318,7 @@ def main(arguments: list[str]) -> int:
             accelerator="cpu",
             devices=1,
             max_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **OFF,
             default_root_dir=folder,
             callbacks=rounds,
         )

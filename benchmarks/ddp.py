@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from benchmarks._task import Net, Task, optimizer_of
+from benchmarks._task import OFF, Net, Task, optimizer_of
 from benchmarks._together import Sized, compare, loop_over, ours, step_with
 from benchmarks._turns import Clock, Contender
 
@@ -53,10 +53,7 @@ def lightning(task: Task, net_of: Sized, clock: Clock, folder: Path) -> None:
         devices=2,
         strategy="ddp",
         max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **OFF,
         default_root_dir=folder,
     )
     trainer.fit(Module(), task.data())

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.utils.data import RandomSampler
 
+from benchmarks._task import OFF
 from benchmarks.resume import first_batch, in_a_process
 from trainer import Callback, Trainer, TrainModule
 from trainer.checkpoint.format import read_checkpoint
@@ -66,10 +67,7 @@ def step(module: Parts, callbacks: int = 0, loaders: int = 0) -> float:
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **OFF,
         callbacks=[Counted() for _ in range(callbacks)],
         num_sanity_val_steps=0,
         val_check_interval=10 if loaders else 1.0,

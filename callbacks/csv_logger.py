@@ -6,12 +6,11 @@ import csv
 import io
 import json
 import logging
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
-from trainer.callback import DummyExperiment, Logger, Overridable
+from trainer.callback import DummyExperiment, FileLogger, Overridable
 from trainer.checkpoint.disk import (
     NotRegularError,
     flush_file,
@@ -25,16 +24,12 @@ from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
 from trainer.metrics.logger_place import LoggerPlace, plain_number
 
-if TYPE_CHECKING:
-    from trainer.module import TrainModule
-    from trainer.trainer import Trainer
-
 log = logging.getLogger("trainer")
 
 Row = dict[str, str]
 
 
-class CSVLogger(Logger):
+class CSVLogger(FileLogger):
     """Write `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
 
     All values logged at one step go into one row, after the step and its epoch. A new name adds a column to all rows. A
@@ -63,9 +58,6 @@ class CSVLogger(Logger):
         self.prefix = prefix
         self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self.flush_seconds = flush_seconds
-        self._file: _File | None = None
-        self._resumed: dict[str, Any] = {}
-        self._flushed_at = 0.0
 
     @property
     def path(self) -> Path | None:
@@ -103,20 +95,6 @@ class CSVLogger(Logger):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._trainer = trainer
-        self._resumed = {}
-
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.is_global_zero:
-            self._open(continue_from=trainer.global_step)
-
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self.close()
-
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        self.flush()
-
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         folder = self._folder()
         assert folder is not None
@@ -132,36 +110,18 @@ class CSVLogger(Logger):
                 "CSVLogger.log_metrics got a value 'step', the name of its first column: give it as step=, or give the "
                 "value another name."
             )
-        if self._file is None:
-            self._open(continue_from=None)
-        assert self._file is not None
+        file = self.opened
         prefix = f"{self.prefix}-" if self.prefix else ""
         cells = {f"{prefix}{name}": repr(plain_number(value)) for name, value in metrics.items()}
-        if self._trainer is not None and step > self._file.step:
+        if self._trainer is not None and step > file.step:
             cells = {"epoch": str(self._trainer.current_epoch), **cells}
-        self._file.put(step, cells)
+        file.put(step, cells)
         every = self.flush_logs_every_n_steps
         if every is not None and step % every == 0:
             self.flush()
-        if time.monotonic() - self._flushed_at > self.flush_seconds:
-            self._flushed_at = time.monotonic()
-            self._file.write()
+        self.write_if_due()
 
-    def flush(self) -> None:
-        if self._file is not None:
-            self._flushed_at = time.monotonic()
-            self._file.write(to_disk=True)
-
-    def close(self) -> None:
-        """Write the pending rows, and close the file."""
-        if self._file is not None:
-            self.flush()
-            self._file.report_loss()
-            self._file.close()
-            self._file = None
-
-    def _open(self, continue_from: int | None) -> None:
-        """Open the file, or the existing one of a resumed run; `continue_from`: the step of its checkpoint."""
+    def open(self, continue_from: int | None) -> _File:
         path = self.path
         assert path is not None
         make_folder(path.parent, "CSVLogger(save_dir=...)")
@@ -178,8 +138,7 @@ class CSVLogger(Logger):
             if self._resumed.get("row"):
                 # As it was then: cells that came later come again.
                 rows = [*(one for one in rows if one[0] < last), (last, self._resumed["row"])]
-        self._file = _File(path, columns, rows)
-        self._flushed_at = time.monotonic()
+        return _File(path, columns, rows)
 
 
 class _File:

@@ -6,25 +6,20 @@ import io
 import json
 import logging
 import math
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.arguments import NonNegativeFloat, local_path, make_folder
-from trainer.callback import Logger
+from trainer.callback import FileLogger
 from trainer.checkpoint.disk import NotRegularError, flush_file, open_regular, reason, replace_file, without_links
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
 from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
 
-if TYPE_CHECKING:
-    from trainer.module import TrainModule
-    from trainer.trainer import Trainer
-
 log = logging.getLogger("trainer")
 
 
-class JSONLLogger(Logger):
+class JSONLLogger(FileLogger):
     """Write `metrics.jsonl`: a line `{"step": 50, "train_loss": 0.3}` each time that values are logged.
 
     Hyperparameters are a line with `"hyperparameters"`. Texts, tables and histograms are lines with the key and
@@ -41,9 +36,6 @@ class JSONLLogger(Logger):
     def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
         self.save_dir = None if save_dir is None else local_path(save_dir, "save_dir")
         self.flush_seconds = flush_seconds
-        self._file: _LineFile | None = None
-        self._resumed: dict[str, Any] = {}
-        self._flushed_at = 0.0
         self._before: list[dict[str, Any]] = []
         """Records of the time before the file is opened, when the step of a resumed run is not known yet."""
 
@@ -68,20 +60,6 @@ class JSONLLogger(Logger):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._trainer = trainer
-        self._resumed = {}
-
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.is_global_zero:
-            self._open(continue_from=trainer.global_step)
-
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self.close()
-
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        self.flush()
-
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         self._before = [{"step": 0, "hyperparameters": hyperparameters}]
 
@@ -104,28 +82,11 @@ class JSONLLogger(Logger):
         elif isinstance(media, Table):
             self._write({"step": step, "key": key, "kind": "table", "columns": media.columns, "data": media.rows})
 
-    def flush(self) -> None:
-        if self._file is not None:
-            self._flushed_at = time.monotonic()
-            self._file.write(to_disk=True)
-
-    def close(self) -> None:
-        """Write the pending lines, and close the file."""
-        if self._file is not None:
-            self.flush()
-            self._file.report_loss()
-            self._file = None
-
     # -- the file ------------------------------------------------------------------------------------------------------
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._file is None:
-            self._open(continue_from=None)
-        assert self._file is not None
-        self._file.put(record)
-        if time.monotonic() - self._flushed_at > self.flush_seconds:
-            self._flushed_at = time.monotonic()
-            self._file.write()
+        self.opened.put(record)
+        self.write_if_due()
 
     def _saved(self, key: str, media: Images, step: int) -> dict[str, Any]:
         """Write the pictures as files; return their paths, relative to the folder of the log, and captions."""
@@ -141,8 +102,7 @@ class JSONLLogger(Logger):
                 log.warning("cannot write %s (%s).", path, error)
         return {"paths": paths, **({} if media.captions is None else {"captions": media.captions})}
 
-    def _open(self, continue_from: int | None) -> None:
-        """Open the file, or the existing one of a resumed run; `continue_from`: the step of its checkpoint."""
+    def open(self, continue_from: int | None) -> _LineFile:
         path = self.path
         assert path is not None
         make_folder(path.parent, "JSONLLogger(save_dir=...)")
@@ -158,12 +118,12 @@ class JSONLLogger(Logger):
                 lines = [line for line in lines if continue_from and _step_of(line) <= continue_from]
             else:
                 lines = lines[:before]
-        self._file = _LineFile(path, lines)
-        self._flushed_at = time.monotonic()
+        file = _LineFile(path, lines)
         if not lines:
             for record in self._before:
-                self._file.put(record)
+                file.put(record)
         self._before = []
+        return file
 
 
 class _LineFile:
@@ -217,6 +177,9 @@ class _LineFile:
         self._end += len(data)
         self._pending.clear()
         self._failed = False
+
+    def close(self) -> None:
+        """Do nothing: the file is open while it is written only."""
 
     def report_loss(self) -> None:
         """Say so if lines were never written, and will not be."""

@@ -93,6 +93,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
@@ -447,6 +448,72 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
         return function(self) if self._is_rank_zero else DummyExperiment()
 
     return experiment
+
+
+class FileLogger(Logger):
+    """A logger that writes one file, on rank 0; a resumed run continues the file of the run before.
+
+    A subclass defines `open`. The file is written before each checkpoint, at the end, and every `flush_seconds`.
+    """
+
+    flush_seconds: float
+    """Longest time between two writes to the file, as long as values are logged."""
+    _file: Any = None
+    _resumed: Mapping[str, Any] = {}
+    """The state of the checkpoint that the run resumes from."""
+    _flushed_at = 0.0
+
+    def open(self, continue_from: int | None) -> Any:
+        """Open the file and return it: an object with `write(to_disk=False)`, `report_loss()` and `close()`.
+
+        Args:
+            continue_from: the step of the checkpoint that the run resumes from; None: no training.
+        """
+        raise NotImplementedError
+
+    @property
+    def opened(self) -> Any:
+        """The file, opened if need be."""
+        if self._file is None:
+            self._open(None)
+        return self._file
+
+    def _open(self, continue_from: int | None) -> None:
+        self._file = self.open(continue_from)
+        self._flushed_at = time.monotonic()
+
+    def write_if_due(self) -> None:
+        """Write the file if the last write is `flush_seconds` ago."""
+        if time.monotonic() - self._flushed_at > self.flush_seconds:
+            self._flushed_at = time.monotonic()
+            self._file.write()
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._flushed_at = time.monotonic()
+            self._file.write(to_disk=True)
+
+    def close(self) -> None:
+        """Write what is pending, and close the file."""
+        if self._file is not None:
+            self.flush()
+            self._file.report_loss()
+            self._file.close()
+            self._file = None
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._trainer = trainer
+        self._resumed = {}
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero:
+            self._open(continue_from=trainer.global_step)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.close()
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self.flush()
 
 
 class Tracker(Logger):

@@ -26,6 +26,28 @@ _EMPTY_ROUNDS = 2
 finish an epoch that was read to its end."""
 
 
+class EveryNth:
+    """The batches of a loader that fall to one process, where each process iterates all of them."""
+
+    def __init__(self, first: int, every: int) -> None:
+        self.first, self.every = first, every
+        self.passed = 0
+        """Batches of the epoch in progress that the loader has yielded, of all processes; 0 after its end."""
+
+    def length_of(self, length: int) -> int:
+        """Return the number of this process's batches among so many."""
+        return max(0, -(-(length - self.first) // self.every))
+
+    def of(self, batches: Iterator[Any], passed: int) -> Iterator[Any]:
+        """Yield this process's batches among those that follow the ones that have `passed`."""
+        self.passed = passed
+        for number, batch in enumerate(batches, passed):
+            self.passed = number + 1
+            if number % self.every == self.first:
+                yield batch
+        self.passed = 0
+
+
 class IterableLoader(BatchLoader):
     """Iterates the user's object unchanged, on each process independently.
 
@@ -50,14 +72,12 @@ class IterableLoader(BatchLoader):
         every_nth_of: int | None = None,
     ) -> None:
         self._loader = loader
-        self._first, self._every = (0, 1) if every_nth_of is None else (every_nth_of, world_size)
-        self._passed = 0
-        """The batches of the loader that this epoch has passed, of all processes."""
+        self._share = None if every_nth_of is None else EveryNth(every_nth_of, world_size)
         self._seed = seed
         self._single_process = world_size == 1
         self._training = training
-        self._restored: Any = None
-        self._passed_before = 0
+        self._restored: dict[str, Any] | None = None
+        """The state to begin the next epoch with; None: go on from where the last one ended."""
         self._left = False
         """True if the last epoch ended at `limit`, before the loader's end."""
         self._used = False
@@ -73,8 +93,8 @@ class IterableLoader(BatchLoader):
         )
         """True if a DataLoader makes batches of samples; False: the user's object yields batches."""
         length = _length(loader)
-        if length:
-            length = max(0, -(-(length - self._first) // self._every))
+        if length is not None and self._share is not None:
+            length = self._share.length_of(length)
         self._length = length
         super().__init__(loader, label, limit, length, length)
         self._promised = None if length is None else self.length
@@ -95,14 +115,15 @@ class IterableLoader(BatchLoader):
     def state_dict(self) -> dict[str, Any]:
         if self._keeper is None:
             return {}
-        state = {"loader": self._keeper.state_dict(), "left": self._left}
-        return state if self._every == 1 else state | {"passed": self._passed}
+        if self._restored is not None:
+            return self._restored
+        passed = 0 if self._share is None else self._share.passed
+        return {"loader": self._keeper.state_dict(), "left": self._left, "passed": passed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Loaded when iteration begins: set_epoch, which some loaders take as a reset, must come before.
         if self.stateful and "loader" in state:
-            self._restored, self._passed_before = state["loader"], state.get("passed", 0)
-            self._left = state.get("left", False)
+            self._restored = {"left": False, "passed": 0, **state}
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         return chain.from_iterable(self._epoch(epoch, start))
@@ -112,13 +133,13 @@ class IterableLoader(BatchLoader):
         limit = self.limit
         if limit is not None and start >= limit:
             self._left = True
+            self._restored = self._restored and self._restored | {"left": True}
             return
-        left, self._left = self._left, False
+        self._left = False
         restored, self._restored = self._restored, None
-        self._passed, self._passed_before = self._passed_before, 0
         with isolated_rng():
             seed_cpu_generators(mix_seed(self._seed, epoch))
-            batches = self._start_epoch(epoch, restored, left)
+            batches = self._start_epoch(epoch, restored)
             skipped = islice(batches, start if restored is None else 0)
             for _ in skipped:
                 pass
@@ -128,7 +149,6 @@ class IterableLoader(BatchLoader):
                     # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
                     if self._first_state is not None and restored is not None:
                         self._keeper.load_state_dict(self._first_state)
-                    self._passed = 0
                     batches = self._own_batches()
                     head = [next(batches, _END)]
         if head and head[0] is _END:
@@ -174,7 +194,7 @@ class IterableLoader(BatchLoader):
             )
             self.length = given
 
-    def _start_epoch(self, epoch: int, restored: Any, left: bool) -> Iterator[Any]:
+    def _start_epoch(self, epoch: int, restored: dict[str, Any] | None) -> Iterator[Any]:
         for one in _parts(self._loader):
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
@@ -186,25 +206,18 @@ class IterableLoader(BatchLoader):
         if restored is None:
             return self._own_batches()
         with restoring(f"the state of {self.label}"):
-            self._keeper.load_state_dict(restored)
-            if left and self._keeper is self._loader:
+            self._keeper.load_state_dict(restored["loader"])
+            if not restored["left"]:
+                return self._own_batches(restored["passed"])
+            if self._keeper is self._loader:
                 self._begin()  # the iterator that the run before has left in the middle
-            elif left:
+            else:
                 self._keeper.load_state_dict(self._first_state)
-            if left:
-                self._passed = 0
             return self._own_batches()
 
-    def _own_batches(self) -> Iterator[Any]:
+    def _own_batches(self, passed: int = 0) -> Iterator[Any]:
         batches = self._begin()
-        return batches if self._every == 1 else self._every_nth(batches)
-
-    def _every_nth(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for number, batch in enumerate(batches, self._passed):
-            self._passed = number + 1
-            if number % self._every == self._first:
-                yield batch
-        self._passed = 0
+        return batches if self._share is None else self._share.of(batches, passed)
 
     def _refuse_nothing(self) -> None:
         if self.one_shot and self._used:
@@ -221,11 +234,11 @@ class IterableLoader(BatchLoader):
 
     def _make_note(self) -> str | None:
         notes = []
-        if self._every > 1:
+        if self._share is not None:
             notes.append(
                 f"{self._kind()} is a subclass of DataLoader: each process loads all batches and takes one of "
-                f"{self._every}, so that no sample is repeated. Faster: a plain DataLoader with a collate_fn, or a "
-                "sampler with num_replicas and rank"
+                f"{self._share.every}, so that no sample is repeated. Faster: a plain DataLoader with a collate_fn, or "
+                "a sampler with num_replicas and rank"
             )
         elif not self._single_process:
             notes.append(
