@@ -38,11 +38,11 @@ class BadStepGuard(StepGuard):
             but no step is counted, no optimizer or scheduler is stepped, and values that were logged in the step are
             dropped. "rewind": go back to the newest checkpoint whose weights are finite, as if the run were resumed,
             and leave out the batches of the step this time; without a checkpoint yet, skip.
-        z_score: a loss is a spike if it is so many standard deviations above the mean of the last ones; deviations
-            below 5 % of the mean count as that. None: no loss is a spike.
+        z_score: number of standard deviations above the mean of the last losses from which a loss is a spike;
+            deviations below 5 % of the mean count as 5 %. None: no loss is a spike.
         window: the number of losses of good steps with which a loss is compared, at least 10 of them.
-        max_bad_steps: the bad steps after which the run ends with an error, if none beyond the last good one came
-            between them.
+        max_bad_steps: number of bad steps without progress after which the run ends with an error: without a good
+            step beyond the furthest bad one.
     """
 
     agree_on: ClassVar[tuple[str, ...] | None] = ("action", "z_score", "window", "max_bad_steps")
@@ -107,7 +107,7 @@ class BadStepGuard(StepGuard):
         newest = _newest(trainer.checkpoint_callbacks) if self.action == "rewind" and trainer.is_global_zero else None
         path = trainer.strategy.processes.broadcast_object(newest)
         if trainer.is_global_zero and not trainer.settings.fast_dev_run:
-            _write_down(trainer.run_dir / "bad_steps.jsonl", {**asdict(bad), "action": self.action})
+            _record(trainer.run_dir / "bad_steps.jsonl", {**asdict(bad), "action": self.action})
         if self.action == "raise":
             raise BadStepError(f"{explain(bad)}. BadStepGuard(action='skip') or 'rewind' would go on without it.")
         if self._in_a_row > self.max_bad_steps:
@@ -123,7 +123,7 @@ class BadStepGuard(StepGuard):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses of all readers, and what is left out. Collective in a run."""
+        """Return the losses of all readers, and the steps left out. Collective in a run."""
         own = list(self.losses.losses)
         return {
             "losses": [own] if self._trainer is None else self._trainer.strategy.processes.gather_reports(own),
@@ -133,7 +133,7 @@ class BadStepGuard(StepGuard):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; within a run that went back, keep what is left out now, and the count."""
+        """Restore the state. In a run that went back, the steps left out since and the count of bad steps stay."""
         kinds = {"losses": [[NUMBER]], "left_out": [[Integer()]], "furthest": Integer(-1), "in_a_row": Integer()}
         require(state, kinds, "BadStepGuard")
         windows, reader = state["losses"], 0 if self._trainer is None else self._trainer.reader
@@ -156,10 +156,10 @@ def _newest(callbacks: Iterable[Checkpoint]) -> str | None:
     return max(found, key=lambda path: found[path], default=None)
 
 
-def _write_down(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a file, unless a line of this step's first batch is there from before a resume.
+def _record(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a file of JSON lines, unless the file has one for this batch from before a resume.
 
-    A file that cannot be written ends no training: a warning says so.
+    Logs a warning if the file cannot be written.
     """
     lines = []
     try:
@@ -171,7 +171,7 @@ def _write_down(path: Path, row: dict[str, Any]) -> None:
         log.warning("%s cannot be read (%s), and the bad steps in it are not kept.", path, reason(error))
     if any(_first_batch(line) == (row["epoch"], row["batch"]) for line in lines):
         return
-    with suppress(OSError):  # the next line says so
+    with suppress(OSError):  # `replace_notes` warns
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_notes(path, b"\n".join([*lines, json.dumps(row, default=str).encode(), b""]))
 

@@ -24,21 +24,21 @@ COMMUNICATION = "communication"
 IDLE = "idle device"
 PROFILER = "the profiler itself"
 ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
-"""Each moment of a device counts once: as communication only where nothing is computed at the same time."""
+"""By growing priority: time in which a device does several of these at once counts as the last one."""
 
 
 class BoundProfiler(Profiler):
-    """Print, at the end of `fit`, the shares of what the time went into, the largest of them, and what to change first.
+    """Print at the end of `fit` what share of the time each part took, which one bounds the run, and what to change.
 
-    The shares of data, callbacks, logging, saving and validation are of the whole run, by the host's clock. What is
-    left is divided into transfer, compute, communication and an idle device as torch.profiler sees it in a few steps;
-    all others run without it, with one comparison each. On a CPU everything but communication is compute.
+    The shares of data, callbacks, logging, saving and validation are those of the full run, by the host's clock. The
+    rest is split into transfer, compute, communication and an idle device as torch.profiler measures them in a few
+    steps; all other steps pay one comparison. On a CPU everything but communication is compute.
 
-    The gain that is given is an upper bound: the speed if that share took no time at all.
+    The printed gain is an upper bound: the speed if the largest share took no time at all.
 
     Args:
-        first_step: steps of the run before the ones that torch.profiler looks at.
-        steps: how many it looks at.
+        first_step: number of steps before torch.profiler starts.
+        steps: number of steps that torch.profiler records.
     """
 
     def __init__(self, first_step: PositiveInt = 10, steps: PositiveInt = 3) -> None:
@@ -73,7 +73,7 @@ class BoundProfiler(Profiler):
         lines = [f"{part:<{len(REST)}}{share:>8.1%}" for part, share in shares.items() if share >= 0.001]
         bound, share = next(iter(shares.items()))
         if not self._device:
-            lines.append(f"(no steps were looked at: the run had fewer than {self.first_step + self.steps})")
+            lines.append(f"(no steps were profiled: the run had fewer than {self.first_step + self.steps})")
         gain = (
             f", at most {1 / (1 - share):.2g} times the speed" if share < 0.95 and bound not in (COMPUTE, REST) else ""
         )
@@ -85,7 +85,7 @@ class BoundProfiler(Profiler):
         self._leave()
 
     def shares(self, of_host: dict[str, float]) -> dict[str, float]:
-        """Return the shares of the run, largest first; the host's rest divided as in the steps that were looked at."""
+        """Return the shares of the run, largest first, with the host's rest split as in the profiled steps."""
         shares = {part: share / (1 - of_host.get(PROFILER, 0.0)) for part, share in of_host.items()}
         shares.pop(PROFILER, None)
         found = sum(self._device.values())
@@ -94,7 +94,7 @@ class BoundProfiler(Profiler):
             shares |= {part: rest * seconds / found for part, seconds in self._device.items()}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
-    # -- the steps that are looked at ----------------------------------------------------------------------------------
+    # -- the profiled steps --------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: Trainer) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -113,7 +113,7 @@ class BoundProfiler(Profiler):
         self._leave()
         events = self._profile.events()
         spans = device_spans(events, trainer.strategy.device.type)
-        self._device = in_turn(spans)
+        self._device = exclusive_seconds(spans)
         left = max(0.0, wall - of_host - sum(self._device.values()))
         self._device[IDLE if trainer.strategy.device.type == "cuda" else COMPUTE] = left
         self._left = -1
@@ -126,7 +126,7 @@ class BoundProfiler(Profiler):
     # -- the advice ----------------------------------------------------------------------------------------------------
 
     def _advice(self, trainer: Trainer, bound: str) -> str:
-        """Return the first thing to change, given what is set already."""
+        """Return the first setting to change, given the current ones."""
         loader = trainer.train_loader
         if bound == DATA:
             return "" if loader is None else faster_loading(loader)
@@ -158,12 +158,12 @@ class BoundProfiler(Profiler):
 
 
 def _seconds(times: dict[str, float]) -> float:
-    """Return the time of all parts that the host knows, without the profiler's."""
+    """Return the time of all parts that the host measures, without the profiler's."""
     return sum(seconds for part, seconds in times.items() if part != PROFILER)
 
 
 def device_spans(events: Iterable[Any], device: str) -> dict[str, list[tuple[float, float]]]:
-    """Return when the device was busy with what, in seconds, by the names of its kernels; on a CPU, of collectives."""
+    """Return the spans of each part in `ORDER`, in seconds, by the names of kernels; on a CPU, of collectives alone."""
     spans: dict[str, list[tuple[float, float]]] = {part: [] for part in ORDER}
     on_device = device == "cuda"
     for event in events:
@@ -180,8 +180,8 @@ def device_spans(events: Iterable[Any], device: str) -> dict[str, list[tuple[flo
     return spans
 
 
-def in_turn(spans: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
-    """Return the seconds of each part: of the last one all, of those before only while no later one goes on."""
+def exclusive_seconds(spans: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+    """Return the seconds of each part in `ORDER` during which no later part was going on."""
     seconds, covered = {}, 0.0
     taken: list[tuple[float, float]] = []
     for part in reversed(ORDER):

@@ -23,20 +23,20 @@ STEP = "trainer/global_step"
 class WandbLogger(Tracker):
     """Send metrics, media, hyperparameters and checkpoints to Weights & Biases.
 
-    A resumed run goes on with the same run. The curves' x axis is `trainer/global_step`; steps that a resumed run
+    A resumed training continues its run of W&B. The curves' x axis is `trainer/global_step`; steps that a resumed run
     repeats have two equal rows, one point of a curve. Offline, each start writes a folder
     `<save_dir>/wandb/offline-run-...-<id>`, and `wandb sync` makes one run of those with one id. The run stays open
     after `fit`, for `test` and for calls of your own, until another `fit` begins or the process ends. A run that your
     program has begun with `wandb.init` is used as it is.
 
     Args:
-        name: shown name of the run; default: wandb makes one.
+        name: displayed name of the run; default: one by wandb.
         save_dir: folder in which wandb makes its folder `wandb`; default: the run directory.
-        version: id of a run to go on with, or for the new one.
+        version: id of a run to continue, or of the new one.
         offline: write to files only.
         dir: the same as `save_dir`.
         id: the same as `version`.
-        anonymous: log without an account; only versions of wandb that still have it.
+        anonymous: log without an account, with versions of wandb that allow it.
         project: default: the variable WANDB_PROJECT, else "trainer".
         log_model: send checkpoints as artifacts, with the aliases "latest" and "best": at the end of training the best
             and the last one (True), or each as it is written ("all").
@@ -53,8 +53,8 @@ class WandbLogger(Tracker):
     """
 
     _all: ClassVar[WeakSet[WandbLogger]] = WeakSet()
-    """The loggers of this process, which tell their runs from one that the user's program has begun: wandb itself has
-    one state per process."""
+    """All loggers of this process, to distinguish their runs from one that the user's program has begun: wandb has one
+    current run per process."""
 
     def __init__(
         self,

@@ -469,7 +469,9 @@ def test_rooms_below_the_trainer_do_not_take_it(name: str) -> None:
     assert [text.split()[-1] for text in found] == adapter
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("callbacks.", "cli.", "config."))])
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if name.startswith(("callbacks.", "cli.", "config.", "tuner."))]
+)
 def test_helpers_above_the_trainer_take_values(name: str) -> None:
     tree = parsed(FILES[name].read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]

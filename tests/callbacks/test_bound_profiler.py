@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Logger
 from trainer.callbacks import BoundProfiler, ModelCheckpoint, ModelSummary
-from trainer.callbacks.bound_profiler import COMMUNICATION, COMPUTE, TRANSFER, device_spans, in_turn
+from trainer.callbacks.bound_profiler import COMMUNICATION, COMPUTE, TRANSFER, device_spans, exclusive_seconds
 
 LONG = 0.2
 
@@ -87,7 +87,7 @@ def test_what_bounds_a_run_is_named(bound: str, tmp_path: Path, capsys: pytest.C
 
 def test_a_short_run_says_that_no_steps_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     quiet(max_steps=4, profiler="bound").fit(Toy(), loader(4))
-    assert "no steps were looked at: the run had fewer than 13" in capsys.readouterr().out
+    assert "no steps were profiled: the run had fewer than 13" in capsys.readouterr().out
 
 
 def test_a_moment_of_a_device_counts_once() -> None:
@@ -103,5 +103,5 @@ def test_a_moment_of_a_device_counts_once() -> None:
         Event("sgemm", 2, 3.5),
         Event("Memcpy HtoD", 3, 6),
     ]
-    seconds = in_turn(device_spans(events, "cuda"))
+    seconds = exclusive_seconds(device_spans(events, "cuda"))
     assert seconds == {COMPUTE: 2.5, TRANSFER: 2.5, COMMUNICATION: 1.0}

@@ -259,7 +259,9 @@ def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.Mo
 
     larger, with_fused = Setting("batch_size x 4", loader={"batch_size": 4}), Setting("fused", fused=True)
     wrong = Setting("precision", arguments={"precision": "fp3"})
-    monkeypatch.setattr("trainer.tuner.tuner.settings_to_try", lambda trainer: iter([larger, with_fused, wrong]))
+    monkeypatch.setattr(
+        "trainer.tuner.tuner.settings_to_try", lambda present, device_type: iter([larger, with_fused, wrong])
+    )
     module, trainer = Slow(), quiet(max_epochs=1)
     before = everything(trainer, module)
     found = Tuner(trainer).throughput(module, steps_per_trial=4)
@@ -270,7 +272,7 @@ def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.Mo
     assert all(one.name in found.table() for one in (larger, with_fused, wrong))
     with pytest.raises(ConfigError, match="steps_per_trial=1"):
         Tuner(trainer).throughput(module, steps_per_trial=1)
-    names = [one.name for one in settings_to_try(quiet(compile=True))]
+    names = [one.name for one in settings_to_try(quiet(compile=True).settings, "cpu")]
     assert "num_workers=0" in names
     assert "compile=True" not in names
 

@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches of fewer samples."""
+"""Split a batch into micro-batches: slice its tensors and lists by samples."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from trainer.errors import ConfigError
 
 
 def parts_of(batch: Batch, size: int, number: int) -> Iterator[Batch]:
-    """Yield `number` parts of a batch, of `size` samples each; those beyond its last sample are padding.
+    """Yield `number` parts of a batch, of `size` samples each; parts beyond its last sample are padding.
 
-    The samples over all processes are counted with the first part.
+    The first part carries the number of samples over all processes.
 
     Raises:
-        ConfigError: something in the batch has not one entry for each sample.
+        ConfigError: an object in the batch does not have one entry for each sample.
     """
-    there = batch.samples or samples_in(batch.data)
+    in_batch = batch.samples or samples_in(batch.data)
     for part in range(number):
-        first, end = part * size, min((part + 1) * size, there)
+        first, end = part * size, min((part + 1) * size, in_batch)
         samples = None if batch.samples is None else 0 if batch.is_padding else max(0, end - first)
         if end <= first:
             first, end = 0, 1  # the weight of padding is zero
         total = batch.total if part == 0 or batch.total is None else 0
-        yield Batch(slice_samples(batch.data, there, first, end), samples, total)
+        yield Batch(slice_samples(batch.data, in_batch, first, end), samples, total)
 
 
 def slice_samples(data: Any, samples: int, first: int, end: int) -> Any:
-    """Return samples `first` to `end` of the data of a batch that has so many `samples`.
+    """Return samples `first` to `end` of the data of a batch of `samples` samples.
 
     Raises:
-        ConfigError: something in it has not one entry for each sample.
+        ConfigError: an object in the data does not have one entry for each sample.
     """
     return map_leaves(data, partial(_sliced, samples=samples, first=first, end=end), _has_one_for_each)
 
@@ -55,8 +55,8 @@ def _sliced(leaf: Any, samples: int, first: int, end: int) -> Any:
     if entries != samples:
         what = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"of type {type(leaf).__name__}"
         raise ConfigError(
-            f"accumulate_grad_batches='auto' splits batches along the first dimension, and in a batch of {samples} "
-            f"samples is an object {what}: give a smaller batch_size and a number instead of 'auto'."
+            f"accumulate_grad_batches='auto' splits batches along the first dimension, and a batch of {samples} "
+            f"samples has an object {what}: give a smaller batch_size and a number instead of 'auto'."
         )
     return leaf[first:end]
 

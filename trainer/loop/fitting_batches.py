@@ -23,14 +23,14 @@ from trainer.seed import isolated_rng
 
 log = logging.getLogger("trainer")
 
-BATCHES_LOOKED_AT = 16
-"""Batches at the start of an epoch, of which the largest is tried."""
+FIRST_BATCHES = 16
+"""Number of batches at the start of an epoch of which the largest is tried."""
 STATE_OF_ADAM = 2
-"""Optimizers have at most so many numbers for each parameter; they make them in their first step."""
+"""Largest number of values that an optimizer keeps for each parameter, from its first step on."""
 
 
 def split_batches(run: Run) -> None:
-    """Split the batches of training into micro-batches of the size that was found to fit, if it has been found.
+    """Split the training batches into micro-batches of the size that fits, if that has been found.
 
     Raises:
         ConfigError: the batches cannot be split.
@@ -45,7 +45,7 @@ def split_batches(run: Run) -> None:
 def find_fitting_batches(run: Run) -> None:
     """Try a forward and backward of the largest batch, and split batches if it does not fit on every process.
 
-    Weights, gradients, random numbers, buffers and attributes of the module are as before. Collective.
+    Leaves weights, gradients, random numbers, and the module's buffers and attributes as they were. Collective.
 
     Raises:
         ConfigError: not even one sample fits, or the batches cannot be split.
@@ -54,7 +54,7 @@ def find_fitting_batches(run: Run) -> None:
         return
     loader = _loader(run)
     with isolated_rng():
-        batches = list(islice(loader.iterate(run.progress.epoch), BATCHES_LOOKED_AT))
+        batches = list(islice(loader.iterate(run.progress.epoch), FIRST_BATCHES))
     largest = max(batches, key=lambda batch: bytes_of(batch.data))
     size = loader.batch_size
     assert size is not None
@@ -77,8 +77,8 @@ def _loader(run: Run) -> ShardedDataLoader:
     loader = run.train_loader
     if not isinstance(loader, ShardedDataLoader) or loader.batch_size is None:
         raise ConfigError(
-            "accumulate_grad_batches='auto' needs a DataLoader with a batch_size over a map-style dataset, of which it "
-            "can take a batch to try: give a number instead."
+            "accumulate_grad_batches='auto' needs a DataLoader with a batch_size over a map-style dataset, to take a "
+            "batch from for a trial: give a number instead."
         )
     return loader
 
@@ -90,16 +90,16 @@ def _largest_divisor(batch_size: int, limit: int) -> int:
 
 def _fits(run: Run, batch: Batch, size: int) -> bool:
     """Whether two micro-batches of a window, and the optimizer's state, fit into the memory of this process."""
-    there = batch.samples or size
-    data = slice_samples(batch.data, there, 0, min(size, there))
+    samples = batch.samples or size
+    data = slice_samples(batch.data, samples, 0, min(size, samples))
     parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
         with isolated_rng(), limited_memory(_limit(run)):
-            module = _twin(run.module)
-            kept = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
+            module = _copy_sharing_parameters(run.module)
+            states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
             for _ in range(2):
                 _forward_and_backward(run, module, data)
-            del module, kept
+            del module, states
         return True
     except Exception as error:
         if not is_out_of_memory(error):
@@ -117,17 +117,17 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
 def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
     strategy = run.strategy
     with run.metrics.recording(MetricScope(batches=False, steps=False)), strategy.gradient_sync(last=False):
-        there = run.transfer(data, 0)
+        batch = run.transfer(data, 0)
         with strategy.precision.forward_context(strategy.device):
-            outputs = module.training_step(there, 0)
+            outputs = module.training_step(batch, 0)
         if outputs is not None:
             checked_loss(outputs, module, False).backward()
 
 
-def _twin(module: TrainModule) -> TrainModule:
-    """Return a copy of the module with the same parameters, so that a trial changes nothing else of it."""
+def _copy_sharing_parameters(module: TrainModule) -> TrainModule:
+    """Return a copy of the module that shares its parameters, so that a trial changes no buffer or attribute of it."""
     try:
-        twin = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+        copied = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -135,11 +135,11 @@ def _twin(module: TrainModule) -> TrainModule:
             f"accumulate_grad_batches='auto' tries a batch with a copy of the module, and cannot copy it ({error}): "
             "build in `setup` or `configure_model` what cannot be copied, or give a number."
         ) from error
-    twin.attach(module.trainer)
-    return twin
+    copied.attach(module.trainer)
+    return copied
 
 
 def _limit(run: Run) -> int | None:
-    """Return the bytes of memory that a trial may take on CPUs, where nothing else says that it is used up."""
+    """Return the bytes that a trial may take on a CPU, where no allocation fails in time; None: no limit."""
     free = free_memory() if run.strategy.device.type == "cpu" else None
     return None if free is None else free * 9 // 10 // detect_environment().local_world_size

@@ -17,19 +17,19 @@ REST = "the steps and the rest"
 
 
 class HostTimes:
-    """Count the time of each part without that of the parts inside of it, so that all add up to the whole.
+    """Measure the time of each part without the parts inside it, so that all parts add up to the total.
 
-    A host that waits for its device (to read logged values) waits in a step: that time is of the rest.
+    The host's waits for its device, such as for logged values, count as time of the steps.
     """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((DATA, CALLBACKS, LOGGING, SAVING, VALIDATION), 0.0)
-        """The seconds of each part until now, without the rest. The loop itself adds its waits for data."""
+        """Seconds of each part until now, without the rest. The loop itself adds its waits for data."""
         self._inside = 0.0  # the time of the parts that have ended within the part in progress
         self._begun: float | None = None
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Start to measure, from zero."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self._begun = time.perf_counter()
 
@@ -37,12 +37,12 @@ class HostTimes:
         """Return the share of each part, and of the rest, of the time since the beginning; empty before that."""
         if self._begun is None:
             return {}
-        whole = time.perf_counter() - self._begun
-        rest = max(0.0, whole - sum(self.seconds.values()))
-        return {part: seconds / whole for part, seconds in {**self.seconds, REST: rest}.items()}
+        total = time.perf_counter() - self._begun
+        rest = max(0.0, total - sum(self.seconds.values()))
+        return {part: seconds / total for part, seconds in {**self.seconds, REST: rest}.items()}
 
     def line(self) -> str:
-        """Return the shares as a line, largest first, without those of less than half a percent."""
+        """Return the shares in one line, largest first, without those below half a percent."""
         if self._begun is None:
             return ""
         shares = sorted(self.shares().items(), key=lambda item: -item[1])
@@ -52,7 +52,7 @@ class HostTimes:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Count the block as time of this part, which may be a new one."""
+        """Add the time of the block to a part, which may be a new one."""
         before, self._inside, begun = self._inside, 0.0, time.perf_counter()
         try:
             yield
@@ -60,7 +60,7 @@ class HostTimes:
             self._add(part, time.perf_counter() - begun, before)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, with each of its calls counted as time of this part."""
+        """Return the function with the time of its calls added to a part."""
 
         def call(*args: Any) -> Any:
             before, self._inside, begun = self._inside, 0.0, time.perf_counter()
@@ -74,7 +74,7 @@ class HostTimes:
         return call
 
     def time_hooks(self, hooks: CallbackList, part: str = CALLBACKS) -> None:
-        """Count the calls of all hooks that somebody uses."""
+        """Add the time of all hooks that a callback or the module overrides to a part."""
         for hook in HOOKS:
             call = getattr(hooks, hook)
             if call is not nothing:

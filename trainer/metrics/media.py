@@ -1,4 +1,4 @@
-"""Media: images, texts, histograms and tables in one form each, as loggers get them."""
+"""Media: images, texts, histograms and tables, each in the one form that loggers get."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Images:
     arrays: list[np.ndarray[Any, Any]]
     captions: list[str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of the call, such as `masks=` of Weights & Biases: lists with an entry for each picture."""
+    """Further options of `log_image`, such as `masks=` of Weights & Biases: lists with an entry for each picture."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Histogram:
-    """The finite ones of the values, in one dimension, float32 or float64; and the number of bins to show."""
+    """Finite values in one dimension, as float32 or float64, and the number of bins to show."""
 
     values: np.ndarray[Any, Any]
     bins: int = 64
 
     def counts(self) -> tuple[list[int], list[float]]:
-        """Return the counts, and the edges, of which there is one more."""
+        """Return the counts and the edges of the bins: one edge more than counts."""
         import numpy as np
 
         counts, edges = np.histogram(self.values.astype(np.float64), self.bins)
@@ -53,7 +53,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, which JSON can hold, under the names of their columns."""
+    """Rows of cells that JSON can hold, and the names of the columns."""
 
     columns: list[str]
     rows: list[list[Any]]
@@ -72,12 +72,12 @@ def _cell(value: Any) -> str:
 
 
 def as_images(images: Any, caption: str | Sequence[str] | None, options: dict[str, Any]) -> Images:
-    """Return pictures in one form.
+    """Convert pictures to `Images`.
 
     Args:
         images: one picture or a list of them. A tensor is (channels, height, width) or (height, width), or a batch of
-            the former; an array is (height, width, channels) or (height, width), as in numpy's world. Numbers that are
-            not uint8 are from 0 to 1. A picture of PIL, or the path of a file, is taken as it is.
+            the former; an array is (height, width, channels) or (height, width), as in PIL. Floating
+            numbers are from 0 to 1, integers from 0 to 255. A PIL image, or the path of a file, is taken as it is.
         caption: one for all pictures, or a list with one for each.
 
     Raises:
@@ -103,7 +103,7 @@ def _arrays(image: Any) -> list[np.ndarray[Any, Any]]:
     if isinstance(image, torch.Tensor):
         array = on_cpu(image, "log_image").numpy()
         if array.ndim == 4:
-            return [picture for one in array for picture in [_bytes(np.moveaxis(one, 0, -1), image.shape)]]
+            return [_bytes(np.moveaxis(one, 0, -1), image.shape) for one in array]
         return [_bytes(np.moveaxis(array, 0, -1) if array.ndim == 3 else array, image.shape)]
     array = np.asarray(image)
     if array.dtype.kind not in "biuf":
@@ -145,14 +145,22 @@ def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
 
 
 def as_text(text: Any) -> Text:
-    """Return a text; anything but a text is refused."""
+    """Wrap a text.
+
+    Raises:
+        ConfigError: it is no `str`.
+    """
     if not isinstance(text, str):
         raise ConfigError(f"log_text got {shown(text)}: give a text, or columns= and data= for a table of texts.")
     return Text(text)
 
 
 def as_histogram(values: Any, bins: int) -> Histogram:
-    """Return the finite ones of a tensor's, an array's or a list's numbers, copied."""
+    """Copy the finite numbers of a tensor, an array or a list.
+
+    Raises:
+        ConfigError: no number is finite, or `bins` is out of range.
+    """
     import numpy as np
 
     if type(bins) is not int or not 1 <= bins <= 10_000:
@@ -171,7 +179,7 @@ def as_histogram(values: Any, bins: int) -> Histogram:
 
 
 def figure_images(figure: Any) -> Images:
-    """Return the picture of a figure of matplotlib."""
+    """Render a figure of matplotlib."""
     if not hasattr(figure, "savefig"):
         raise ConfigError(f"log_figure got {shown(figure)}: give a figure of matplotlib, such as plt.figure() returns.")
     from PIL import Image
@@ -183,14 +191,14 @@ def figure_images(figure: Any) -> Images:
 
 
 def close_figure(figure: Any) -> None:
-    """Close a figure, if pyplot is there, which keeps every figure in memory until then."""
+    """Close a figure in pyplot, if pyplot is imported: it keeps figures in memory until they are closed."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
         pyplot.close(figure)
 
 
 def as_table(columns: Any, data: Any, dataframe: Any) -> Table:
-    """Return a table of columns and rows, or of a data frame.
+    """Make a table of columns and rows, or of a data frame.
 
     Raises:
         ConfigError: there is neither data nor a data frame, or both; or a row has more or fewer cells than columns.
@@ -212,7 +220,7 @@ def as_table(columns: Any, data: Any, dataframe: Any) -> Table:
 
 
 def _plain(cell: Any) -> Any:
-    """Return a cell as a number, a text or None; anything else as a text."""
+    """Return a cell as a number, a text or None; other values as texts."""
     if isinstance(cell, torch.Tensor) or hasattr(cell, "tolist"):
         cell = cell.tolist()
     return cell if cell is None or isinstance(cell, (bool, int, float, str)) else str(cell)
@@ -234,7 +242,7 @@ def on_cpu(tensor: torch.Tensor, method: str) -> torch.Tensor:
 
 
 def png(array: np.ndarray[Any, Any]) -> bytes:
-    """Return an array of `Images` as a PNG file."""
+    """Encode an array of `Images` as a PNG file."""
     height, width, channels = array.shape
     kind = {1: 0, 3: 2, 4: 6}[channels]
     lines = b"".join(b"\0" + row.tobytes() for row in array)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,6 +12,8 @@ from trainer.callback import Callback
 from trainer.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -97,7 +100,7 @@ class RangeTest(Callback):
         self._losses: list[torch.Tensor] = []
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._set(trainer)
+        self._set(trainer.global_step, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -122,11 +125,11 @@ class RangeTest(Callback):
             lowest = min(self.finder.results["loss"])
             if self.threshold is not None and step > 1 and smoothed > self.threshold * lowest:
                 trainer.stop("the loss grows")
-        self._set(trainer)
+        self._set(trainer.global_step, trainer.optimizers)
 
-    def _set(self, trainer: Trainer) -> None:
-        lr = self.finder.lr_at(trainer.global_step)
-        for optimizer in trainer.optimizers:
+    def _set(self, step: int, optimizers: Iterable[Optimizer]) -> None:
+        lr = self.finder.lr_at(step)
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(lr)

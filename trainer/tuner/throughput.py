@@ -1,4 +1,4 @@
-"""The search for settings with more samples per second: try each by itself, then those that pay together."""
+"""Search for settings with more samples per second: each by itself, then together those that pay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.tuner.batch_size import LEAST_GROWTH, release_memory
 if TYPE_CHECKING:
     from trainer.data.datamodule import DataModule
     from trainer.module import TrainModule
-    from trainer.trainer import Trainer
+    from trainer.settings import Settings
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch that have a fused step."""
@@ -22,16 +22,17 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A setting to try: what to type, and how a trial gets it."""
+    """A setting to try."""
 
     name: str
+    """The setting as the user types it."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the Trainer."""
     loader: dict[str, Any] = field(default_factory=dict)
     """Arguments of the DataLoader."""
     fused: bool = False
     note: str = ""
-    """A consequence that the user should know; empty: there is none."""
+    """A consequence for the user to know; empty: none."""
 
 
 @dataclass
@@ -39,15 +40,15 @@ class Throughput:
     """The samples per second of settings."""
 
     baseline: float
-    """Those of the settings as they are: the better of two trials, before and after the others."""
+    """Samples per second of the settings as they are: the better of two trials, before and after the others."""
     found: dict[Setting, float] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
     together: float | None = None
-    """Those of all settings that pay at once; None: fewer than two do."""
+    """Samples per second with all settings that pay; None: fewer than two pay."""
 
     @property
     def pays(self) -> list[Setting]:
-        """The settings with at least 5 % more samples per second; of those for the same argument the best."""
+        """The settings with at least 5 % more samples per second, of each argument the best one."""
         best: dict[tuple[str, ...], Setting] = {}
         for setting, speed in self.found.items():
             argument = (*setting.arguments, *(name for name in setting.loader if name != "persistent_workers"))
@@ -69,22 +70,22 @@ class Throughput:
         return "\n".join(lines)
 
 
-def settings_to_try(trainer: Trainer) -> Iterator[Setting]:
-    """Yield the settings that the trainer does not have, for its device."""
-    cores, device = os.cpu_count() or 1, trainer.config.device_type
+def settings_to_try(present: Settings, device_type: str) -> Iterator[Setting]:
+    """Yield settings that differ from the present ones, for a type of device."""
+    cores = os.cpu_count() or 1
     for workers in sorted({0, 1, 2, 4, 8, cores}):
         if workers <= cores:
             more = {"persistent_workers": True} if workers else {}
             yield Setting(f"num_workers={workers}", loader={"num_workers": workers, **more})
-    if device == "cuda":
+    if device_type == "cuda":
         yield Setting("pin_memory=True", loader={"pin_memory": True})
     for factor in (2, 4):
         note = f"divide accumulate_grad_batches by {factor} for the same steps"
         yield Setting(f"batch_size x {factor}", loader={"batch_size": factor}, note=note)
     yield Setting("fused=True in the optimizer", fused=True)
-    if trainer.settings.compile is False:
+    if present.compile is False:
         yield Setting("compile=True", arguments={"compile": True})
-    if trainer.settings.precision == "32-true":
+    if present.precision == "32-true":
         yield Setting('precision="bf16-mixed"', arguments={"precision": "bf16-mixed"}, note="other numbers")
 
 
@@ -110,7 +111,7 @@ def search_settings(
 
 
 def apply(settings: list[Setting], module: TrainModule, datamodule: DataModule | None) -> None:
-    """Have the copies of a trial make their loader and their optimizers with the settings."""
+    """Have the module and the data module of a trial make their loader and optimizers with the settings."""
     changes = {name: value for setting in settings for name, value in setting.loader.items()}
     owner: Any = datamodule if datamodule is not None and datamodule.overrides("train_dataloader") else module
     if changes and owner.overrides("train_dataloader"):
@@ -122,10 +123,10 @@ def apply(settings: list[Setting], module: TrainModule, datamodule: DataModule |
 
 
 def with_options(loader: Any, changes: dict[str, Any]) -> Any:
-    """Return a DataLoader like another one, with other options; `batch_size` is a factor.
+    """Return a copy of a DataLoader with other options; `batch_size` is a factor.
 
     Raises:
-        ConfigError: it is no plain DataLoader, or has a batch sampler of its own whose size is to change.
+        ConfigError: the loader is no plain DataLoader, or its size is to change and it has a batch sampler of its own.
     """
     from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -148,10 +149,10 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
 
 
 def fused(optimizers: Any) -> Any:
-    """Set `fused` in optimizers of torch that have such a step.
+    """Set `fused` in those optimizers of torch that have a fused step.
 
     Raises:
-        ConfigError: none has.
+        ConfigError: no optimizer has a fused step, or one is fused already.
     """
     every = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     known = [one for one in every if type(one).__module__.startswith("torch.optim") and type(one).__name__ in FUSED]
@@ -159,6 +160,6 @@ def fused(optimizers: Any) -> Any:
         raise ConfigError("the optimizer has no fused step")
     for group in [group for optimizer in known for group in optimizer.param_groups]:
         if group.get("fused"):
-            raise ConfigError("the optimizer has it already")
+            raise ConfigError("the optimizer is fused already")
         group["fused"], group["foreach"] = True, False
     return optimizers

@@ -1,4 +1,4 @@
-"""Trial: a short training with copies, after which everything is as it was before."""
+"""Trial: a short training of copies, which leaves the originals as they were."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 from trainer.module import TrainModule
 from trainer.optimizers import parse_optimizers
 from trainer.seed import isolated_rng
-from trainer.settings import ARGUMENTS
+from trainer.settings import ARGUMENTS, Settings
 from trainer.trainer import Trainer
 
 WITHOUT: dict[str, Any] = {
@@ -38,11 +38,11 @@ WITHOUT: dict[str, Any] = {
     "profiler": None,
     "detect_anomaly": False,
 }
-"""The settings of a trial that are not the trainer's."""
+"""Settings of a trial in place of the user's."""
 
 
 def run_trial(
-    trainer: Trainer,
+    settings: Settings,
     module: TrainModule,
     loader: Any,
     datamodule: DataModule | None,
@@ -52,18 +52,18 @@ def run_trial(
     prepare: Callable[[TrainModule, DataModule | None], None] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train a copy of the module for some steps, with the trainer's settings and without its callbacks and loggers.
+    """Train a copy of the module for some steps, with a trainer's settings but without its callbacks and loggers.
 
-    The module, the data module, the trainer, and the random numbers are as before, also after an error.
+    The module, the data module and the random numbers stay as they were, also after an error.
 
     Args:
         callback: the trial's only callback.
         schedules: have the module's schedulers step.
         prepare: called with the copies before the trial.
-        arguments: of the Trainer, in place of its own.
+        arguments: of the trial's Trainer, in place of the settings.
     """
     try:
-        module, datamodule, strategy = copy.deepcopy((module, datamodule, trainer.settings.strategy))
+        module, datamodule, strategy = copy.deepcopy((module, datamodule, settings.strategy))
     except Exception as error:
         raise ConfigError(
             f"the tuner works with copies of the module and the data module, and cannot copy them ({error}): build in "
@@ -73,7 +73,7 @@ def run_trial(
         _leave_out_schedulers(module)
     if prepare is not None:
         prepare(module, datamodule)
-    own = {name: getattr(trainer.settings, name) for name in ARGUMENTS}
+    own = {name: getattr(settings, name) for name in ARGUMENTS}
     with isolated_rng(), _same_generators(loader), _quiet(), tempfile.TemporaryDirectory() as folder:
         if own["accumulate_grad_batches"] == "auto":
             own["accumulate_grad_batches"] = 1

@@ -1,4 +1,4 @@
-"""Tuner: `lr_find` and `scale_batch_size`, which train copies and leave everything as it was."""
+"""Tuner: `lr_find`, `scale_batch_size` and `throughput`, which train copies and leave the originals as they were."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = logging.getLogger("trainer")
 
 
 class Tuner:
-    """Finds a learning rate or a batch size for a trainer's settings.
+    """Finds a learning rate, a batch size, or faster settings for a trainer.
 
     Each trial trains copies of the module and the data module, without the trainer's callbacks, loggers and
-    checkpoints, so that weights, random numbers, counters and callbacks are as before. Only the attribute that was
-    looked for is set.
+    checkpoints, so that weights, random numbers, counters and callbacks stay as they were. Only the attribute that
+    was searched for is set.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -33,7 +33,7 @@ class Tuner:
             raise ConfigError(f"Tuner({trainer!r}): give a Trainer.")
         self._trainer = trainer
         self.batch_sizes: BatchSizes | None = None
-        """The sizes that the last `scale_batch_size` has tried, with their samples per second."""
+        """Sizes that the last `scale_batch_size` has tried, with their samples per second."""
 
     def lr_find(
         self,
@@ -80,7 +80,7 @@ class Tuner:
             raise ConfigError("lr_find sets the learning rates of automatic optimization; this module steps by itself.")
         finder = LRFinder(mode, min_lr, max_lr, num_training)
         test = RangeTest(finder, early_stop_threshold)
-        run_trial(self._trainer, model, train_dataloaders, datamodule, test, num_training)
+        run_trial(self._trainer.settings, model, train_dataloaders, datamodule, test, num_training)
         found = finder.suggestion()
         if found is None:
             log.warning(
@@ -152,7 +152,7 @@ class Tuner:
             loader = train_dataloaders if train_dataloaders is None else with_batch_size(train_dataloaders, size)
             _set(attribute, size)
             with limited_memory(limit):
-                run_trial(trainer, model, loader, datamodule, watch, steps_per_trial)
+                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial)
             if 0 < watch.first < size:
                 raise NoSuchBatchError
             return watch.samples / watch.seconds if watch.seconds else math.nan
@@ -188,21 +188,21 @@ class Tuner:
         """
         if type(steps_per_trial) is not int or steps_per_trial < 2:
             raise ConfigError(f"throughput(steps_per_trial={steps_per_trial!r}): give an integer from 2.")
-        trainer = self._trainer
+        settings, config = self._trainer.settings, self._trainer.config
 
-        def attempt(settings: list[Setting]) -> float:
+        def attempt(tried: list[Setting]) -> float:
             watch, loader = Stopwatch(), train_dataloaders
-            changes = {name: value for setting in settings for name, value in setting.loader.items()}
+            changes = {name: value for setting in tried for name, value in setting.loader.items()}
             if loader is not None and changes:
                 loader = with_options(loader, changes)
-            given = {name: value for setting in settings for name, value in setting.arguments.items()}
-            prepare = partial(apply, settings)
-            run_trial(trainer, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
+            given = {name: value for setting in tried for name, value in setting.arguments.items()}
+            prepare = partial(apply, tried)
+            run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
             if not watch.seconds:
                 raise ConfigError("no step is left without compilation: give more steps_per_trial (--steps)")
             return watch.samples / watch.seconds
 
-        return search_settings(attempt, settings_to_try(trainer), combine=trainer.config.num_processes == 1)
+        return search_settings(attempt, settings_to_try(settings, config.device_type), config.num_processes == 1)
 
 
 def _no_attribute(name: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""`trainer tune`: read which search is wanted and its options, run it, and print what it found."""
+"""`trainer tune`: run a search with the options given, and print the result."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SEARCHES = ("lr", "batch-size", "throughput")
 HELP = f"""\
 usage: trainer tune {{lr,batch-size,throughput}} --config FILE [OPTIONS] [--trainer.x ...]
 
-Find a learning rate, a batch size, or faster settings. Nothing is written but the picture; the
-training is tried with copies.
+Find a learning rate, a batch size, or faster settings, by short trainings. Only the picture is
+written.
 
 options of lr:
   --min-lr X, --max-lr X    the first and the last learning rate (1e-8, 1)
@@ -83,7 +83,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def bytes_of(text: str | None) -> int | None:
-    """Return the bytes that a text such as "8GB" means; None for None.
+    """Return the bytes of a size such as "8GB"; None for None.
 
     Raises:
         ConfigError: the text is no size.
@@ -102,7 +102,7 @@ def bytes_of(text: str | None) -> int | None:
 
 
 def _given(options: Namespace, names: dict[str, str]) -> dict[str, Any]:
-    """Return the options that were given, by the names of the arguments that they are."""
+    """Return the given options, by the names of the arguments they stand for."""
     return {name: value for option, name in names.items() if (value := getattr(options, option)) is not None}
 
 
@@ -122,7 +122,7 @@ def _tune_lr(job: Job, options: Namespace) -> None:
         print(f"curve: {plot}")
     if suggestion is None:
         raise ConfigError(f"the curve has {points} points, too few: give more --steps, or a smaller --min-lr.")
-    print(f"learning rate: {suggestion:.3g}  (the loss falls fastest there; {points} points)")
+    print(f"learning rate: {suggestion:.3g}  (where the loss falls fastest; {points} points)")
 
 
 def _tune_batch_size(job: Job, options: Namespace, limit: int | None) -> None:
