@@ -1,4 +1,4 @@
-"""Names and settings of Lightning that mean something else here: the table of `docs/migrating.md`.
+"""Names and settings of Lightning with another meaning here: the table of `docs/migrating.md`.
 
 `python -m trainer.compat.differences` prints the table; the tests compare it with the page, and run scenarios through
 both libraries, whose results are equal or explained by a row.
@@ -13,7 +13,7 @@ class Difference(NamedTuple):
     """One row of the table."""
 
     name: str
-    """The name by which the tests refer to it."""
+    """The name by which tests refer to the row."""
     lightning: str
     here: str
 

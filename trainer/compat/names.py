@@ -1,4 +1,4 @@
-"""Lightning's public names, and what became of each: the one table of the package, in strings only.
+"""Lightning's public names and their equivalents here: one table, in strings only.
 
 A name is here under the same name, has another name here (`ALIASES`, `NAMES`), or is answered in words (`WORDS`,
 `NAMES`). `answers` gives the classes their answers, `finder` serves Lightning's modules, `page` writes
@@ -8,7 +8,7 @@ A name is here under the same name, has another name here (`ALIASES`, `NAMES`), 
 from __future__ import annotations
 
 NAMES: dict[str, str] = {
-    # What modules and packages export. "module:name" is imported; other texts are words.
+    # Names that modules and packages export. "module:name" is imported; other texts are answers in words.
     "LightningModule": "trainer.module:TrainModule",
     "LightningDataModule": "trainer.data.datamodule:DataModule",
     "TrainModule": "trainer.module:TrainModule",
@@ -61,7 +61,7 @@ NAMES: dict[str, str] = {
     "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False): equal objects are shared",
     "set_shared_parameters": "assign the one parameter to both layers in __init__ or configure_model",
     "suggested_max_num_workers": "the hint that a run logs when loading is slow; os.sched_getaffinity(0) has the cores",
-    "is_shared_filesystem": "a folder that all machines see, which is taken for granted where several write",
+    "is_shared_filesystem": "nothing: where several machines write, the folder has to be shared",
     "is_picklable": "pickle.dumps in a try",
     "disable_possible_user_warnings": "warnings.filterwarnings",
     "measure_flops": "torch.utils.flop_counter.FlopCounterMode",
@@ -70,11 +70,11 @@ NAMES: dict[str, str] = {
     "is_cuda_out_of_memory": "isinstance(error, torch.OutOfMemoryError)",
     "recursive_detach": "torch.utils._pytree.tree_map over the values; outputs for hooks are detached already",
     "get_torchvision_model": "torchvision.models.get_model",
-    "extract_batch_size": "self.log(batch_size=): by default the DataLoader tells the samples of a batch",
+    "extract_batch_size": "self.log(batch_size=): by default as many as the DataLoader put into the batch",
     "has_len_all_ranks": "trainer.num_training_batches, which is None where no length is known",
     "LayerSummary": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text",
     "summarize": "trainer.callbacks.model_summary:summarize",
-    "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write alike",
+    "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",
     # accelerators, plugins, profilers, strategies
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu'), or a subclass of trainer.Strategy",
     "CPUAccelerator": "Trainer(accelerator='cpu')",
@@ -83,7 +83,7 @@ NAMES: dict[str, str] = {
     "MPSAccelerator": "Trainer(accelerator='mps')",
     "TPUAccelerator": "Trainer(accelerator='tpu')",
     "XLAAccelerator": "Trainer(strategy='xla')",
-    "find_usable_cuda_devices": "Trainer(devices=N), which takes the first; choose others with CUDA_VISIBLE_DEVICES",
+    "find_usable_cuda_devices": "Trainer(devices=N), which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
     "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
     "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
     "TorchCheckpointIO": "nothing: checkpoints are folders of safetensors and JSON",
@@ -159,9 +159,9 @@ NAMES: dict[str, str] = {
     "instantiate_module": "the class itself: classes of a configuration file are built by `trainer fit`",
     "LightningLite": "trainer.Trainer: a loop of your own becomes training_step",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
-    "LightningFlow": "nothing: apps are not here",
-    "LightningWork": "nothing: apps are not here",
-    "LightningApp": "nothing: apps are not here",
+    "LightningFlow": "nothing: apps are outside of this package",
+    "LightningWork": "nothing: apps are outside of this package",
+    "LightningApp": "nothing: apps are outside of this package",
     "BoringModel": "a module of your own, such as that of `trainer init`",
     "BoringDataModule": "a data module of your own, such as that of `trainer init`",
     "DemoModel": "a module of your own, such as that of `trainer init`",
@@ -244,11 +244,11 @@ WORDS: dict[str, dict[str, str]] = {
             "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
         ),
         "configure_sharded_model": "configure_model",
-        "fabric": "self.trainer: there is no Fabric",
+        "fabric": "self.trainer; the Engine is for a loop of your own",
         "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
-        "to_torchscript": "to_onnx, torch.export.export(module, args), or torch.jit.script(module) by yourself",
+        "to_torchscript": "to_onnx, torch.export.export(module, args), or torch.jit.script(module)",
         "to_tensorrt": "to_onnx, and TensorRT's own tools on the file",
-        "allow_zero_length_dataloader_with_multiple_devices": "nothing: a process without batches is told, or waits",
+        "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
         "datamodule": "self.trainer.datamodule",
         "use_amp": "self.trainer.precision.name",
         "use_ddp": "self.trainer.world_size > 1",
@@ -273,7 +273,7 @@ WORDS: dict[str, dict[str, str]] = {
         ),
         "name": "type(self).__name__, or an attribute of your own",
         "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
-        "allow_zero_length_dataloader_with_multiple_devices": "nothing: a process without batches is told, or waits",
+        "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
         "train_transforms": "an attribute of your own, given to your dataset",
         "val_transforms": "an attribute of your own, given to your dataset",
         "test_transforms": "an attribute of your own, given to your dataset",
@@ -285,7 +285,7 @@ WORDS: dict[str, dict[str, str]] = {
     },
     "Trainer": {
         "accelerator": "trainer.device, the device of this process, or trainer.strategy",
-        "distributed_sampler_kwargs": "trainer.readers and trainer.reader, the number and the index of what reads",
+        "distributed_sampler_kwargs": "trainer.readers and trainer.reader, for num_replicas and rank",
         "init_module": "the module's configure_model, which builds layers on the strategy's device",
         "precision_plugin": "trainer.precision",
         "fit_loop": "trainer.progress, global_step, current_epoch, max_epochs, num_training_batches",
@@ -374,9 +374,10 @@ WORDS: dict[str, dict[str, str]] = {
         "(mode)": "max_depth=1, or -1 for all levels",
     },
     "LearningRateMonitor": {
-        "lrs": "trainer.callback_metrics, which has the rates by their names",
+        "lrs": "trainer.callback_metrics, by the names of the curves",
         **dict.fromkeys(
-            ("last_momentum_values", "last_weight_decay_values"), "trainer.callback_metrics, which has them by name"
+            ("last_momentum_values", "last_weight_decay_values"),
+            "trainer.callback_metrics, by the names of their curves",
         ),
     },
     "OnExceptionCheckpoint": {"FILE_EXTENSION": "ckpt_path: a checkpoint is a folder"},
@@ -477,7 +478,7 @@ ALIASES: dict[str, dict[str, str]] = {
         },
     },
 }
-"""Lightning's class -> a name that is another one here -> the path of the attribute here."""
+"""Lightning's class -> a name that has another name here -> the path of the attribute here."""
 
 HOMES: dict[str, str] = {
     "LightningModule": "trainer.module:TrainModule",
@@ -762,7 +763,7 @@ MODULES = (
     "utilities.parameter_tying utilities.parsing utilities.rank_zero utilities.seed utilities.signature_utils "
     "utilities.testing utilities.types utilities.upgrade_checkpoint utilities.warnings"
 )
-"""Lightning's modules, without the name of its package; those that are files here are not asked for."""
+"""Lightning's modules, without the name of its package; modules of the same name here are found first."""
 
 TRAINER_ARGUMENTS = {
     "gpus": "accelerator='cuda', devices=",
