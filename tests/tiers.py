@@ -123,7 +123,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "fsdp killed in a step",
         "deepspeed_stage_3 killed while it writes its part",
     ),
-    "loop/test_fitting_batches.py::test_two_processes_agree": (),
+    "loop/test_auto_accumulation.py::test_two_processes_agree": (),
     "launchers/test_multinode.py::test_a_launcher_is_killed_and_started_again_and_the_bits_are_the_same": (),
     "lightning/test_scripts.py::test_only_the_imports_change": (
         "classifiers-hydra_template",

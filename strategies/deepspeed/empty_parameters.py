@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer.errors import ConfigError
-from trainer.strategies.outside_of_steps import OutsideOfSteps, from_user_code
+from trainer.model.parameter_access import ParameterAccess, from_user_code
 
 _ATTRIBUTES = ("shape", "device", "dtype", "grad", "grad_fn", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
 _ALLOWED = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES}
@@ -22,7 +22,7 @@ _VIEWS = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-d
 """Functions that return another tensor of the same memory. `state_dict` detaches, and its names may be wanted alone."""
 
 
-class RefusingEmptyParameters(OutsideOfSteps):
+class RefusingEmptyParameters(ParameterAccess):
     """While entered, an operation of user code with an empty parameter raises a ConfigError that names it.
 
     Without it a norm would be zero and a copy empty. Operations of DeepSpeed and of this package are let through.

@@ -71,7 +71,12 @@ from trainer.strategies.deepspeed.problems import (
     optimizer_problems,
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
-from trainer.strategies.full_parameters import SwappedParameters, is_compiled, unchanged_while_gathered, without_hooks
+from trainer.strategies.swapped_parameters import (
+    SwappedParameters,
+    is_compiled,
+    unchanged_while_gathered,
+    without_hooks,
+)
 from trainer.strategy import StepConfig, override_problems
 
 log = logging.getLogger("trainer")

@@ -25,6 +25,7 @@ from trainer.model.activation_checkpointing import enable_activation_checkpointi
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parallel_cost import bubble
+from trainer.model.parameter_access import ExplainingShards
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
@@ -32,13 +33,12 @@ from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
-from trainer.strategies.full_parameters import (
+from trainer.strategies.swapped_parameters import (
     SwappedParameters,
     is_compiled,
     unchanged_while_gathered,
     without_hooks,
 )
-from trainer.strategies.outside_of_steps import ExplainingShards
 from trainer.strategy import StepConfig, keep_wrapper, wrapping_problems
 
 if TYPE_CHECKING:

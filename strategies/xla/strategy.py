@@ -25,7 +25,7 @@ from trainer.model.blocks import BlockPolicy, find_blocks
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.strategies.full_parameters import SwappedParameters
+from trainer.strategies.swapped_parameters import SwappedParameters
 from trainer.strategies.xla.patches import advance_seed, barrier_after_backward, recompute, unbiased_running_variance
 from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
 from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties

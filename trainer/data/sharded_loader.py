@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.fingerprints import of_indices
 from trainer.data.loader import Batch, BatchLoader
-from trainer.data.parts import parts_of
+from trainer.data.micro_batches import parts_of
 from trainer.data.sampler_check import resumes_exactly
 from trainer.data.seeded_dataset import SeededDataset, ShowDataset, identity_collate
 from trainer.errors import ConfigError

@@ -316,7 +316,7 @@ class Run:
         saves = self.stage == "fit" and not self.settings.fast_dev_run
         self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], saves)
 
-    def leave_out_calls(self) -> None:
+    def skip_needless_calls(self) -> None:
         """Find the calls that would do nothing in each step, so that the loop leaves them out."""
         strategy = self.strategy
         scales, unheard_run = strategy.scaler is not None, self.phase is unheard

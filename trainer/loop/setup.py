@@ -25,9 +25,9 @@ from trainer.fault_tolerance.signals import keep_exit_code
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
 from trainer.loop.agreement_at_start import check_loaders, check_module, check_optimizers, check_settings
+from trainer.loop.auto_accumulation import find_fitting_batches, split_batches
 from trainer.loop.changes_since_checkpoint import facts_of_module, facts_of_training, report_changes
 from trainer.loop.describe import cuda_capability, performance_hints, start_line
-from trainer.loop.fitting_batches import find_fitting_batches, split_batches
 from trainer.loop.loaders import make_loaders
 from trainer.loop.optimizer_overrides import OF_STEP
 from trainer.loop.preflight_checks import check_call
@@ -109,10 +109,10 @@ def start_run(
             prepare_data(run)
             build_module(run, checkpoint, cleanup, weights)
             cleanup.callback(run.loaders.close)
-            know_the_epoch(run, checkpoint)
+            restore_epoch(run, checkpoint)
             make_loaders(run, data)
             check_loaders(run)
-            know_what_fits(run, checkpoint)
+            restore_micro_batch_size(run, checkpoint)
             run.set_reload(partial(reload_loaders, run, data))
             if stage == "fit":
                 build_optimizers(run)
@@ -121,8 +121,8 @@ def start_run(
                 find_fitting_batches(run)
             report_changes(run, checkpoint, allow_changes)
             run.watch_numbers()
-            run.leave_out_calls()
-            watch_the_clock(run, cleanup)
+            run.skip_needless_calls()
+            start_watchdog(run, cleanup)
             with torch.autograd.set_detect_anomaly(run.settings.detect_anomaly):
                 yield run
             finish(run)
@@ -245,13 +245,13 @@ def build_module(
     restore_weights(run, checkpoint)
 
 
-def know_the_epoch(run: Run, checkpoint: dict[str, Any] | None) -> None:
-    """Restore the counters before the loaders are asked for, if these depend on the epoch."""
+def restore_epoch(run: Run, checkpoint: dict[str, Any] | None) -> None:
+    """Restore the counters before loaders are made, if the loaders depend on the epoch."""
     if checkpoint is not None and run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
         run.progress.load_state_dict(checkpoint["progress"])
 
 
-def know_what_fits(run: Run, checkpoint: dict[str, Any] | None) -> None:
+def restore_micro_batch_size(run: Run, checkpoint: dict[str, Any] | None) -> None:
     """Split batches as the run that wrote the checkpoint did, with accumulate_grad_batches="auto"."""
     fitting = None if checkpoint is None else checkpoint.get("fitting_samples")
     if fitting is not None and run.stage == "fit":
@@ -307,7 +307,7 @@ def build_optimizers(run: Run) -> None:
         )
 
 
-def watch_the_clock(run: Run, cleanup: ExitStack) -> None:
+def start_watchdog(run: Run, cleanup: ExitStack) -> None:
     """Start the threads of the watchdog and the deadline."""
     stop, strategy = run.stop_coordinator, run.strategy
     rank, world_size = strategy.processes.rank, strategy.processes.world_size

@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 
 from trainer.data.loader import Batch
-from trainer.data.parts import bytes_of, slice_samples
+from trainer.data.micro_batches import bytes_of, slice_samples
 from trainer.data.sharded_loader import ShardedDataLoader
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError

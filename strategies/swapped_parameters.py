@@ -1,4 +1,4 @@
-"""Put full parameters in the place of those that a strategy shards, within blocks of code outside of a forward."""
+"""Swap full parameters in for those that a strategy shards, within blocks of code outside of a forward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Swap(NamedTuple):
 
 
 class SwappedParameters:
-    """The full parameters that stand in a module in the place of its shards, for blocks that may be nested.
+    """The full parameters that replace a module's shards within blocks, which may be nested.
 
     Args:
         strategy: shards the module.
@@ -40,11 +40,11 @@ class SwappedParameters:
     def __init__(self, strategy: Strategy, computing: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         self._strategy, self._computing = strategy, computing
         self._swaps: list[_Swap] = []
-        """Of all blocks in progress."""
+        """The swaps of all blocks in progress."""
 
     @contextmanager
     def block(self, module: nn.Module, write: bool, on_rank_zero: bool) -> Iterator[None]:
-        """Do what `Strategy.full_parameters` says."""
+        """Return the context of `Strategy.full_parameters`."""
         strategy = self._strategy
         places = places_of(module, strategy.module)
         _refuse_within_a_step(strategy)
@@ -137,19 +137,19 @@ def unchanged_while_gathered(
     hooks: list[RemovableHandle],
     strategy: Strategy,
 ) -> Iterator[None]:
-    """Compare checksums of the weights that each unit gathers, from the begin to the end of its forward.
+    """Compare checksums of the weights that each unit gathers, from the beginning to the end of its forward.
 
     Args:
         units: modules, each with a function that returns what it has gathered, by name.
         hooks: those by which the strategy gathers and frees; the checksums are made right after and before them.
 
     Raises:
-        ConfigError: weights were changed in between, which is lost when they are freed.
+        ConfigError: weights were changed in between; the changes are lost when the weights are freed.
     """
     before: dict[str, torch.Tensor | None] = {}
     changed: list[str] = []
 
-    def look(gathered: Callable[[], Mapping[str, torch.Tensor]], *_: Any) -> None:
+    def remember(gathered: Callable[[], Mapping[str, torch.Tensor]], *_: Any) -> None:
         before.update({name: checksum(tensor) for name, tensor in gathered().items()})
 
     def compare(gathered: Callable[[], Mapping[str, torch.Tensor]], *_: Any) -> None:
@@ -159,7 +159,7 @@ def unchanged_while_gathered(
     handles: list[RemovableHandle] = []
     theirs = {handle.id for handle in hooks}
     for unit, gathered in units:
-        handles.append(unit.register_forward_pre_hook(partial(look, gathered)))
+        handles.append(unit.register_forward_pre_hook(partial(remember, gathered)))
         handles.append(unit.register_forward_hook(partial(compare, gathered)))
         _move_last(unit._forward_pre_hooks, theirs, after=True)
         _move_last(unit._forward_hooks, theirs, after=False)

@@ -1,4 +1,4 @@
-"""Look at what user code does with a module's parameters outside of forward, backward and step."""
+"""Intercept what user code does with a module's parameters outside of forward, backward and step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trainer.model.full_parameters import name_of_shard
 _HERE = (__name__, "trainer.strategies.deepspeed.empty_parameters")
 
 
-class OutsideOfSteps(TorchFunctionMode):
-    """A mode through which each function of torch is called from `begin` to `end`, but where it is `paused`."""
+class ParameterAccess(TorchFunctionMode):
+    """A mode that each function of torch is called through from `begin` to `end`, except where it is `paused`."""
 
     def __init__(self, module: nn.Module, strategy: str) -> None:
         super().__init__()
         self._module, self._strategy = module, strategy
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Begin to intercept."""
         self.end()
         _push_on_torch_function_stack(self)
 
     def end(self) -> None:
-        """Look no more; do nothing if `begin` was not called, or this is over."""
+        """End; do nothing if the mode is not active."""
         others = []
         while _len_torch_function_stack() and (mode := _pop_torch_function_stack()) is not self:
             others.append(mode)
@@ -44,7 +44,7 @@ class OutsideOfSteps(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Look at nothing within the block, where each operation would take longer."""
+        """Intercept nothing within the block, where it would slow each operation."""
         on_top = _len_torch_function_stack() and _get_function_stack_at(_len_torch_function_stack() - 1) is self
         if on_top:
             _pop_torch_function_stack()
@@ -55,7 +55,7 @@ class OutsideOfSteps(TorchFunctionMode):
                 _push_on_torch_function_stack(self)
 
 
-class ExplainingShards(OutsideOfSteps):
+class ExplainingShards(ParameterAccess):
     """While entered, torch's error in an operation of user code with a distributed tensor names the parameter."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

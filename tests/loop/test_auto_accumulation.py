@@ -17,7 +17,7 @@ from tests.helpers.toy import quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 from trainer.callbacks import BadStepGuard, GradientAccumulationScheduler, ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
-from trainer.loop import fitting_batches
+from trainer.loop import auto_accumulation
 
 SAMPLES, BATCH = 44, 12
 
@@ -84,7 +84,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that limits the memory that a trial may take."""
 
     def limit(megabytes: int) -> None:
-        monkeypatch.setattr(fitting_batches, "free_memory", lambda: megabytes * 2**20)
+        monkeypatch.setattr(auto_accumulation, "free_memory", lambda: megabytes * 2**20)
 
     return limit
 
@@ -165,7 +165,7 @@ def _on_two(rank_without_memory: int) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
         free = 500 if rank == rank_without_memory else 10_000
-        patch.setattr(fitting_batches, "free_memory", lambda: free * 2**20)
+        patch.setattr(auto_accumulation, "free_memory", lambda: free * 2**20)
         trainer, sizes = fit(module, "auto", BATCH // 2, strategy="ddp", devices=2)
     return {"sizes": sizes.sizes, "weights": trainer.full_state_dict(True), "steps": trainer.global_step}
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_is_said_before_the_first_step(little_memory: Any) -> Non
 
 def test_the_limit_of_the_shell_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -v` is a memory limit as any other."""
-    monkeypatch.setattr(fitting_batches, "free_memory", lambda: None)
+    monkeypatch.setattr(auto_accumulation, "free_memory", lambda: None)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages + 500 * 2**20, hard))
