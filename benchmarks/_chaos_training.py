@@ -61,7 +61,7 @@ class Net(TrainModule):
 
 
 class Ready(Callback):
-    """Say when training begins; move the clock at the end of its tenth step by some seconds."""
+    """Print a line when training begins; move the clock at the end of its tenth step by some seconds."""
 
     def __init__(self, clock_jump: float) -> None:
         self.clock_jump = clock_jump

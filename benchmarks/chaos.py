@@ -30,7 +30,7 @@ from trainer.testing.compare import IGNORED
 ROOT = Path(__file__).resolve().parent.parent
 TRAINING = ("-m", "benchmarks._chaos_training")
 EPOCHS = 60
-"""Of each training; some seconds."""
+"""Epochs of each training, which take some seconds."""
 LIMIT_S = 900.0
 """Seconds for one start of a training, after which it counts as hung."""
 DISK_BYTES = 8 * 2**20

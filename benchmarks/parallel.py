@@ -23,7 +23,7 @@ from benchmarks._turns import Clock, Contender, take_turns
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, SAMPLES = 4, 256, 4, 64, 256, 2
 MICRO_BATCHES = 8
-"""Of a step of the pipeline."""
+"""Micro-batches of a step of the pipeline."""
 BAR = 1 / 0.95
 Exchange = Callable[[torch.Tensor, int, int], torch.Tensor]
 

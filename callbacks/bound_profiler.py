@@ -24,7 +24,7 @@ COMMUNICATION = "communication"
 IDLE = "idle device"
 PROFILER = "the profiler itself"
 ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
-"""By growing priority: time in which a device does several of these at once counts as the last one."""
+"""The work of a device by growing priority: time with several kinds at once counts as the last of them."""
 
 
 class BoundProfiler(Profiler):

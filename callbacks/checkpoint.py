@@ -189,9 +189,9 @@ class ModelCheckpoint(Checkpoint):
         """The best checkpoint of the earlier run, if this run was resumed from it into another folder."""
         self._earlier_last: StoragePath | None = None
         self._base: dict[str, int] | None = None
-        """With `trainable_only`, the sums of the weights that checkpoints leave out, by name."""
+        """Sums, by name, of the weights that checkpoints leave out with `trainable_only`."""
         self._unchanged: dict[str, int] = {}
-        """With `trainable_only`, the exact sums of the frozen weights when training began, by name."""
+        """Exact sums, by name, of the weights that were frozen when training began, with `trainable_only`."""
         self.saved_step = -1
         self._last_time = time.monotonic()
         self._time_is_up = False
@@ -205,9 +205,9 @@ class ModelCheckpoint(Checkpoint):
         self._unsaved: CheckpointError | None = None
         """The error of the newest write, if it left no checkpoint of that step."""
         self._undeleted: list[str] = []
-        """On rank 0: obsolete checkpoints that could not be deleted."""
+        """Obsolete checkpoints that could not be deleted; on rank 0."""
         self._pointed: str | None = None
-        """On rank 0: the checkpoint that "last" still points to, because it cannot be replaced; else None."""
+        """The checkpoint that "last" still points to, because the pointer cannot be replaced; on rank 0, else None."""
 
     # -- for users -----------------------------------------------------------------------------------------------------
 

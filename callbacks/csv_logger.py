@@ -210,7 +210,7 @@ class _File:
             self._file = None
 
     def report_loss(self) -> None:
-        """Say so if rows were never written, and will not be."""
+        """Log an error if rows were never written."""
         if self._failed:
             log.error("%s could not be written until the end: the rows kept in memory are lost.", self.path)
 

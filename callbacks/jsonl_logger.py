@@ -182,7 +182,7 @@ class _LineFile:
         """Do nothing: the file is open while it is written only."""
 
     def report_loss(self) -> None:
-        """Say so if lines were never written, and will not be."""
+        """Log an error if lines were never written."""
         if self._failed:
             log.error("%s could not be written until the end: the lines kept in memory are lost.", self.path)
 

@@ -47,7 +47,7 @@ class SimpleProfiler(Profiler):
     """
 
     MUCH = 0.2
-    """From this share of the time on, waiting for data is worth a hint."""
+    """Share of the time from which waiting for data is worth a hint."""
 
     def __init__(
         self,

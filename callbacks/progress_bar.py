@@ -302,7 +302,7 @@ class _Bars:
         self._new_bar: type[tqdm[Any]] = Bar
         self._running: list[tqdm[Any]] = []
         self._beyond: list[int] = []
-        """Of each running bar, the batches that come after it."""
+        """Numbers of batches after each running bar."""
         self._ended: tqdm[Any] | None = None
         """The bar of the last epoch, which stays until the next one starts."""
 

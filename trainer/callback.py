@@ -137,8 +137,8 @@ class Callback:
     runs_last: ClassVar[bool] = False
     """Run after the module's hooks, for callbacks that read logged values."""
     agree_on: ClassVar[tuple[str, ...] | None] = None
-    """For a callback that communicates, or decides for the run: all processes must have one, with equal values of these
-    attributes. None: some processes may have it and others not."""
+    """Attributes that must be equal on all processes, all of which must have this callback, because it communicates or
+    decides for the run. None: some processes may have it and others not."""
     stops_early: ClassVar[bool] = False
     """True for `trainer.early_stopping_callback`."""
     takes_predictions: ClassVar[bool] = False
@@ -673,7 +673,7 @@ class Tracker(Logger):
         self._call(self.send_media, f"{self.prefix}-{key}" if self.prefix else key, media, step)
 
     def _send_checkpoint(self, path: str) -> None:
-        """Have the files sent, of a copy that retention does not delete and that takes no space."""
+        """Send the files from a copy of hard links, which retention does not delete and which takes no space."""
         trainer = self._trainer
         assert trainer is not None
         folder = Path(path)
@@ -815,7 +815,7 @@ class Checkpoint(Callback):
 
 
 def attach(callback: Callback, trainer: Trainer) -> None:
-    """Have a callback know the trainer of the run, outside of its copies and pickles."""
+    """Give a callback the trainer of the run, which its copies and pickles leave out."""
     callback.__dict__["_trainer"] = trainer
 
 

@@ -247,7 +247,8 @@ class Engine:
         assert self._blank is not None
         strategy = for_another_module(self._blank) if self._models else self.strategy
         models = len(self._models) + 1 if optimizers or self._optimizers else 1
-        config, adapter, steps = self.config, _Adapter(module), StepConfig(accumulate_grad_batches=1, models=models)
+        config, adapter = self.config, _Adapter(module)
+        steps = StepConfig(accumulate_grad_batches=1, own_loop=True, models=models)
         problems = strategy.problems(config.precision, config.device_type, config.num_processes, steps, adapter)
         raise_problems([*problems, *wrapping_problems(adapter, strategy)], f"engine.setup({type(module).__name__})")
         check_parameters([*optimizers], module, shared=False)
@@ -322,7 +323,7 @@ class Engine:
         return made
 
     def begin(self) -> None:
-        """Have each process draw random numbers of its own from here on; called by the first batch or forward."""
+        """Seed each process differently from here on; called by the first batch or forward."""
         self._begun = True
         reader = self.strategy.processes.reader
         if self.world_size > 1 and not self._loaders and self.is_global_zero:
@@ -731,8 +732,6 @@ _KINDS: dict[str, Any] = {
 class _Adapter(TrainModule):
     """A user's module as strategies take it: each of its methods runs as a step."""
 
-    _own_loop = True
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.model = module
@@ -745,7 +744,7 @@ class _Adapter(TrainModule):
 
 
 class EngineModule(nn.Module):
-    """A model that `Engine.setup` returned: called like the module itself, of which it has all attributes.
+    """A model that `Engine.setup` returned: called like the module itself, with all attributes of the module.
 
     Its parameters, keys and submodules are those of the module.
     """
@@ -831,7 +830,7 @@ class EngineModule(nn.Module):
             )
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Have a method of the module, such as "generate", run like `forward`: on all processes, with sharding.
+        """Make a method of the module, such as "generate", run like `forward`: on all processes, with sharding.
 
         The steps of a TrainModule are marked already.
         """
@@ -859,7 +858,7 @@ class EngineModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return that of the module; its tensors may be sharded, see `Engine.full_state_dict`."""
+        """Return the state of the module; its tensors may be sharded, see `Engine.full_state_dict`."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -918,21 +917,21 @@ class EngineOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the torch optimizer."""
+        """The groups of the torch optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the torch optimizer."""
+        """The state of the torch optimizer."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the torch optimizer."""
+        """The defaults of the torch optimizer."""
         return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """Return that of the torch optimizer, of this process alone; `Engine.save` writes the whole."""
+        """Return the state of the torch optimizer, with this process's shards alone; `Engine.save` writes all."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -947,7 +946,7 @@ class EngineOptimizer(Optimizer):
 
 
 class EngineLoader:
-    """A loader that `Engine.setup_dataloaders` returned; attributes that it has not are those of the loader given.
+    """A loader that `Engine.setup_dataloaders` returned; other attributes are those of the loader given.
 
     Each `for` is an epoch. A `for` that was left by `break` has ended its epoch, as with a DataLoader.
     """
@@ -955,14 +954,14 @@ class EngineLoader:
     def __init__(self, loader: BatchLoader, given: Any, engine: Engine, training: bool) -> None:
         self._loader, self._given, self._engine, self._training = loader, given, engine, training
         self.epoch = 0
-        """The epoch in progress, or the next one: `for epoch in range(loader.epoch, epochs):` goes on after `load`."""
+        """The epoch in progress, or the next one: `for epoch in range(loader.epoch, epochs):` resumes after `load`."""
         self.batch = 0
         """Batches of the epoch that this process has been given."""
         self.samples: int | None = None
         """Samples of the latest batch that count; 0 for one that only repeats samples; None: unknown."""
         self.weight = 1.0
-        """By which the loss of the latest batch, a mean over its samples, counts, so that the gradients of all
-        processes together are those of one big batch; 1.0 unless the batches of a step differ in size."""
+        """Factor for the loss of the latest batch, a mean over its samples, with which the gradients of all processes
+        together are those of one big batch; 1.0 unless the batches of a step differ in size."""
         self._goes_on = self._is_open = False
         self._moves = None if keeps_batches(engine.strategy) else engine.strategy.to_device
 
@@ -1019,7 +1018,7 @@ class EngineLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], exact: bool = True) -> None:
-        """Go on from what `state_dict` returned. `exact`: it was written by this process, or by its counterpart."""
+        """Restore a position from `state_dict`. `exact`: it was written by this process, or by its counterpart."""
         problem = wrong({**state}, _LOADER, "the loader's state")
         if problem is not None:
             raise CheckpointError(f"the position of a loader is damaged: {problem}.")
@@ -1184,7 +1183,7 @@ class _Parts:
 
 
 def _take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Mapping[str, nn.Parameter]) -> None:
-    """Have an optimizer train the parameters that a strategy has put in place of those with these names.
+    """Give an optimizer the parameters that a strategy has put in place of those with these names.
 
     Raises:
         ConfigError: the optimizer has a state of parameters that were replaced.

@@ -55,7 +55,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
     example_input_array: Any = None
     """Inputs of `forward`, for the model summary, `to_onnx` and the graph of a logger."""
     prepare_data_per_node: bool = True
-    """True: `prepare_data` runs once on every machine. False: once in all."""
+    """True: `prepare_data` runs once on every machine. False: once overall."""
     automatic_optimization: bool = True
     """With False, `training_step` itself calls `manual_backward` and steps the optimizers of `optimizers()`."""
     key_mapping: Mapping[str, str] = {}
@@ -63,8 +63,6 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
     transformers' `from_pretrained(key_mapping=)`."""
     strict_loading: bool = True
     """With False, weights that a checkpoint lacks stay as they are, and weights that the module lacks are left out."""
-    _own_loop: bool = False
-    """True for a module of an `Engine`, whose loop is the user's: it clips by norms of its own."""
     _wrapper: nn.Module | None = None
     """The wrapper of a strategy that shards the parameters; kept after the run."""
     _wrapped_for: type | None = None

@@ -54,8 +54,10 @@ class StepConfig:
     """True if each forward overwrites the results of the last backward, as CUDA graphs do."""
     unfreezing: str | None = None
     """The callback that unfreezes parameters during the run, and adds them to an optimizer; None: there is none."""
+    own_loop: bool = False
+    """True for an `Engine`: the loop is the user's, and gives the norm to clip by in each step."""
     models: int = 1
-    """Number of models that take turns in a loop of the user's own, at least one of them trained."""
+    """Number of models that take turns in such a loop, at least one of them trained."""
 
     @property
     def clip_norm(self) -> float | None:
@@ -203,8 +205,8 @@ class Strategy:
         """The optimizers, by `id`, whose gradients are unscaled in the step in progress."""
         self._scale: list[torch.Tensor] = []
         self._scaled_by: dict[int, torch.Tensor] = {}
-        """With manual optimization: the current loss scale, if it is known, and by the `id` of an optimizer that of its
-        gradients."""
+        """Loss scales of gradients, by the `id` of their optimizer; in `_scale` the current one, if known. Both with
+        manual optimization."""
         # On a machine without an accelerator no tensor has to move.
         self._move = make_transfer(self.device)
         self._moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch

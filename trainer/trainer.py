@@ -610,7 +610,7 @@ class Trainer:
         return bad if known else judge.judge(run.optimizers, window)
 
     def _goes_back(self, run: Run, bad: BadStep) -> bool:
-        """Have the guard decide about a bad step; return True if it takes the run back to a checkpoint."""
+        """Let the guard decide about a bad step; return True if it takes the run back to a checkpoint."""
         assert run.step_guard is not None
         path = run.step_guard.refused(bad)
         if path is not None:

@@ -145,6 +145,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.engine: Any = None
         self.master_weights: MasterWeights | None = None
         self.clip_norm: float | None = None
+        self.own_loop = False
         self.groups: list[list[nn.Parameter]] = []
         """The parameters of each of the optimizer's groups; DeepSpeed puts others in their place."""
 
@@ -251,7 +252,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             [t for t in (*module.parameters(), *module.buffers()) if t.numel() and not is_zero3_partitioned(t)]
         )
         resolved = self._resolve(module, optimizer, config)
-        self.clip_norm = resolved["gradient_clipping"] or None
+        self.clip_norm, self.own_loop = resolved["gradient_clipping"] or None, config.own_loop
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         low = low_precision(resolved)
         # As long as master weights are missing, those in full precision stay in memory.
@@ -390,7 +391,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if algorithm == "norm" and value == math.inf:
             norm = None if self.begun else self.engine.get_global_grad_norm()
             return None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-        if algorithm == "norm" and self.module._own_loop:
+        if algorithm == "norm" and self.own_loop:
             self.engine.optimizer.clip_grad = value
             return None
         if algorithm != "norm" or value != self.clip_norm:
@@ -407,7 +408,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.master_weights.take_over_changes()
         with self._refusing.paused():
             self.engine.step()
-        if self.module._own_loop:
+        if self.own_loop:
             self.engine.optimizer.clip_grad = self.clip_norm or 0.0
         self.master_weights.remember_weights()
         self.begun = False

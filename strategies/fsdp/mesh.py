@@ -125,7 +125,7 @@ class ParallelMesh:
         return int(at[("stage", "readers", "context", "tensor").index(name)])
 
     def divide(self, processes: SingleProcess) -> None:
-        """Tell the processes which of them read the same samples, and which report: of the last stage the first."""
+        """Set which processes read the same samples, and which report: the first process of the last stage."""
         if self.layout.processes == 1 or not isinstance(processes, TorchProcessGroup):
             return
         reader_of = [0] * processes.world_size

@@ -52,7 +52,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "embedding_to_sequence": lambda module: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "colwise_loss_parallel": lambda module: ColwiseParallel(use_local_output=False),
 }
-"""By the words of Hugging Face's plans: the styles of torch (torch.distributed.tensor.parallel).
+"""The styles of torch (torch.distributed.tensor.parallel) by the words of Hugging Face's plans.
 
 "colwise" splits the outputs of a layer, "rowwise" its inputs (of an embedding the vocabulary); between a colwise and a
 rowwise layer each process has its part. "colwise_gather_output" (also "colwise_rep") gathers the outputs,

@@ -115,7 +115,7 @@ class FSDPStrategy(DistributedStrategy):
         self.layout = ModelSplit(tensor_parallel, context_parallel, pipeline_parallel, expert_parallel)
         self.context_exchange = context_exchange
         self.pipeline: Pipeline | None = None
-        """This process's stage, with `pipeline_parallel`."""
+        """The stage of this process, with `pipeline_parallel`."""
         self.divisions = ""
         """A description of what `layout` splits."""
         self.sharding_strategy = sharding_strategy
@@ -163,7 +163,8 @@ class FSDPStrategy(DistributedStrategy):
         problems = super().problems(precision, device_type, num_processes, config, module)
         if device_type == "mps":
             problems.append("strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.")
-        problems += self._layout_problems(precision, num_processes, module)
+        own_loop = config is not None and config.own_loop
+        problems += self._layout_problems(precision, num_processes, module, own_loop)
         readers = max(1, num_processes // self.layout.processes)
         reshard = self.reshard_after_forward
         if isinstance(reshard, int) and not isinstance(reshard, bool):
@@ -185,7 +186,9 @@ class FSDPStrategy(DistributedStrategy):
                 )
         return problems
 
-    def _layout_problems(self, precision: Precision, num_processes: int, module: TrainModule | None) -> list[str]:
+    def _layout_problems(
+        self, precision: Precision, num_processes: int, module: TrainModule | None, own_loop: bool
+    ) -> list[str]:
         """Return the problems of a model that is split over processes."""
         layout, problems = self.layout, []
         if num_processes % layout.processes:
@@ -206,7 +209,7 @@ class FSDPStrategy(DistributedStrategy):
                 "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on "
                 "over their processes. Use 'bf16-mixed'."
             )
-        if layout.pipeline > 1 and module is not None and module._own_loop:
+        if layout.pipeline > 1 and own_loop:
             problems.append(
                 "pipeline_parallel runs the backward of each micro-batch itself, which a loop of your own cannot: use "
                 "a Trainer, or tensor_parallel or context_parallel."
@@ -716,7 +719,7 @@ class FSDPStrategy(DistributedStrategy):
             self._communicate(before)
 
     def _communicate(self, now: bool) -> None:
-        """Have the next backward reduce the gradients over processes, and free gathered weights, or not."""
+        """Choose whether the next backward reduces the gradients over processes, and frees gathered weights."""
         if now == self._communicates:
             return
         self._communicates = now

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 Spec = tuple[str | None, ...]
-"""For each dimension of a tensor, the axis of the mesh over which it is sharded; None: not sharded."""
+"""The axis of the mesh over which each dimension of a tensor is sharded; None: not sharded."""
 
 AXIS = "fsdp"
 """Name of the mesh's only axis, along which all devices lie."""

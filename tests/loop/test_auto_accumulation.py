@@ -206,7 +206,7 @@ def test_what_cannot_be_is_said_before_the_first_step(little_memory: Any) -> Non
 
     data = TensorDataset(torch.randn(24, 3, 4))
     collated = DataLoader(data, 12, collate_fn=lambda rows: [torch.stack([row[0] for row in rows], 1)])
-    with pytest.raises(ConfigError, match=r"is an object of shape \(3, 12, 4\)"):
+    with pytest.raises(ConfigError, match=r"samples has an object of shape \(3, 12, 4\)"):
         quiet(accumulate_grad_batches="auto", max_steps=1).fit(TimeFirst(), collated)
 
 

@@ -75,7 +75,7 @@ class TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[tuple[int, FlatSlice], ...] = ()
-    """For a sharded tensor: the numbers of the files that hold it, and the elements in each."""
+    """Numbers of the files that hold a sharded tensor, and the elements in each."""
 
 
 class Serialized(NamedTuple):
@@ -86,7 +86,7 @@ class Serialized(NamedTuple):
     tensors: dict[str, torch.Tensor]
     """The full tensors, by the names used in `data`."""
     shards: dict[str, Shard]
-    """This process's shards of the sharded tensors."""
+    """Shards of the sharded tensors that this process holds."""
     parts: dict[str, list[list[int]]]
     """The "parts" lists in `data` of the sharded tensors, still empty, to be filled by the caller."""
 

@@ -24,7 +24,7 @@ examples:
 FORMATS = (".png", ".svg", ".pdf", ".html")
 
 Curves = dict[str, dict[str, list[tuple[int, float]]]]
-"""For each metric, for each run by name: steps and values."""
+"""Steps and values by metric, then by name of the run."""
 
 
 @reports_errors

@@ -22,7 +22,7 @@ class Parameters:
     """The arguments of a class."""
 
     named: dict[str, inspect.Parameter]
-    """Their annotations are evaluated; what has none, or one that cannot be evaluated, is `Any`."""
+    """Parameters with evaluated annotations: `Any` for one that is missing or cannot be evaluated."""
     open: bool
     """True if there are **kwargs, so that any name may be given."""
 

@@ -50,7 +50,7 @@ class BatchLoader(ABC):
     batch_size: int | None = None
     """Samples of a full micro-batch on one process; None if unknown."""
     note: str | None = None
-    """One line that the user should read at the start of the run, or None."""
+    """A line for the user to read at the start of the run, or None."""
     _loader: Any
     """The loader that is iterated."""
     _iterator: weakref.ref[Any] | None = None
@@ -65,7 +65,7 @@ class BatchLoader(ABC):
         num_global_batches: int | None,
     ) -> None:
         self.label = label
-        """Its name in messages."""
+        """The loader's name in messages."""
         self.limit = _batches(limit, num_global_batches, label)
         self.length: int | None = _minimum(num_local_batches, self.limit)
         """Batches per epoch on this process, after the limit and without padding in evaluation; None if unknown. An

@@ -61,7 +61,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         if not any(found):
             raise ConfigError("PackedDataset: there are no tokens: give documents that are not empty.")
         self.rows = _pack(found, length)
-        """For each row the pieces: document, first token, number of tokens."""
+        """The pieces of each row: document, first token, number of tokens."""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.seed import mix_seed
 
 Order = Callable[[NDArray[np.int64]], list[Any]]
-"""From positions in an epoch to the indices there."""
+"""A function from positions in an epoch to the indices of the samples there."""
 
 
 class RandomAccessSampler:

@@ -53,7 +53,7 @@ class _Start:
         self._thread_lasts = in_main_thread()
 
     def begin(self) -> None:
-        """In the worker: have it end with the process that started it, and ignore the signals that stop a run."""
+        """Make this worker end with the process that started it, and ignore the signals that stop a run."""
         leave_signals_to_parent()
         self._end_with_parent()
         # torch installs a handler of its own for SIGTERM when its part of the worker begins.

@@ -361,6 +361,5 @@ SOURCES = (
         _slurm,
     ),
 )
-"""In order of priority: the nearest to the process first. torchrun may run inside a step of srun, and mpirun starts its
-helpers with srun.
-"""
+"""Launchers in order of priority, the nearest to the process first: torchrun may run inside a step of srun, and mpirun
+starts its helpers with srun."""

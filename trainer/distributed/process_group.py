@@ -26,10 +26,10 @@ class SingleProcess:
         self.world_size = world_size
         self.num_nodes = num_nodes
         self.reader_of = tuple(range(world_size))
-        """By rank, the number of the reader: processes with the same number hold parts of one model, and read the same
-        samples."""
+        """The number of the reader of each rank: processes with the same number hold parts of one model, and read the
+        same samples."""
         self.reporters = tuple(range(world_size))
-        """By reader, the rank of its process that reports: whose losses, logged values and predictions count."""
+        """The rank that reports for each reader: its losses, logged values and predictions count."""
         self.mesh: Any = None
         """The `DeviceMesh` of the processes, under a strategy that has one."""
         self.begun = 0

@@ -1,4 +1,4 @@
-"""Say in words that a collective failed because another process has come to the end of its program."""
+"""Explain a collective that failed because another process has come to the end of its program."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class BadStep:
     batches: int
     reason: str
     samples: list[Any]
-    """For each reader the indices of the samples in its micro-batches; None where the loader does not tell them."""
+    """Indices of the samples in the micro-batches of each reader; None where the loader does not tell them."""
 
 
 class LossWindow:

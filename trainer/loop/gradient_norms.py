@@ -19,7 +19,7 @@ class GradientNorms:
     def __init__(self, strategy: Strategy, metrics: MetricLog) -> None:
         self._strategy, self._metrics = strategy, metrics
         self._known: dict[int, tuple[int, torch.Tensor]] = {}
-        """By the `id` of an optimizer: the window, and the norm."""
+        """The window and the norm, by the `id` of an optimizer."""
 
     def remember(self, optimizer: Optimizer, norm: torch.Tensor | None) -> None:
         """Keep the norm that a strategy has found while it clipped, once per window: later ones are of what is left."""

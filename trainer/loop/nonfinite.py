@@ -46,7 +46,7 @@ class NonFiniteMonitor:
 
     def __init__(self, module: TrainModule, strategy: Strategy, metrics: MetricLog, progress: Progress) -> None:
         self.found: list[NonFinite] = []
-        """On this process the first one of each kind; for \"state\" one per checkpoint, the same on all processes."""
+        """The first finding of each kind on this process; of "state" one per checkpoint, equal on all processes."""
         self._module, self._strategy, self._metrics, self._progress = module, strategy, metrics, progress
         self._gradients_seen = False
         self._first_step = 0

@@ -14,7 +14,7 @@ from trainer.loop.progress import Progress
 from trainer.strategy import Strategy
 
 _FADING = 0.999
-"""By which a sum of learning rates depends on their order; a difference is found long before it has faded."""
+"""Decay per step of a sum of learning rates, so that their order counts; a difference is found before it fades."""
 
 
 class OptionsCheck:

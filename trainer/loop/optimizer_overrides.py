@@ -61,7 +61,7 @@ class OverriddenStep:
         self._prepare, self._step, self._losses = prepare, step, losses
 
     def __call__(self, optimizer: Optimizer) -> None:
-        """Have the module step an optimizer, or not."""
+        """Call the module's `optimizer_step`, which may step an optimizer or not."""
         losses = self._losses()
         batch_idx = self.progress.batch + max(1, len(losses)) - 1
         given = SteppedOptimizer(optimizer, self._prepare, self._step)
@@ -79,5 +79,5 @@ class OverriddenZeroGrad:
         self.module, self.progress = module, progress
 
     def __call__(self, optimizer: Optimizer) -> None:
-        """Have the module clear the gradients of an optimizer, or not."""
+        """Call the module's `optimizer_zero_grad`, which may clear the gradients of an optimizer or not."""
         self.module.optimizer_zero_grad(self.progress.epoch, self.progress.batch, optimizer)

@@ -88,7 +88,7 @@ class Session:
         self.accumulate_grad_batches = self.configured_window = settings.window
         """Micro-batches of the next window, and as they were set outside of a run, by which each `fit` begins."""
         self.fitting_samples: int | None = None
-        """With accumulate_grad_batches="auto" the samples of a micro-batch that fits; None: it is not known yet."""
+        """Samples of a micro-batch that fits, with accumulate_grad_batches="auto"; None: not known yet."""
         self.training_batches: int | None = None
         """Micro-batches of an epoch in the last `fit`; None: unknown."""
         self.seed = settings.seed or 0
@@ -207,7 +207,7 @@ class Run:
         self._also_trained: set[str] = set()
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
-        """Those of them that are monitored, and were reported."""
+        """Names in `_also_trained` that are monitored, and were reported."""
         self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
         self.gradient_norms = GradientNorms(self.strategy, self.metrics)
         self.times = HostTimes()

@@ -119,8 +119,8 @@ def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig
 
 
 _STEPS_TO_A_STATE = 10
-"""After so many steps an optimizer without a state is taken for one that has none. A first update may be left out: the
-loss scale is too large, or `training_step` steps another optimizer."""
+"""Steps after which an optimizer without a state is taken for one that never has any. A first update may be left out:
+the loss scale is too large, or `training_step` steps another optimizer."""
 
 
 def check_states_storable(run: Run) -> None:

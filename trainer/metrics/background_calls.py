@@ -35,7 +35,7 @@ class BackgroundCalls:
         """Calls that raised an error, and calls for which there was no room."""
 
     def call(self, function: Callable[..., object], *args: Any, keep: Any = None) -> None:
-        """Have the thread call `function`; `unfinished` has `keep` until then. Returns at once."""
+        """Queue a call of `function` for the thread; `unfinished` holds `keep` until the call is done."""
         with self._changed:
             if len(self._waiting) >= LONGEST_QUEUE:
                 self.left_out += 1

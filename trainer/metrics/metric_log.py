@@ -197,7 +197,7 @@ class MetricLog:
 
     @contextmanager
     def in_ending(self, scope: MetricScope | None) -> Iterator[None]:
-        """Have `latest` return the values of `scope` in the block, too; after an error still, for `on_exception`."""
+        """Include the values of `scope` in `latest`, in the block and, after an error, in `on_exception`."""
         self.ending = scope
         yield
         self.ending = None
@@ -220,7 +220,7 @@ class MetricLog:
         self.batch, self.samples = batch, samples
 
     def hold(self) -> None:
-        """Have the values of the next window wait, until `release` says whether they count."""
+        """Hold back the values of the next window until `release` keeps or drops them."""
         self._held, self._replaced = [], []
 
     def release(self, keep: bool) -> None:

@@ -20,7 +20,7 @@ submodule's name and the submodule."""
 
 LISTS = (nn.ModuleList, nn.Sequential)
 MIN_BLOCK_FRACTION = 20
-"""In a module without repetition, a block has at least this fraction (1 / 20) of the parameters."""
+"""Least fraction (1 / 20) of the parameters in a block, in a module without repetition."""
 
 
 def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn.Module]:

@@ -38,12 +38,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class DtypeSizes:
-    """Bytes of a number."""
+    """Sizes of a precision's numbers."""
 
     stored: int
-    """In weights, gradients and optimizer states of torch's strategies."""
+    """Bytes of a number in weights, gradients and optimizer states of torch's strategies."""
     computed: int
-    """In the forward and backward."""
+    """Bytes of a number in the forward and backward."""
 
 
 def number_sizes(precision: Precision) -> DtypeSizes:

@@ -146,7 +146,7 @@ class Collective:
     """all_gather, reduce_scatter, all_reduce, all_to_all or send."""
     count: int
     bytes: int
-    """Of the full tensor: the output of all_gather, the input of the others."""
+    """Bytes of the full tensor: the output of all_gather, the input of the others."""
     processes: int
 
     @property

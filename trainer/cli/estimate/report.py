@@ -19,7 +19,7 @@ host: the memory of the host for each process; it holds the figures in brackets.
 ~more: an estimate of what is needed in addition at times: gathered weights, copies in low precision, buckets."""
 
 Tables = dict[int, dict[str, Memory]]
-"""For each number of processes on a machine: the memory by the label of the layout."""
+"""The memory by the number of processes on a machine, then by the label of the layout."""
 
 
 @dataclass

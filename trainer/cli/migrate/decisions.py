@@ -103,7 +103,7 @@ class _DecisionFinder(cst.CSTVisitor):
         self.findings: list[Finding] = []
         self.rewritten = rewritten
         self.classes: list[set[str] | None] = []
-        """Of each class around: the names it has itself; None for a class that is nothing of Lightning's."""
+        """Names that each enclosing class defines; None for a class that does not derive from Lightning's."""
         self.known: set[str] = set()
         """Classes of this file that derive from one of Lightning's."""
 

@@ -1,4 +1,4 @@
-"""Say of a name of Lightning's how it is written here, or what to use instead, from the table of Lightning's names."""
+"""Return the name here for one of Lightning's, or what to use instead, from the table of Lightning's names."""
 
 from __future__ import annotations
 

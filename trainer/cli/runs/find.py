@@ -37,11 +37,11 @@ class RunSummary:
     began: float | None = None
     """Seconds since 1970."""
     seconds: float | None = None
-    """From the first file to the last change of one."""
+    """Seconds from the first file to the last change of a file."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Values of the best checkpoint, or of the last one; without checkpoints, the last logged ones."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
-    """By dotted name: `module.lr`."""
+    """Values by dotted names, such as `module.lr`."""
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
