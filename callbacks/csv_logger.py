@@ -39,7 +39,7 @@ class CSVLogger(FileLogger):
     Args:
         save_dir: folder of the files. Default: the run directory.
         name, version: a folder in it, `name/version`, as in Lightning; a number n is the version `version_n`.
-            Default of `version` beside `name`: that of the run directory.
+            Default of `version` where `name` is given: that of the run directory.
         prefix: put before all names, with a "-".
         flush_logs_every_n_steps: write after so many steps; None: by time.
         flush_seconds: longest time between two writes to the file, as long as values are logged.

@@ -28,7 +28,7 @@ _PER_CALL = 100
 class MLFlowLogger(Tracker):
     """Send metrics, media, hyperparameters and checkpoints to MLflow: a server, a folder of files, or a database.
 
-    A resumed run goes on with the same run of MLflow. Steps that it repeats are there once, because values that the
+    A resumed training continues its run of MLflow. Steps that it repeats are there once, because values that the
     store has are not sent again.
 
     Args:
@@ -42,7 +42,7 @@ class MLFlowLogger(Tracker):
             is written ("all").
         prefix: put before the name of each value, with a "-".
         artifact_location: where a new experiment keeps its artifacts.
-        run_id: a run to go on with.
+        run_id: a run to continue.
         synchronous: here without effect, because a thread waits for MLflow, and not the training.
 
     Raises:
@@ -120,7 +120,7 @@ class MLFlowLogger(Tracker):
         from mlflow.tracking import MlflowClient
 
         if self.save_dir is not None or "://" not in self.tracking_uri:
-            # MLflow 3 refuses folders unless it is told that they are wanted, as the user has said here.
+            # MLflow 3 refuses folders unless asked for, which the user has done here.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
             with warnings.catch_warnings():

@@ -218,8 +218,8 @@ def batches_left(
     if batches is None or steps * window <= batches - done:
         return done + steps * window, 0
     steps -= math.ceil((batches - done) / window)
-    whole, steps = divmod(steps, math.ceil(batches / window))
-    beyond = whole * batches + steps * window
+    rounds, steps = divmod(steps, math.ceil(batches / window))
+    beyond = rounds * batches + steps * window
     return batches, beyond if epochs is None else min(beyond, epochs * batches)
 
 

@@ -115,7 +115,7 @@ class _RichBars:
         self._progress.update(number, completed=done, rate=rate, metrics=self._fitting(metrics), refresh=True)
 
     def _fitting(self, metrics: Sequence[str]) -> str:
-        """Return as many of the values as the terminal has room for beside the bar."""
+        """Return as many of the values as the terminal has room for next to the bar."""
         task = self._progress.tasks[-1]
         count = len(f"{task.completed:.0f}/{task.total}")
         room = (

@@ -43,7 +43,7 @@ class TensorBoardLogger(Logger):
     Args:
         save_dir: folder of the event files. Default: the run directory.
         name, version: a folder in it, `name/version`, as in Lightning; a number n is the version `version_n`.
-            Default of `version` beside `name`: that of the run directory.
+            Default of `version` where `name` is given: that of the run directory.
         log_graph: record the module's graph, from its `example_input_array`.
         default_hp_metric: write the metric `hp_metric` with the hyperparameters, so that TensorBoard lists the run.
         prefix: put before all names, with a "-".

@@ -101,7 +101,7 @@ class WeightAveraging(AveragingCallback):
 
     The average takes the place of the weights during each validation, and for good at the end of `fit`. Checkpoints
     hold both: `test`, `validate` and `predict` with this callback and a `ckpt_path` use the average, as does `trainer
-    checkpoint export --ema`; a resumed `fit` goes on with both. Under sharding each process averages its own
+    checkpoint export --ema`; a resumed `fit` restores both. Under sharding each process averages its own
     shards. Only what trains is averaged. Before the first update, evaluations use the weights as they are.
 
     Override `should_update` to choose the steps or epochs after which the average is updated.

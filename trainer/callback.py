@@ -521,7 +521,7 @@ class Tracker(Logger):
 
     A subclass defines `open`, `send_metrics`, and what else its tracker has. `open` is called before the first step, so
     that a mistake ends the run there; all `send_` methods are called by a thread of their own, in order, so that
-    a slow client delays no step, and what they raise is logged and ends no training. A resumed run goes on with the
+    a slow client delays no step, and what they raise is logged and ends no training. A resumed run continues the
     same run of the tracker, and sends again what was logged before its checkpoint and not sent when the process ended.
     """
 
@@ -530,7 +530,7 @@ class Tracker(Logger):
     log_model: bool | Literal["all"] = False
     """Send checkpoints: the best and the last one at the end of training (True), or each as it is written ("all")."""
     given_run_id: str | None = None
-    """The run that the user wants to go on with, also in a second `fit`; None: a new one for each, unless resumed."""
+    """The run that the user wants to continue, also in a second `fit`; None: a new one for each, unless resumed."""
     seconds_at_end: float = 60.0
     """Longest wait at the end of a stage for calls that are not done; 10 seconds after an error."""
 
@@ -543,11 +543,11 @@ class Tracker(Logger):
     # -- for a subclass to define --------------------------------------------------------------------------------------
 
     def open(self, run_id: str | None) -> Any:
-        """Begin a run of the tracker, or go on with `run_id`; return the object that users get as `experiment`."""
+        """Begin a run of the tracker, or continue `run_id`; return the object that users get as `experiment`."""
         raise NotImplementedError
 
     def opened_run_id(self) -> str | None:
-        """Return the name by which `open` goes on with the open run, for checkpoints."""
+        """Return the name by which `open` continues the open run, for checkpoints."""
         return None
 
     def check(self) -> None:
@@ -571,7 +571,7 @@ class Tracker(Logger):
         """Tell the tracker that a stage has ended. Called in the training thread, after the last call is done."""
 
     def close(self) -> None:
-        """Let go of the open run, because another one follows."""
+        """Release the open run, because another one follows."""
 
     # -- the run of the tracker ----------------------------------------------------------------------------------------
 

@@ -571,7 +571,7 @@ class Engine:
         """Write a checkpoint folder at `path`, or at a URL; one that is there is replaced when this one is complete.
 
         Collective: every process must call this, after an optimizer's step. The positions of all loaders of
-        `setup_dataloaders` and the random generators are saved, too, and a program that calls `load` goes on with the
+        `setup_dataloaders` and the random generators are saved, too, and a program that calls `load` continues with the
         same bits. Any strategy, on any number of processes, reads what any other wrote.
 
         Args:

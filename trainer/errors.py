@@ -24,7 +24,7 @@ MOST = 30
 
 
 def shortened(text: str, maximum: int = LONGEST) -> str:
-    """Return a text of at most `maximum` characters: its middle is cut out, because the fix stands at its end."""
+    """Return a text of at most `maximum` characters: its middle is cut out, because messages end with the fix."""
     return text if len(text) <= maximum else f"{text[: maximum * 2 // 3]} [...] {text[-maximum // 3 :]}"
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: the blocks of a module compute a part of each sequence, everything around them the whole."""
+"""Context parallelism: the blocks of a module compute parts of sequences, everything around them full sequences."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Cut(torch.autograd.Function):
-    """Take this process's part along a dimension. The gradient: the parts of all, divided by their number."""
+    """Take this process's part along a dimension. Its gradient gathers the parts of all, divided by their number."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -325,8 +325,8 @@ class Cut(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     """Gather the parts of all processes along a dimension.
 
-    Each process computes the same loss from the whole, and the strategy averages their gradients as those of different
-    samples. So a process's part of the gradient counts as often as there are processes.
+    Each process computes the same loss from full sequences, and the strategy averages their gradients as those of
+    different samples. So a process's part of the gradient counts as often as there are processes.
     """
 
     @staticmethod

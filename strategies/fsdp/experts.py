@@ -213,7 +213,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the processes of a group, which all go on with it in the same way."""
+    """The sum over the processes of a group, all of which use it in the same way."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

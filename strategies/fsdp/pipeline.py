@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
 class Pipeline:
     """Runs one stage of a module.
 
-    Every process runs the whole `training_step`. Parameters of other stages are one NaN, expanded to their shape. A
+    Every process runs the full `training_step`. Parameters of other stages are one NaN, expanded to their shape. A
     block before the own ones returns its input, and the first own block gets what the stage before has sent; the first
     block after the own ones leaves the step. So masks, positions, losses and logging stay where the user wrote them,
     and what depends on another stage in any other way than through the blocks' first argument is NaN in the first step.
@@ -105,7 +105,7 @@ class Pipeline:
 
     @property
     def stand_ins(self) -> set[nn.Parameter]:
-        """The parameters that stand for those of other stages."""
+        """Placeholders for the parameters of other stages."""
         return {p for p in self.module.parameters() if isinstance(p, AbsentParameter)}
 
     def describe(self) -> str:

@@ -60,7 +60,7 @@ class FSDPStrategy(DistributedStrategy):
             `trainer.model.blocks.find_blocks`.
         reshard_after_forward: instead of what `sharding_strategy` says: True, False, or an int, the number of processes
             among which parameters stay sharded between forward and backward. With `pipeline_parallel` a stage keeps its
-            parameters gathered for a whole window, unless this is True or an int.
+            parameters gathered for a full window, unless this is True or an int.
         device_mesh: for "HYBRID_SHARD", (replicas, shards); default: (machines, processes on each).
         cpu_offload: parameters, gradients and optimizer state live in the CPU's memory; the step runs there.
         accumulate_unsharded: with accumulation, keep full gradients on each process until the last micro-batch, and

@@ -249,7 +249,7 @@ def test_data_that_is_elsewhere_is_no_failure(dry: Command) -> None:
     code, out, _ = dry("--world-size", "8", "--data.samples", "0")
     assert code == 0
     (line,) = printed(out, "data")
-    assert line.startswith("WARN it cannot be looked at here: FileNotFoundError: /cluster/data.")
+    assert line.startswith("WARN it cannot be read here: FileNotFoundError: /cluster/data.")
     assert "--no-data" in line
     code, out, _ = dry("--world-size", "8", "--data.samples", "0", "--no-data")
     assert (code, printed(out, "data")) == (0, [])

@@ -18,19 +18,19 @@ from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.errors import CheckpointError, first_of
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX = 100_000_000
 
 
 def weights_problem(path: str | Path) -> str | None:
     """Return what is wrong with the argument `weights`; None if there is a file to read."""
     place = as_storage_path(path, "weights")
-    if any((place / name).exists() for name in (WHOLE, INDEX)) or (_is_file(place) and place.exists()):
+    if any((place / name).exists() for name in (SINGLE, INDEX)) or (_is_file(place) and place.exists()):
         return None
     if not place.exists():
         return f"weights={str(path)!r} does not exist. Give a folder that save_pretrained has written."
     return (
-        f"weights={str(path)!r}: there is no {WHOLE} and no {INDEX}. Give a folder that save_pretrained has written, "
+        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a folder that save_pretrained has written, "
         "or a .safetensors file; for a checkpoint of this package ckpt_path=, or load_from_checkpoint."
     )
 
@@ -46,7 +46,7 @@ def open_weights(path: str | Path) -> dict[str, StoredTensor]:
         return dict(_tensors_of(place))
     index = place / INDEX
     if not index.exists():
-        return dict(_tensors_of(place / WHOLE))
+        return dict(_tensors_of(place / SINGLE))
     where: Any = _read_index(index).get("weight_map")
     files = {*where.values()} if isinstance(where, dict) and all(map(_is_text, where.values())) else {""}
     names: list[str] = sorted(files)

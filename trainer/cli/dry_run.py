@@ -267,7 +267,7 @@ def _data(
         return
     # This is the user's own code, on a machine that may not have the data.
     except Exception as error:
-        found = f"it cannot be looked at here: {type(error).__name__}: {error}."
+        found = f"it cannot be read here: {type(error).__name__}: {error}."
         yield CheckResult("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
         return
     yield from steps(run.train_loader, settings.window, config.strategy.processes)

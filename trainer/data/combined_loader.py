@@ -134,7 +134,7 @@ class CombinedBatches(BatchLoader):
 
     def _together(self, epoch: int, start: int) -> Iterator[Batch]:
         cycles = self.mode == "max_size_cycle"
-        # Whole rounds of a loader that begins again, and the batches of its round after them.
+        # Full rounds of a loader that begins again, and the batches of its round after them.
         places = [divmod(start, length) if cycles and length else (0, start) for length in self._lengths]
         begin = [self._rounds(number, epoch, *place) for number, place in enumerate(places)]
         for batches in together(begin, self.mode, [rounds > 0 for rounds, _ in places]):

@@ -17,7 +17,7 @@ _OPEN_ROWS = 64
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """Rows of `length` tokens with whole documents, as dicts of tensors of shape [length], dtype int64:
+    """Rows of `length` tokens with complete documents, as dicts of tensors of shape [length], dtype int64:
 
     - `input_ids`: the tokens, then `pad_token_id`.
     - `position_ids`: from 0 in each document, and in the padding.

@@ -114,9 +114,9 @@ class ShardedDataLoader(BatchLoader):
         if self.parts == 1:
             return self.sampler.indices(epoch, number)
         first, part = divmod(number, self.parts)
-        whole = self.sampler.indices(epoch, first)
+        full = self.sampler.indices(epoch, first)
         size = self.batch_size or 0
-        return None if whole is None else whole[part * size : (part + 1) * size]
+        return None if full is None else full[part * size : (part + 1) * size]
 
     def state_dict(self) -> dict[str, Any]:
         return self.sampler.state_dict()

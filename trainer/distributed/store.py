@@ -140,7 +140,7 @@ def use_loopback() -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free at the moment."""
+    """Return a port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

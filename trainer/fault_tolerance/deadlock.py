@@ -29,7 +29,7 @@ SAME_CALLS = (
     "`if rank == 0`, and conditions that differ between the processes."
 )
 """Advice in messages."""
-_SOMEBODY_WAITS, _FOUND = "deadlock/somebody waits", "deadlock/found"
+_WAITING, _FOUND = "deadlock/waiting", "deadlock/found"
 
 CollectiveId = tuple[str, int, str]
 """Group, number in the group, kind."""
@@ -119,7 +119,7 @@ class DeadlockWatch:
             return
         self._next_poll = now + _INTERVAL_S
         self._publish(store, now)
-        if self._rank == 0 and store.check([_SOMEBODY_WAITS]):
+        if self._rank == 0 and store.check([_WAITING]):
             self._compare(store)
         if not self._recorded and store.check([_FOUND]):
             self._record(store)
@@ -142,7 +142,7 @@ class DeadlockWatch:
             self._next_read = now + self._pause
         elif before is not None and before.collective == self._waiting.collective:
             store.set(_key(self._rank), json.dumps(asdict(self._waiting)))
-            store.set(_SOMEBODY_WAITS, "1")
+            store.set(_WAITING, "1")
             self._published = True
 
     def _read(self) -> Waiting | None:

@@ -30,7 +30,7 @@ _EXPIRED, _REPORTED = "watchdog/expired", "watchdog/reported"
 class Watchdog:
     """A thread in every process that checks that the main thread makes progress.
 
-    The main thread only increments `heartbeats`. A process without a heartbeat for the limit says so in the store;
+    The main thread only increments `heartbeats`. A process without a heartbeat for the limit reports it in the store;
     then all processes print the stacks of their Python threads to stderr, the first one names the rank that is behind,
     and all end with exit code 1. A process that cannot even do that, because something holds the interpreter's lock,
     is ended by `faulthandler`, which prints its stacks as well.

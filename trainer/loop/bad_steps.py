@@ -111,7 +111,7 @@ class BadSteps:
     """Judges the steps of a training by their losses and gradients.
 
     A loss that is not finite or too large makes the gradients NaN before the backward, on the device. So the sum of the
-    gradients over processes tells all of them, and their norm, which each reads once per step, is the whole agreement.
+    gradients over processes reaches all of them, and their norm, read once per step, is all the communication.
 
     Args:
         strategy, progress, metrics, norms, loader: of the run.

@@ -163,7 +163,7 @@ def checked_config(settings: Settings, problems: list[str]) -> ResolvedConfig:
     """Check the settings, then choose as `resolve_config` does; `problems`: what is wrong with their names.
 
     Raises:
-        ConfigError: lists all problems, or names a setting that raises when it is looked at.
+        ConfigError: lists all problems, or names a setting that raises when it is read.
     """
     try:
         raise_problems([*problems, *settings_problems(settings)], "the Trainer's arguments")

@@ -363,7 +363,7 @@ def readers_of(checkpoint: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int | None:
-    """Return the rank whose random numbers and data this process goes on with; None: there were more or fewer readers.
+    """Return the rank whose random numbers and data this process continues; None: there were more or fewer readers.
 
     It is this process's own rank where that was of the same reader.
     """
@@ -375,7 +375,7 @@ def counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int 
 
 
 def _metrics_for(checkpoint: Mapping[str, Any], processes: SingleProcess) -> list[dict[str, Any]]:
-    """Return the logged values that this process goes on with.
+    """Return the logged values that this process continues.
 
     With another number of readers, a process merges the values of several readers, or of none.
     """
@@ -415,7 +415,7 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
     if unused and training and run.strategy.processes.is_global_zero and not run.settings.fast_dev_run:
         log.warning(
             "the checkpoint has the state of %s, which this run does not have: that state is not used, and later "
-            "checkpoints lack it. To go on with it, give the same callbacks and data module.",
+            "checkpoints lack it. To continue it, give the same callbacks and data module.",
             ", ".join(unused),
         )
 

@@ -214,7 +214,7 @@ def initialize(unit: nn.Module, shapes: Tensors, loaded: Collection[str] = ()) -
     Args:
         shapes: the module's tensors on the meta device, by name.
         loaded: names of those whose values come from a checkpoint. They stay on the meta device if the initializers can
-            do without them, so that rank 0 does not need memory for the whole module.
+            do without them, so that rank 0 does not need memory for the full module.
 
     Raises:
         ConfigError: the initializers leave a tensor without values.

@@ -128,7 +128,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a pipeline; of a model without one the whole."""
+    """A part of a pipeline; the full model without one."""
 
     number: int
     blocks: int
@@ -231,7 +231,7 @@ def _elements(model: Architecture, layout: Layout, stage: Stage) -> tuple[int, i
 
 
 def process_memory(model: Architecture, layout: Layout, work: Work, stage: Stage) -> ProcessMemory:
-    """Return the memory of a process of a stage at the largest moment of a step; the rounding of shards is left out."""
+    """Return the memory of a process of a stage at the peak of a step; the rounding of shards is left out."""
     block, around = _elements(model, layout, stage)
     numbers, own = work.numbers, -(-(stage.blocks * block + around) // layout.sharing)
     # FSDP2 computes with a copy also where one process has the full weights.

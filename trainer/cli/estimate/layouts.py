@@ -17,7 +17,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 DIVISIONS = ("tensor", "context", "pipeline", "expert")
-"""Ways to divide one model over processes: the attributes of a strategy's `layout`."""
+"""Ways to split one model over processes: the attributes of a strategy's `layout`."""
 
 
 def layout_of(strategy: Strategy) -> StatePartitioning:
@@ -30,17 +30,17 @@ def layout_of(strategy: Strategy) -> StatePartitioning:
     sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh")
     reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
     parts = options.get("layout")
-    divided = {} if parts is None else {name: getattr(parts, name) for name in DIVISIONS}
+    degrees = {} if parts is None else {name: getattr(parts, name) for name in DIVISIONS}
     return StatePartitioning(
         stage=options.get("stage", 3 if shards else 0),
         master_weights="master_weights" in options,
         by_machine=sharding == "HYBRID_SHARD",
         shards=mesh[1] if mesh else None,
         keep_gathered=reshard is False
-        or (reshard is None and (sharding == "SHARD_GRAD_OP" or divided.get("pipeline", 1) > 1)),
+        or (reshard is None and (sharding == "SHARD_GRAD_OP" or degrees.get("pipeline", 1) > 1)),
         offload_weights=cpu_offload or options.get("offload_parameters") in ("cpu", "nvme"),
         offload_optimizer=cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme"),
-        **divided,
+        **degrees,
     )
 
 

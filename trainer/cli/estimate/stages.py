@@ -21,7 +21,7 @@ FSDP_DIMENSIONS = ("replicate", "shard", "expert shard")
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a process of a stage, with most of its kind."""
+    """Memory of the process of a stage that needs most."""
 
     stage: int
     memory: Memory
@@ -43,10 +43,10 @@ def largest_stage(
     model: Transformer | None,
     precision: Precision,
 ) -> StageMemory:
-    """Divide the configuration's module as a process of each stage would, and return the stage that needs most.
+    """Split the configuration's module as a process of each stage would, and return the stage that needs most.
 
     Args:
-        size: of the whole module.
+        size: of the full module.
         model: the sizes on which activations depend, if they are known.
 
     Raises:
@@ -66,10 +66,10 @@ def _size_of(
 ) -> ModelSize:
     """Return the weights that a rank computes with."""
     module = build_without_memory(configuration.module, precision, [])
-    divided = copy.deepcopy(strategy)
+    as_rank = copy.deepcopy(strategy)
     with fake_process_group(setup.processes, setup.per_machine or setup.processes, rank):
-        divided.dry_run(module, precision)
-        # In the order of the whole module's weights, of which tied ones are one here too.
+        as_rank.dry_run(module, precision)
+        # In the order of the full module's weights, of which tied ones are one here too.
         parts = {p: _part(p, weight) for p, weight in zip(module.parameters(), size.weights, strict=True)}
         blocks = [sum(parts[p].elements for p in block.parameters()) for block in find_blocks(module).values()]
     weights = [part for part in parts.values() if part.elements]

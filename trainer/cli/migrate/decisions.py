@@ -46,7 +46,7 @@ FORMER_HOOKS = {
     "get_progress_bar_dict": "self.log(..., prog_bar=True)",
     "get_tqdm_dict": "self.log(..., prog_bar=True)",
 }
-"""Hooks of former versions, which nobody calls any more -> what to use instead."""
+"""Hooks of former versions, which are no longer called -> what to use instead."""
 
 OPTIMIZER_IDX = (
     "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
@@ -77,7 +77,7 @@ MODULE_NAME = re.compile(r"(pytorch_lightning|lightning_fabric|lightning\.(pytor
 
 
 class Finding(NamedTuple):
-    """One place that a person must look at."""
+    """A place that a person must decide about."""
 
     line: int
     what: str

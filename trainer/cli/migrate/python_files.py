@@ -41,7 +41,7 @@ def migrate_python(source: bytes, kept: Collection[str] = ()) -> tuple[bytes, li
 
 
 class _NamesOfTheFile(cst.CSTVisitor):
-    """Collects the names that a file uses by themselves (not after a dot), and the modules that it imports whole."""
+    """Collects the names that a file uses by themselves (not after a dot), and the modules that it imports as such."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -89,7 +89,7 @@ class _Rewriter(cst.CSTTransformer):
         """Classes that are imported under their new names."""
         whole = [path for path in names.modules if lightning_root(path)]
         absent = {path.partition(".")[0] for path in whole if not module_here(path).path}
-        self.whole = {path.partition(".")[0] for path in whole} - absent
+        self.imported_roots = {path.partition(".")[0] for path in whole} - absent
         """Packages that are imported under their own names, and that are here."""
         self.as_trainer = "trainer" not in names.used
         """The file has no name `trainer` of its own, so that the package may have it."""
@@ -108,9 +108,9 @@ class _Rewriter(cst.CSTTransformer):
         top = path.partition(".")[0]
         if not here.path:
             self._add(line, path, here.instead)
-        elif alias.asname is None and top not in self.whole:
+        elif alias.asname is None and top not in self.imported_roots:
             self._add(line, path, f"`import trainer` for what is here, since another import of {top} has to stay")
-        if not here.path or (alias.asname is None and top not in self.whole):
+        if not here.path or (alias.asname is None and top not in self.imported_roots):
             return alias
         if alias.asname is not None:
             return alias.with_changes(name=_dotted(here.path))
@@ -159,7 +159,7 @@ class _Rewriter(cst.CSTTransformer):
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         name = original_node.value
-        if name in self.whole and self.as_trainer and self._imported_as(original_node) == {name}:
+        if name in self.imported_roots and self.as_trainer and self._imported_as(original_node) == {name}:
             return _dotted(ROOTS[name])
         if name in self.renamed and any(
             path.endswith(f".{name}") and lightning_root(path) for path in self._imported_as(original_node)
@@ -171,7 +171,7 @@ class _Rewriter(cst.CSTTransformer):
         paths = self._imported_as(original_node)
         written = get_full_name_for_node(original_node)
         top = (written or "").partition(".")[0]
-        if written in ROOTS and top in self.whole and self.as_trainer and paths == {written}:
+        if written in ROOTS and top in self.imported_roots and self.as_trainer and paths == {written}:
             return _dotted(ROOTS[written]).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
         name = original_node.attr.value
         ours = {path for path in paths if lightning_root(path) and path.endswith(f".{name}")}

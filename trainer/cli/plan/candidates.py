@@ -118,8 +118,8 @@ def _divisors(number: int) -> list[int]:
 
 def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layout: Layout) -> str:
     """Return why a layout cannot be, whatever the memory; else ""."""
-    divided = {"heads": model.heads, "heads of keys": model.kv_heads, "outputs of the MLP": model.intermediate}
-    uneven = [f"{size} {what}" for what, size in divided.items() if size % layout.tensor]
+    split = {"heads": model.heads, "heads of keys": model.kv_heads, "outputs of the MLP": model.intermediate}
+    uneven = [f"{size} {what}" for what, size in split.items() if size % layout.tensor]
     if layout.tensor > cluster.per_machine:
         return f"tensor_parallel={layout.tensor} goes beyond a machine of {cluster.per_machine} GPUs"
     if uneven:
@@ -208,8 +208,8 @@ def _spent(model: Architecture, cluster: Cluster, layout: Layout, work: Work, st
 def _even_share(model: Architecture, layout: Layout, work: Work) -> float:
     """Return the operations of a process if all did the same, and each thing once."""
     once = Work(**{**vars(work), "checkpointing": False})
-    whole = step_flops(model, Layout(), once, Stage(0, model.layers, first=True, last=True))
-    return whole / (layout.context * layout.tensor * layout.pipeline)
+    full = step_flops(model, Layout(), once, Stage(0, model.layers, first=True, last=True))
+    return full / (layout.context * layout.tensor * layout.pipeline)
 
 
 def _crosses(layout: Layout, cluster: Cluster, along: str) -> bool:
