@@ -22,7 +22,7 @@ from trainer.checkpoint.disk import (
 )
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
-from trainer.metrics.logger_place import LoggerPlace, plain_number
+from trainer.metrics.logger_folder import LoggerFolder, plain_number
 
 log = logging.getLogger("trainer")
 
@@ -54,7 +54,7 @@ class CSVLogger(FileLogger):
         flush_logs_every_n_steps: PositiveInt | None = None,
         flush_seconds: NonNegativeFloat = 5.0,
     ) -> None:
-        self.place = LoggerPlace(save_dir, name, version)
+        self.place = LoggerFolder(save_dir, name, version)
         self.prefix = prefix
         self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self.flush_seconds = flush_seconds

@@ -21,7 +21,7 @@ from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
-from trainer.metrics.logger_place import LoggerPlace, plain_number
+from trainer.metrics.logger_folder import LoggerFolder, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 from trainer.strategy import eval_mode
 
@@ -65,7 +65,7 @@ class TensorBoardLogger(Logger):
         sub_dir: str | Path | None = None,
         flush_seconds: NonNegativeFloat = 5.0,
     ) -> None:
-        self.place = LoggerPlace(save_dir, name, version, sub_dir)
+        self.place = LoggerFolder(save_dir, name, version, sub_dir)
         self.logs_graph, self.default_hp_metric, self.prefix = log_graph, default_hp_metric, prefix
         self.flush_seconds = flush_seconds
         self._file: _EventFile | None = None

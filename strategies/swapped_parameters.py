@@ -13,20 +13,20 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import ConfigError, first_of
-from trainer.model.full_parameters import Block, Place, checksum, places_of, same_bits
+from trainer.model.full_parameters import Block, ParameterSlot, checksum, same_bits, slots_of
 from trainer.strategy import Strategy, full_state_dict
 
 
 class _Swap(NamedTuple):
-    place: Place
+    slot: ParameterSlot
     kept: nn.Parameter
     full: nn.Parameter
 
     def swap_in(self) -> None:
-        self.place.hold(self.full)
+        self.slot.hold(self.full)
 
     def swap_out(self) -> None:
-        self.place.hold(self.kept)
+        self.slot.hold(self.kept)
 
 
 class SwappedParameters:
@@ -46,11 +46,11 @@ class SwappedParameters:
     def block(self, module: nn.Module, write: bool, on_rank_zero: bool) -> Iterator[None]:
         """Return the context of `Strategy.full_parameters`."""
         strategy = self._strategy
-        places = places_of(module, strategy.module)
+        slots = slots_of(module, strategy.module)
         _refuse_within_a_step(strategy)
         if not self._swaps:
             strategy.release_gathered()
-        swaps = self._gather(places, on_rank_zero)
+        swaps = self._gather(slots, on_rank_zero)
         if on_rank_zero and not strategy.processes.is_global_zero:
             yield
             return
@@ -58,41 +58,41 @@ class SwappedParameters:
         self._swaps = [*outer, *swaps]
         for swap in swaps:
             swap.swap_in()
-        block = Block(places, write, keep=bool(outer))
+        block = Block(slots, write, keep=bool(outer))
         strategy._blocks = (*outer_blocks, block)
         try:
             with block.checked(), self._computing(module):
                 yield
             if write:
-                self._write(module, places)
+                self._write(module, slots)
                 for one in outer_blocks:
-                    one.take(places)
+                    one.take(slots)
         finally:
             for swap in swaps:
                 swap.swap_out()
             self._swaps, strategy._blocks = outer, outer_blocks
 
-    def _gather(self, places: list[Place], on_rank_zero: bool) -> list[_Swap]:
-        """Return the full parameters for those places that hold a strategy's own. Collective."""
+    def _gather(self, slots: list[ParameterSlot], on_rank_zero: bool) -> list[_Swap]:
+        """Return the full parameters for those slots that hold a strategy's own. Collective."""
         strategy, full = self._strategy, {id(swap.full) for swap in self._swaps}
-        ours = [place for place in places if id(place.parameter) not in full]
-        values = full_state_dict(strategy, not on_rank_zero, {place.name for place in ours})
+        ours = [slot for slot in slots if id(slot.parameter) not in full]
+        values = full_state_dict(strategy, not on_rank_zero, {slot.name for slot in ours})
         device = torch.device("cpu") if on_rank_zero else strategy.device
         made: dict[int, nn.Parameter] = {}
         swaps = []
-        for place in ours if values or not on_rank_zero else ():
-            kept = place.parameter
+        for slot in ours if values or not on_rank_zero else ():
+            kept = slot.parameter
             if id(kept) not in made:
-                made[id(kept)] = nn.Parameter(values[place.name].to(device), requires_grad=kept.requires_grad)
-            swaps.append(_Swap(place, kept, made[id(kept)]))
+                made[id(kept)] = nn.Parameter(values[slot.name].to(device), requires_grad=kept.requires_grad)
+            swaps.append(_Swap(slot, kept, made[id(kept)]))
         return swaps
 
-    def _write(self, module: nn.Module, places: list[Place]) -> None:
+    def _write(self, module: nn.Module, slots: list[ParameterSlot]) -> None:
         """Set the strategy's parameters to rank 0's full ones. Collective."""
         strategy = self._strategy
         full: dict[str, torch.Tensor] = {}
-        for place in places:
-            place.parameter.data = full[place.name] = place.parameter.data.contiguous()
+        for slot in slots:
+            slot.parameter.data = full[slot.name] = slot.parameter.data.contiguous()
         distinct = {id(tensor): tensor for tensor in full.values()}
         strategy.processes.broadcast([*distinct.values(), *(b for b in module.buffers() if b.numel())])
         for swap in self._swaps:
@@ -180,9 +180,9 @@ def _move_last(hooks: dict[int, Any], others: set[int], after: bool) -> None:
     """Move the last hook right after, or before, those with these numbers."""
     numbers = [*hooks]
     last = numbers.pop()
-    places = [place for place, number in enumerate(numbers) if number in others]
-    if places:
-        numbers.insert(max(places) + 1 if after else min(places), last)
+    positions = [position for position, number in enumerate(numbers) if number in others]
+    if positions:
+        numbers.insert(max(positions) + 1 if after else min(positions), last)
         ordered = {number: hooks[number] for number in numbers}
         hooks.clear()
         hooks.update(ordered)

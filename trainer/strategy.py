@@ -28,7 +28,7 @@ from trainer.errors import RENAMED, did_you_mean, raise_problems, unknown_name_e
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.dispatched import dispatched_models, move_the_rest
-from trainer.model.full_parameters import Block, places_of
+from trainer.model.full_parameters import Block, slots_of
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import load_weights, move_module
 from trainer.module import TrainModule
@@ -521,8 +521,8 @@ def total_norm(strategy: Strategy, tensors: Sequence[OwnParameter]) -> torch.Ten
 @contextmanager
 def _full_in_place(strategy: Strategy, module: nn.Module, write: bool) -> Iterator[None]:
     """Do what `Strategy.full_parameters` says with parameters that are full on each process."""
-    places = places_of(module, strategy.module)
-    block, outer = Block(places, write, keep=True), strategy._blocks
+    slots = slots_of(module, strategy.module)
+    block, outer = Block(slots, write, keep=True), strategy._blocks
     strategy._blocks = (*outer, block)
     try:
         with block.checked():
@@ -532,7 +532,7 @@ def _full_in_place(strategy: Strategy, module: nn.Module, write: bool) -> Iterat
     if write:
         strategy.processes.broadcast([*module.parameters(), *(b for b in module.buffers() if b.numel())])
         for one in outer:
-            one.take(places)
+            one.take(slots)
 
 
 @contextmanager

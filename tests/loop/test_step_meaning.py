@@ -29,7 +29,7 @@ from tests.tiers import selected
 from trainer import Callback, DataModule, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.errors import ConfigError
-from trainer.loop.skipping import can_return
+from trainer.loop.skipped_batches import can_return
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 

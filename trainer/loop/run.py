@@ -44,7 +44,7 @@ from trainer.loop.optimizer_options import OptionsCheck
 from trainer.loop.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
 from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
-from trainer.loop.skipping import SkippedBatches
+from trainer.loop.skipped_batches import SkippedBatches
 from trainer.loop.trainable_parameters import NewParameters, TrainableParameters
 from trainer.loop.validation_clock import ValidationClock
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics

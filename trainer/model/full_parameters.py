@@ -14,8 +14,8 @@ from trainer.errors import ConfigError, first_of
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Place(NamedTuple):
-    """A place in which a submodule holds a parameter; a tied one has several."""
+class ParameterSlot(NamedTuple):
+    """The attribute of a submodule that holds a parameter; a tied parameter has several."""
 
     name: str
     owner: nn.Module
@@ -23,19 +23,19 @@ class Place(NamedTuple):
 
     @property
     def parameter(self) -> Any:
-        """The parameter that is held here."""
+        """The parameter in the slot."""
         return self.owner._parameters[self.key]
 
     def hold(self, parameter: nn.Parameter | None) -> None:
-        """Hold this parameter instead."""
+        """Put a parameter into the slot."""
         if isinstance(self.owner, nn.RNNBase):  # which keeps a list of its parameters, too
             setattr(self.owner, self.key, parameter)
         else:
             self.owner._parameters[self.key] = parameter
 
 
-def places_of(module: nn.Module, root: nn.Module) -> list[Place]:
-    """Return the places of the parameters of `module`, by their names in the state_dict of `root`.
+def slots_of(module: nn.Module, root: nn.Module) -> list[ParameterSlot]:
+    """Return the slots of the parameters of `module`, by their names in the state_dict of `root`.
 
     Raises:
         ConfigError: `module` is no part of `root`.
@@ -47,7 +47,7 @@ def places_of(module: nn.Module, root: nn.Module) -> list[Place]:
             "run: give that, or one of its submodules."
         )
     return [
-        Place(f"{prefix}.{key}".removeprefix("."), owner, key)
+        ParameterSlot(f"{prefix}.{key}".removeprefix("."), owner, key)
         for prefix, owner in root.named_modules(remove_duplicate=False)
         if id(owner) in inside
         for key, parameter in owner._parameters.items()
@@ -84,25 +84,25 @@ def same_bits(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
 
 
 class Block:
-    """A block of code in progress that has the full parameters in some places.
+    """A block of code in progress with full parameters in some slots.
 
     Args:
         write: the block may change them.
         keep: undo its changes after an error.
     """
 
-    def __init__(self, places: list[Place], write: bool, keep: bool) -> None:
-        self._places, self._write, self._keep = places, write, write and keep
-        self._before = {place.name: self._snapshot(place.parameter) for place in places}
+    def __init__(self, slots: list[ParameterSlot], write: bool, keep: bool) -> None:
+        self._slots, self._write, self._keep = slots, write, write and keep
+        self._before = {slot.name: self._snapshot(slot.parameter) for slot in slots}
 
     def _snapshot(self, parameter: nn.Parameter) -> tuple[nn.Parameter, torch.Size, Any]:
         return parameter, parameter.shape, parameter.data.clone() if self._keep else checksum(parameter)
 
-    def take(self, written: Iterable[Place]) -> None:
-        """Take for granted the new values in these places, which a block within this one has written."""
-        for place in written:
-            if place.name in self._before:
-                self._before[place.name] = self._snapshot(place.parameter)
+    def take(self, written: Iterable[ParameterSlot]) -> None:
+        """Accept the new values in these slots, which an inner block has written."""
+        for slot in written:
+            if slot.name in self._before:
+                self._before[slot.name] = self._snapshot(slot.parameter)
 
     @contextmanager
     def checked(self) -> Iterator[None]:
@@ -130,20 +130,20 @@ class Block:
             )
 
     def _undo(self) -> None:
-        for place in self._places:
-            parameter, shape, values = self._before[place.name]
-            place.hold(parameter)
+        for slot in self._slots:
+            parameter, shape, values = self._before[slot.name]
+            slot.hold(parameter)
             if parameter.shape == shape:
                 parameter.data.copy_(values)
 
     def _refuse_replaced(self) -> None:
         """Raise ConfigError, and put the parameters back, if they are not the same objects of the same shape."""
         names = []
-        for place in self._places:
-            parameter, shape, _ = self._before[place.name]
-            if place.owner._parameters.get(place.key) is not parameter or parameter.shape != shape:
-                names.append(place.name)
-                place.hold(parameter)
+        for slot in self._slots:
+            parameter, shape, _ = self._before[slot.name]
+            if slot.owner._parameters.get(slot.key) is not parameter or parameter.shape != shape:
+                names.append(slot.name)
+                slot.hold(parameter)
         if names:
             raise ConfigError(
                 f"{first_of(names)} was replaced within full_parameters, or has another shape now, and the optimizer "

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.arguments import local_path
 
 
-class LoggerPlace:
+class LoggerFolder:
     """The folder into which a logger writes.
 
     Args:
