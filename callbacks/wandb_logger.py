@@ -124,6 +124,7 @@ class WandbLogger(Tracker):
         import wandb
 
         self._all.add(self)
+        self._owns_run = False
         others = [one for one in self._all if one is not self and one._client is not None and one._owns_run]
         active: Any = None if any(one._client is wandb.run for one in others) else wandb.run
         run = self._given
@@ -161,11 +162,9 @@ class WandbLogger(Tracker):
         self._owns_run = True
         return run
 
-    def _opened(self) -> Any:
-        if self._client is not None and getattr(self._client, "_is_finished", False):
-            # The program has called `wandb.finish()`, which several trainings in one process do.
-            self._resumed_run, self._client, self._owns_run = self.opened_run_id(), None, False
-        return super()._opened()
+    def is_ended(self) -> bool:
+        """Whether the program has called `wandb.finish()`, which several trainings in one process do."""
+        return bool(getattr(self._client, "_is_finished", False))
 
     def opened_run_id(self) -> str | None:
         return None if self._client is None else str(self._client.id)

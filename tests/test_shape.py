@@ -518,6 +518,47 @@ def test_a_function_of_the_trainer_and_an_assignment_are_found() -> None:
     assert not assignments_to_the_trainer("trainer.accumulate_grad_batches = 4\ntrainer.x.y = trainer.z")
 
 
+THE_USERS_NAMES = {"_check_constructed"}
+"""Private methods of classes whose other names are the user's."""
+
+
+def private_names_of_other_files(sources: dict[str, str]) -> list[str]:
+    """Return the private attributes and methods that a class overrides of a class in another file."""
+    homes: dict[str, str] = {}
+    bases: dict[str, list[str]] = {}
+    own: dict[str, set[str]] = {}
+    for file, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name] = file
+                bases[node.name] = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+                names = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                targets = [part.targets[0] for part in node.body if isinstance(part, ast.Assign)]
+                targets += [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+                own[node.name] = {name for name in names if name.startswith("_") and not name.endswith("__")}
+
+    def ancestors(name: str) -> Iterator[str]:
+        for base in bases.get(name, []):
+            yield base
+            yield from ancestors(base)
+
+    return [
+        f"{name}.{private} of {base}"
+        for name, names in own.items()
+        for base in ancestors(name)
+        for private in sorted(names & own.get(base, set()) - THE_USERS_NAMES)
+        if homes[base] != homes[name]
+    ]
+
+
+def test_no_class_overrides_a_private_name_of_another_file() -> None:
+    assert private_names_of_other_files({name: path.read_text() for name, path in FILES.items()}) == []
+    sources = {"a": "class A:\n    _flag: bool = False", "b": "class B(A):\n    _flag = True"}
+    assert private_names_of_other_files(sources) == ["B._flag of A"]
+    assert private_names_of_other_files({"a": "\n".join(sources.values())}) == []
+
+
 def test_the_trainer_is_no_subclass_and_loop_helpers_do_not_know_it() -> None:
     assert Trainer.__bases__ == (object,)
     for name in FILES:

@@ -550,6 +550,10 @@ class Tracker(Logger):
         """Return the name by which `open` continues the open run, for checkpoints."""
         return None
 
+    def is_ended(self) -> bool:
+        """Whether the user's program has ended the open run, so that `open` has to continue it for the next value."""
+        return False
+
     def check(self) -> None:
         """Raise an error if the client is not installed, or does not take the arguments. Called before the run."""
 
@@ -587,6 +591,8 @@ class Tracker(Logger):
         return self.given_run_id if self._client is None else self.opened_run_id()
 
     def _opened(self) -> Any:
+        if self._client is not None and self.is_ended():
+            self._resumed_run, self._client = self.opened_run_id(), None
         if self._client is None:
             self._client = self.open(self._resumed_run or self.given_run_id)
             self._calls = BackgroundCalls(type(self).__name__)

@@ -286,7 +286,7 @@ def test_steps_that_compile_are_not_measured() -> None:
             return super().training_step(batch, batch_idx)
 
     watch, module = Stopwatch(), Compiles()
-    run_trial(quiet(), module, loader(40), None, watch, 5)
+    run_trial(quiet().settings, module, loader(40), None, watch, 5)
     assert watch.samples == 3 * 4
 
 
