@@ -142,3 +142,81 @@ def test_trained_weights_alone_are_no_full_model(tmp_path: Path, capsys: pytest.
     trainer.fit(module, DataLoader(data("Qwen2"), 8))
     assert export(saving.last_model_path, tmp_path / "hf", "--hf") == 2
     assert "holds trained weights alone" in capsys.readouterr().err
+
+
+def _peft(kind: str, **options: Any) -> Any:
+    return lambda: getattr(pytest.importorskip("peft"), kind)(task_type="CAUSAL_LM", **options)
+
+
+LINEAR = {"target_modules": ["q_proj", "v_proj"]}
+ADAPTERS = {
+    "LoRA": _peft("LoraConfig", r=2, **LINEAR),
+    "DoRA and a full head": _peft("LoraConfig", use_dora=True, modules_to_save=["lm_head"], **LINEAR),
+    "LoRA of embeddings": _peft("LoraConfig", target_modules=["embed_tokens", "q_proj"]),
+    "tokens": _peft("LoraConfig", trainable_token_indices=[3, 5], **LINEAR),
+    "IA3": _peft("IA3Config", feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]),
+    "VeRA": _peft("VeraConfig", r=4, target_modules=["q_proj", "o_proj"]),
+    "prompts": _peft("PromptTuningConfig", num_virtual_tokens=3),
+}
+
+
+class Adapted(HFModule):
+    """A model with an adapter, or two."""
+
+    def __init__(self, config: Any, *more: str) -> None:
+        super().__init__("Qwen2")
+        self.net = pytest.importorskip("peft").get_peft_model(self.net, config())
+        for name in more:
+            self.net.add_adapter(name, config())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def save_adapters(module: HFModule, folder: Path, trainable_only: bool = True) -> Path:
+    """Train a step; write a checkpoint, and PEFT's folder beside it."""
+    saving = ModelCheckpoint(folder / "run", trainable_only=trainable_only)
+    trainer = WAYS[SINGLE].trainer(max_steps=1, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(module, DataLoader(data("Qwen2"), 8))
+    module.net.save_pretrained(folder / "theirs")
+    return folder / "run"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_are_written_as_peft_writes_them(kind: str, tmp_path: Path, capsys: Any) -> None:
+    run = save_adapters(Adapted(ADAPTERS[kind]), tmp_path, trainable_only=kind != "LoRA of embeddings")
+    code = export(run, tmp_path / "ours", "--peft")
+    if kind == "prompts":
+        assert code == 2
+        assert "'default' (PROMPT_TUNING) computes what it saves" in capsys.readouterr().err
+        return
+    assert code == 0
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("ours", "theirs")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+def test_several_adapters_and_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = save_adapters(Adapted(ADAPTERS["LoRA"], "other"), tmp_path, trainable_only=False)
+    assert export(run, tmp_path / "ours", "--peft", "--dtype", "bfloat16") == 0
+    for place in (".", "other"):
+        ours, theirs = (load_file(tmp_path / name / place / "adapter_model.safetensors") for name in ("ours", "theirs"))
+        assert all(torch.equal(ours[name], theirs[name].bfloat16()) for name in theirs | ours)
+    for words, says in {
+        ("ours", "--peft"): "ours exists: give another name",
+        ("new", "--peft", "--hf"): "--peft and --hf exclude each other",
+        ("new", "--peft", "--ema"): "--ema: the checkpoint has no average",
+        ("new", "--peft", "--prefix", "teacher."): "--peft: give --prefix and one of: net.",
+        ("new", "--hf"): "Its adapters are written by --peft",
+        ("no/new", "--peft"): "there is no folder",
+    }.items():
+        assert export(run, tmp_path / words[0], *words[1:]) == 2
+        assert says in capsys.readouterr().err
+    assert export(run, tmp_path / "ours", "--peft", "--force") == 0
+    (tmp_path / "mine").mkdir()
+    assert export(run, tmp_path / "mine", "--peft", "--force") == 2
+    assert "--force replaces a folder with adapter_config.json alone" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from trainer import CheckpointError
 from trainer.callbacks import LambdaCallback, ModelCheckpoint
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
+from trainer.cli.main import main
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -103,3 +104,7 @@ def test_the_folder_is_pefts_own(way: str, runs: tuple[Path, dict[str, Any]]) ->
     assert saved.keys() == read.keys()
     for name, value in saved.items():
         torch.testing.assert_close(read[name], value, rtol=0, atol=0)
+    exported = folder / way / "exported"
+    assert main(["checkpoint", "export", str(folder / way / "full"), str(exported), "--peft", "--force"]) == 0
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (exported / file).read_bytes() == (adapter / file).read_bytes()

@@ -32,6 +32,7 @@ from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
 from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
+from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
 from trainer.optimizers import SchedulerConfig
 from trainer.seed import global_seed, rng_state
@@ -93,6 +94,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "data": run.datamodule.state_dict() if run.datamodule is not None else {},
         "hyperparameters": run.hyperparameters(),
         "hugging_face": hugging_face_models(run.module),
+        "adapters": adapters(run.module, tensors["model"]),
         "processing": run.processing_files(),
         "config": run.session.config_text,
         "seed": run.session.seed,
@@ -193,6 +195,7 @@ KINDS: dict[str, Any] = {
     "data": dict,
     "hyperparameters": {str: dict},
     "hugging_face?": {str: dict},
+    "adapters?": {str: {str: dict}},
     "processing?": {str: str},
     "config": (str, None),
     "seed": Integer(),

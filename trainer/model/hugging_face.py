@@ -15,13 +15,17 @@ from torch import nn
 def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return, by the prefix of its weights' names, the config of each Hugging Face model in a module, as JSON data.
 
-    With the config goes whether the model ties its embeddings, which `config.json` may leave to a default.
+    With the config goes whether the model ties its embeddings, which `config.json` may leave to a default. A model that
+    PEFT has changed has other weights than its class, and is left out.
     """
     found: dict[str, dict[str, Any]] = {}
+    changed: list[str] = []
     for name, model in module.named_modules():
         prefix = f"{name}." if name else ""
-        outer = any(prefix.startswith(other) for other in found)
-        if outer or not hasattr(type(model), "save_pretrained") or hasattr(model, "peft_config"):
+        if hasattr(model, "peft_config"):
+            changed.append(prefix)
+        inner = any(prefix.startswith(other) for other in (*found, *changed))
+        if inner or not hasattr(type(model), "save_pretrained"):
             continue
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "to_json_string") or not hasattr(config, "get_text_config"):

@@ -37,6 +37,7 @@ EXAMPLES = {
   trainer checkpoint export runs/gpt/version_0 gpt.safetensors --prefix model. --expand-tied
   trainer checkpoint export runs/gpt/version_0 gpt --max-shard-size 5GB --dtype bfloat16
   trainer checkpoint export runs/llama/version_0 llama --hf              for from_pretrained("llama")
+  trainer checkpoint export runs/lora/version_0 adapter --peft           for PeftModel.from_pretrained
 """,
     "import": """\
   trainer checkpoint import lightning_logs/version_0/checkpoints/last.ckpt imported
@@ -89,12 +90,17 @@ def _parser() -> CommandParser:
     of["ls"].add_argument("--metric", metavar="NAME", action="append", default=[], help="show this logged value")
     of["ls"].add_argument("--verify", action="store_true", help="read the files completely; default: compare sizes")
     of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")
-    of["export"].add_argument("out", metavar="OUT", help="the file to write; with --max-shard-size or --hf the folder")
+    of["export"].add_argument("out", metavar="OUT", help="the file to write; with --max-shard-size, --hf or --peft the folder")
     of["export"].add_argument(
         "--hf",
         action="store_true",
         help="write a folder for from_pretrained: the Hugging Face model in the module by its own names, with its "
         "config.json, in files of at most --max-shard-size (default: 5GB)",
+    )
+    of["export"].add_argument(
+        "--peft",
+        action="store_true",
+        help="write a folder for PeftModel.from_pretrained: the adapters (LoRA) that the checkpoint holds",
     )
     of["export"].add_argument(
         "--max-shard-size",

@@ -21,6 +21,7 @@ from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
+from trainer.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from trainer.model.hugging_face import is_processing_file
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -37,6 +38,8 @@ def export(options: argparse.Namespace) -> int:
         ConfigError: the output exists, or cannot be written in the form that the options ask for.
     """
     out = local_path(options.out)
+    if options.peft:
+        return _export_adapters(options, out)
     max_size = _bytes(options.max_shard_size or (HF_SHARD_SIZE if options.hf else None))
     if max_size is None and out.is_dir():
         raise ConfigError(
@@ -58,16 +61,14 @@ def export(options: argparse.Namespace) -> int:
     state = open_checkpoint(path, None, verify=True)
     if options.hf and "base" in state:
         raise ConfigError(
-            f"{path} holds trained weights alone (trainable_only=True), and --hf writes full models. Build the module "
-            "with load_from_checkpoint and call save_pretrained of its model: PEFT's writes the adapter, and "
-            "merge_and_unload() first makes a full model of it."
+            f"{path} holds trained weights alone (trainable_only=True), and --hf writes full models: --peft writes "
+            "adapters. For a full model build the module with load_from_checkpoint, and call merge_and_unload() of its "
+            "PEFT model and then save_pretrained."
         )
     prefix, model = _hugging_face_model(state, options.prefix) if options.hf else (options.prefix or "", None)
     expand_tied = options.expand_tied or (model is not None and not model["tied"])
     weights, notes = _weights(_averaged(state) if options.ema else state.get("model"), prefix, expand_tied)
-    weights = _renamed(weights, options.rename)
-    if options.dtype is not None:
-        weights = {name: Converted(weight, getattr(torch, options.dtype)) for name, weight in weights.items()}
+    weights = _converted(_renamed(weights, options.rename), options.dtype)
     notes += [
         f"{name!r} is {weight.dtype}, which safetensors lacks: its bytes are written, as uint8"
         for name, weight in weights.items()
@@ -81,6 +82,74 @@ def export(options: argparse.Namespace) -> int:
         print(f"note: {plain(note)}", file=sys.stderr)
     print(f"{out}: {len(weights)} tensors, {size(written)}, of {plain(str(path))}")
     return 0
+
+
+def _export_adapters(options: argparse.Namespace, out: Path) -> int:
+    """Write the adapters of PEFT in a checkpoint as its `save_pretrained` does; return the exit code.
+
+    Raises:
+        ConfigError: the checkpoint has none, or the output exists.
+    """
+    if options.hf or options.max_shard_size:
+        raise ConfigError(f"--peft and {'--hf' if options.hf else '--max-shard-size'} exclude each other: give one.")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
+    if out.exists() and not (options.force and (out / CONFIG_FILE).is_file()):
+        only = f" --force replaces a folder with {CONFIG_FILE} alone." if options.force else " Or --force to replace it."
+        raise ConfigError(f"{out} exists: give another name.{only}")
+    path = choose(options.path, options.ckpt)
+    state = open_checkpoint(path, None, verify=True)
+    held = _averaged(state) if options.ema else state.get("model")
+    chosen = _adapters(state, options.prefix)
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    for name, adapter in chosen.items():
+        if adapter["weights"] is None:
+            raise ConfigError(
+                f"--peft: {name!r} ({plain(str(adapter['config'].get('peft_type')))}) computes what it saves: build "
+                "the module with load_from_checkpoint, and call save_pretrained of its model."
+            )
+        own = {theirs: held.get(ours) if isinstance(held, dict) else None for theirs, ours in adapter["weights"].items()}
+        if absent := [theirs for theirs, value in own.items() if not isinstance(value, StoredTensor)]:
+            raise ConfigError(
+                f"--peft: the checkpoint holds no {plain(absent[0])}, as it does not train (trainable_only=True): build "
+                "the module with load_from_checkpoint, and call save_pretrained of its model."
+            )
+        tensors[name] = _converted({theirs: value for theirs, value in own.items() if value is not None}, options.dtype)
+    storage, written = LocalStorage(), 0
+    with storage.atomic_directory(out, replace=out.exists()) as folder:
+        for name, weights in tensors.items():
+            place = folder if name == "default" else folder / name
+            place.mkdir(exist_ok=True)
+            written += storage.write_file(place / WEIGHTS_FILE, file_chunks(weights)).bytes
+            text = json.dumps(chosen[name]["config"], indent=2, sort_keys=True) + "\n"
+            storage.write_file(place / CONFIG_FILE, [text.encode()])
+    print(f"{out}: {', '.join(map(plain, tensors))}: {sum(map(len, tensors.values()))} tensors, {size(written)}, of {path}")
+    return 0
+
+
+def _adapters(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
+    """Return the adapters of the PEFT model in a checkpoint, of several the one of `prefix`, by name.
+
+    Raises:
+        ConfigError: there is none, or there are several and `prefix` names none of them.
+    """
+    models = state.get("adapters", {})
+    kind = {"config": {str: object}, "weights": ({str: str}, None)}
+    require(models, {str: {str: kind}}, "'adapters'")
+    if wrong := [name for of_one in models.values() for name in of_one if not re.fullmatch(r"[\w-]{1,100}", name)]:
+        raise CheckpointError(f"'adapters' has {plain(wrong[0])!r:.120}, which is no name of a folder")
+    if not models:
+        raise ConfigError("--peft: the checkpoint names no adapters of PEFT (a submodule made by get_peft_model).")
+    if prefix not in models and (prefix is not None or len(models) > 1):
+        raise ConfigError(f"--peft: give --prefix and one of: {', '.join(models)}.")
+    found: dict[str, Any] = next(iter(models.values())) if prefix is None else models[prefix]
+    return found
+
+
+def _converted(weights: Mapping[str, StoredTensor], dtype: str | None) -> dict[str, StoredTensor]:
+    if dtype is None:
+        return dict(weights)
+    return {name: Converted(weight, getattr(torch, dtype)) for name, weight in weights.items()}
 
 
 def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,6 +201,7 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
         raise ConfigError(
             "--hf: the checkpoint names no Hugging Face model (a submodule with save_pretrained and a config): give "
             "--max-shard-size 5GB and --prefix in its place, and add a config.json by hand."
+            f"{' Its adapters are written by --peft.' if state.get('adapters') else ''}"
         )
     if prefix not in models and (prefix is not None or len(models) > 1):
         raise ConfigError(f"--hf: give --prefix and one of: {', '.join(models)}.")
