@@ -133,10 +133,13 @@ class BaseFinetuning(AddsGroups):
             lr: the learning rate of the group; None: that of the first group, divided by `initial_denom_lr`.
             train_bn: add the parameters of BatchNorms, too.
         """
+        trained = {id(one) for one in BaseFinetuning.filter_params(modules, requires_grad=True)}
+        trained &= {id(one) for group in optimizer.param_groups for one in group["params"]}
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
         parameters = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
-        new = BaseFinetuning.filter_on_optimizer(optimizer, parameters)
+        # BatchNorms may have trained all along, in another group, where they stay.
+        new = BaseFinetuning.filter_on_optimizer(optimizer, [one for one in parameters if id(one) not in trained])
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
 

@@ -99,6 +99,8 @@ LONG: dict[str, tuple[str, ...]] = {
     "data/test_worker_lifetime.py::test_persistent_workers_end_with_each_stage": ("plain", "stream"),
     "emulated/test_emulated_contract.py::test_a_break_at_any_step_changes_nothing": (),
     "examples/test_examples.py::test_*_learns": (),
+    "examples/test_examples.py::test_models_of_transformers": ("vit",),
+    "examples/test_examples.py::test_models_of_transformers_on_two_processes": (),
     "examples/test_examples.py::test_a_pruned_trial_of_optuna_ends_cleanly": (),
     "examples/test_examples.py::test_population_based_training_with_ray": (),
     "fault_tolerance/test_children.py::test_data_workers_outlive_signals_and_die_with_their_process": (

@@ -182,3 +182,12 @@ def test_parameters_that_train_from_the_start_stay_in_their_group(caplog: pytest
     trainer.fit(All(), data())
     assert len(trainer.optimizers[0].param_groups) == 1
     assert "are in the optimizer already" in caplog.text
+
+
+def test_batch_norms_that_train_all_along_are_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    BaseFinetuning.freeze(module)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    BaseFinetuning.unfreeze_and_add_param_group(module, optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
+    assert caplog.text == ""

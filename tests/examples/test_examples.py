@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.processes import ROOT, Result, Running, fork_python
 from trainer.checkpoint.format import verify_checkpoint
@@ -28,6 +29,8 @@ SHORTER = {
     ),
     "trainer": "",
     "trainer fit --config examples/text-classification": "--trainer.max_epochs 1",
+    "trainer fit --config examples/bert": "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --module.width 16",
+    "trainer fit --config examples/vit": "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --module.width 16",
     "trainer fit --config examples/causal-lm": "--trainer.max_steps 3 --trainer.val_check_interval 2 --data.length 32",
     "python examples/digits/train.py": "--max-epochs 1",
     "python examples/digits/own_callback.py": "",
@@ -55,17 +58,18 @@ def shortened(command: str) -> list[str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[str], Result]:
+def run(tmp_path: Path) -> Callable[..., Result]:
     """Return a function that runs a command of the README, shortened, in a directory with only the examples."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
-    def run(command: str) -> Result:
-        return fork_python(*shortened(command), cwd=tmp_path).wait().check()
+    def run(command: str, short: bool = True) -> Result:
+        words = shortened(command) if short else ["-m", *shlex.split(command)]
+        return fork_python(*words, cwd=tmp_path).wait().check()
 
     return run
 
 
-EXAMPLES = ["digits", "gpt", "gan", "text-classification", "causal-lm"]
+EXAMPLES = ["digits", "gpt", "gan", "text-classification", "bert", "vit", "causal-lm"]
 
 
 def test_every_command_of_the_readme_is_run_below() -> None:
@@ -125,6 +129,53 @@ def test_gan(run: Callable[[str], Result]) -> None:
 def test_text_classification(run: Callable[[str], Result]) -> None:
     [command] = commands("text-classification")
     assert "val_acc" in run(command).stdout
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_models_of_transformers(name: str, run: Callable[[str], Result]) -> None:
+    pytest.importorskip("transformers")
+    [command] = commands(name)
+    assert "val_acc" in run(command).stdout
+    assert Path(f"runs/{name}/model/config.json").is_file()
+
+
+SHARDED = {
+    "bert": ("bert/config.yaml", "AutoModelForSequenceClassification"),
+    "vit": ("vit/config.yaml", "AutoModelForImageClassification"),
+    "causal-lm": ("causal-lm/config.yaml", "AutoModelForCausalLM"),
+    "lora": ("causal-lm/lora.yaml", "AutoPeftModelForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_models_of_transformers_on_two_processes(name: str, strategy: str, run: Callable[..., Result]) -> None:
+    """In one go and resumed: `from_pretrained` reads the same bits, without missing and unexpected keys."""
+    package = pytest.importorskip("peft" if name == "lora" else "transformers")
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    config, kind = SHARDED[name]
+    where = f"--trainer.devices 2 --trainer.strategy {strategy} --trainer.limit_val_batches 2 --data.batch_size 4"
+    if "causal-lm" in config:
+        where += " --data.length 32"
+    if name == "lora":
+        base = "--module.save_to base --trainer.max_steps 1"
+        run(f"trainer fit --config examples/causal-lm/config.yaml {base} --data.length 32", short=False)
+        where += " --module.folder base"
+    for folder, steps in {"whole": (4,), "broken": (2, 4)}.items():
+        for number, last in enumerate(steps):
+            run(
+                f"trainer fit --config examples/{config} {where} --module.save_to {folder} --trainer.max_steps {last} "
+                f"--trainer.default_root_dir runs/{folder} {'--ckpt-path last' if number else ''}",
+                short=False,
+            )
+    whole, broken = (getattr(package, kind).from_pretrained(folder) for folder in ("whole", "broken"))
+    assert whole.state_dict().keys() == broken.state_dict().keys()
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, broken.state_dict()[key]), key
+    if name != "lora":
+        _, found = getattr(package, kind).from_pretrained("whole", output_loading_info=True)
+        assert not any(found.values()), found
 
 
 def test_causal_lm(run: Callable[[str], Result]) -> None:

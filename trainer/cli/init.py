@@ -15,6 +15,8 @@ TEMPLATES = {
     "digits": "classifies handwritten digits: a convolutional net on small images",
     "gpt": "a small GPT on Python's own library, or on text files of yours",
     "text-classification": "classifies texts: docstrings by their package, or a CSV file of yours",
+    "bert": "classifies texts with a BERT of transformers, from scratch or fine-tuned",
+    "vit": "classifies images with a ViT of transformers, from scratch or fine-tuned",
     "causal-lm": "a Llama of transformers on Python's own library, and adapters (LoRA) on it",
     "gan": "invents digits: manual optimization with two optimizers",
 }
@@ -23,6 +25,8 @@ NEEDS = {
     "digits": {"sklearn": "scikit-learn", "torchmetrics": "torchmetrics", "tensorboard": "tensorboard"},
     "gan": {"sklearn": "scikit-learn"},
     "causal-lm": {"transformers": "transformers", "peft": "peft"},
+    "bert": {"transformers": "transformers"},
+    "vit": {"transformers": "transformers", "sklearn": "scikit-learn", "PIL": "pillow"},
 }
 """Packages that an example imports beyond our own dependencies: module and name."""
 FOLDER = Path(__file__).resolve().parent.parent / "examples"

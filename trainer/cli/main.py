@@ -31,7 +31,7 @@ COMMANDS = {
         "trainer.cli.config.command",
         "write a configuration: by questions, a preset, or from Accelerate's or DeepSpeed's",
     ),
-    "init": ("trainer.cli.init", "begin a project from a template: digits, gpt, text-classification, gan"),
+    "init": ("trainer.cli.init", "begin a project from a template: digits, gpt, bert, vit, causal-lm, gan, ..."),
     "launch": ("trainer.cli.launch", "start a script, a module or a command on several devices or machines"),
     "env": ("trainer.cli.env", "show how this process was started, versions and devices"),
     "doctor": (
