@@ -77,8 +77,6 @@ LONG: dict[str, tuple[str, ...]] = {
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "callbacks/test_finetuning.py::test_it_trains_as_by_hand_and_a_resumed_run_has_the_same_bits": ("single",),
     "callbacks/test_grad_norm_monitor.py::test_the_norms_are_those_of_one_big_batch": ("single", "FSDP x2"),
-    "callbacks/test_stochastic_weight_averaging.py::test_every_strategy_averages_alike": ("single",),
-    "callbacks/test_weight_averaging.py::test_every_strategy_averages_alike": ("single", "FSDP x2"),
     "callbacks/test_weight_averaging.py::test_a_single_process_goes_on_with_any_checkpoint": ("FSDP x2",),
     "callbacks/test_jsonl_logger.py::test_an_interrupted_run_leaves_the_file_of_one_that_was_not": (
         "3-val by epoch",

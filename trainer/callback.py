@@ -95,7 +95,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -637,7 +637,8 @@ class Tracker(Logger):
         self._trainer = trainer
         self._has_failed, self._resumed_unsent = False, ()
         if stage == "fit":
-            shutil.rmtree(trainer.run_dir / ".sending", ignore_errors=True)  # of a process that was killed
+            for copy in trainer.run_dir.glob(f"{SENDING}*"):  # of a process that was killed
+                shutil.rmtree(copy, ignore_errors=True)
             if self._has_fit and self.given_run_id is None:
                 self._leave_run()
             self._has_fit = True
@@ -687,7 +688,7 @@ class Tracker(Logger):
             log.warning("%s: %s is not a folder of this machine, and is not sent.", type(self).__name__, path)
             return
         best = any(path == one.best_model_path for one in trainer.checkpoint_callbacks)
-        copy = linked_copy(folder, trainer.run_dir / ".sending")
+        copy = linked_copy(folder, trainer.run_dir)
         self._call(self._send_and_delete, copy, folder.name, ["latest", "best"] if best else ["latest"])
 
     def _send_and_delete(self, copy: Path, name: str, aliases: list[str]) -> None:
@@ -695,14 +696,15 @@ class Tracker(Logger):
             self.send_checkpoint(copy, name, aliases)
         finally:
             shutil.rmtree(copy, ignore_errors=True)
-            with suppress(OSError):
-                copy.parent.rmdir()
+
+
+SENDING = ".sending-"
+"""The beginning of the names of copies that are being sent."""
 
 
 def linked_copy(folder: Path, parent: Path) -> Path:
     """Return a new folder in `parent` with hard links to the files of a folder, or copies where there are no links."""
-    parent.mkdir(exist_ok=True)
-    copy = Path(tempfile.mkdtemp(dir=parent))
+    copy = Path(tempfile.mkdtemp(prefix=SENDING, dir=parent))
 
     def link_or_copy(one: str, other: str) -> None:
         try:

@@ -13,13 +13,10 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import assert_same_bits
-from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import quiet
-from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 from trainer.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 
-NAMES = ("single", "DDP x2", "FSDP x2", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2")
 EPOCHS = 5
 
 
@@ -133,31 +130,3 @@ def test_wrong_uses_are_refused() -> None:
         quiet(max_epochs=2, callbacks=[StochasticWeightAveraging([0.1, 0.2])]).fit(Net(), data())
     with pytest.raises(ConfigError, match="a part of max_epochs"):
         quiet(max_steps=5, callbacks=[StochasticWeightAveraging(0.1)]).fit(Net(), data())
-
-
-def _train(name: str) -> dict[str, Any]:
-    way, results = WAYS[name], {}
-    for norm in (False, True):
-        module = Net(norm)
-        swa = StochasticWeightAveraging(0.01, swa_epoch_start=3, annealing_epochs=2)
-        trainer = way.trainer(max_epochs=EPOCHS, seed=1, callbacks=[swa])
-        trainer.fit(module, data(way.micro_batch))
-        results[str(norm)] = {key: value.tolist() for key, value in trainer.full_state_dict(True).items()}
-    return results
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    return run_each(_train, dict.fromkeys(["single", *selected(request, "name")]))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_strategy_averages_alike(name: str, results: dict[str, list[Any]]) -> None:
-    skip_if_missing(name)
-    first = results[name][0]
-    for rank in results[name]:
-        assert rank == first
-    for key, value in results["single"][0]["False"].items():
-        torch.testing.assert_close(torch.tensor(first["False"][key]), torch.tensor(value), rtol=1e-4, atol=1e-5)
-    # A BatchNorm normalizes the samples of each process by themselves, so the numbers are others.
-    assert all(torch.isfinite(torch.tensor(value)).all() for value in first["True"].values())

@@ -139,3 +139,11 @@ def test_the_experiment_of_another_rank_does_nothing(monkeypatch: pytest.MonkeyP
     logger = Shop()
     logger.experiment.anything["x"].at_all(3)
     assert logger._client is None
+
+
+def test_several_trackers_send_checkpoints_at_once() -> None:
+    """None deletes what another is about to write."""
+    both: list[Any] = [Shop(log_model="all"), Shop(log_model="all")]
+    fit(both, steps=40, callbacks=[ModelCheckpoint("kept", every_n_train_steps=1, save_top_k=-1)])
+    assert len(Path("sent").read_text().splitlines()) == 2 * 40
+    assert not list(Path("runs/version_0").glob(".sending*"))

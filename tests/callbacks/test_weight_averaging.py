@@ -208,13 +208,12 @@ def test_export_says_that_there_is_no_average(tmp_path: Path, capsys: pytest.Cap
 # -- every strategy ----------------------------------------------------------------------------------------------------
 
 
-def _train(name: str, folder: str) -> dict[str, Any]:
-    """Train in two pieces, then test the checkpoint; return the averages and what validations gave."""
-    way, results = WAYS[name], {}
+def _train(name: str, folder: str) -> None:
+    """Train in two pieces."""
+    way = WAYS[name]
     path = Path(folder) / name.replace(" ", "-")
     for epochs in (1, 2):
         seed_everything(1)
-        module = MLP()
         trainer = way.trainer(
             max_epochs=epochs,
             seed=1,
@@ -222,38 +221,18 @@ def _train(name: str, folder: str) -> dict[str, Any]:
             callbacks=[EMAWeightAveraging(decay=DECAY), ModelCheckpoint(dirpath=path, save_top_k=-1)],
         )
         data = DataLoader(MLP.data(24), batch_size=way.micro_batch)
-        trainer.fit(module, data, data, ckpt_path="last")
-        results[f"val_loss {epochs}"] = float(trainer.callback_metrics["val_loss"])
-    results["weights"] = {key: value.numpy().tolist() for key, value in trainer.full_state_dict(True).items()}
-    return results
+        trainer.fit(MLP(), data, data, ckpt_path="last")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("averages")
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[Any]]:
-    return run_each(_train, dict.fromkeys(["single", *selected(request, "name")]), str(folder))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("averages")
+    run_each(_train, dict.fromkeys(["single", *selected(request, "name")]), str(path))
+    return path
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_strategy_averages_alike(name: str, results: dict[str, list[Any]], folder: Path) -> None:
-    skip_if_missing(name)
-    expected = results["single"][0]
-    for rank in results[name]:
-        assert rank["val_loss 1"] == pytest.approx(expected["val_loss 1"], rel=1e-4)
-        assert rank["val_loss 2"] == pytest.approx(expected["val_loss 2"], rel=1e-4)
-        for key, value in expected["weights"].items():
-            torch.testing.assert_close(torch.tensor(rank["weights"][key]), torch.tensor(value), rtol=1e-4, atol=1e-5)
-    saved = read_checkpoint(folder / name.replace(" ", "-") / "epoch=1-step=6")
-    for key, value in expected["weights"].items():
-        torch.testing.assert_close(saved["average"][key], torch.tensor(value), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_single_process_goes_on_with_any_checkpoint(name: str, results: dict[str, list[Any]], folder: Path) -> None:
+def test_a_single_process_goes_on_with_any_checkpoint(name: str, folder: Path) -> None:
     skip_if_missing(name)
     trainer = WAYS["single"].trainer(max_epochs=3, seed=1, callbacks=[EMAWeightAveraging(decay=DECAY)])
     module = MLP()

@@ -90,7 +90,8 @@ def _parser() -> CommandParser:
     of["ls"].add_argument("--metric", metavar="NAME", action="append", default=[], help="show this logged value")
     of["ls"].add_argument("--verify", action="store_true", help="read the files completely; default: compare sizes")
     of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")
-    of["export"].add_argument("out", metavar="OUT", help="the file to write; with --max-shard-size, --hf or --peft the folder")
+    words = "the file to write, or the folder, with --max-shard-size, --hf or --peft"
+    of["export"].add_argument("out", metavar="OUT", help=words)
     of["export"].add_argument(
         "--hf",
         action="store_true",

@@ -95,11 +95,12 @@ def _export_adapters(options: argparse.Namespace, out: Path) -> int:
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
     if out.exists() and not (options.force and (out / CONFIG_FILE).is_file()):
-        only = f" --force replaces a folder with {CONFIG_FILE} alone." if options.force else " Or --force to replace it."
+        only = f" --force replaces a folder with {CONFIG_FILE} alone." if options.force else " Or --force replaces it."
         raise ConfigError(f"{out} exists: give another name.{only}")
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
-    held = _averaged(state) if options.ema else state.get("model")
+    held = _averaged(state) if options.ema else state["model"]
+    require(held, dict, "'model'")
     chosen = _adapters(state, options.prefix)
     tensors: dict[str, dict[str, StoredTensor]] = {}
     for name, adapter in chosen.items():
@@ -108,11 +109,11 @@ def _export_adapters(options: argparse.Namespace, out: Path) -> int:
                 f"--peft: {name!r} ({plain(str(adapter['config'].get('peft_type')))}) computes what it saves: build "
                 "the module with load_from_checkpoint, and call save_pretrained of its model."
             )
-        own = {theirs: held.get(ours) if isinstance(held, dict) else None for theirs, ours in adapter["weights"].items()}
-        if absent := [theirs for theirs, value in own.items() if not isinstance(value, StoredTensor)]:
+        own = {theirs: held.get(ours) for theirs, ours in adapter["weights"].items()}
+        if absent := [one for one, value in own.items() if not isinstance(value, StoredTensor)]:
             raise ConfigError(
-                f"--peft: the checkpoint holds no {plain(absent[0])}, as it does not train (trainable_only=True): build "
-                "the module with load_from_checkpoint, and call save_pretrained of its model."
+                f"--peft: the checkpoint holds no {plain(absent[0])}, as it does not train (trainable_only=True): "
+                "build the module with load_from_checkpoint, and call save_pretrained of its model."
             )
         tensors[name] = _converted({theirs: value for theirs, value in own.items() if value is not None}, options.dtype)
     storage, written = LocalStorage(), 0
@@ -123,7 +124,8 @@ def _export_adapters(options: argparse.Namespace, out: Path) -> int:
             written += storage.write_file(place / WEIGHTS_FILE, file_chunks(weights)).bytes
             text = json.dumps(chosen[name]["config"], indent=2, sort_keys=True) + "\n"
             storage.write_file(place / CONFIG_FILE, [text.encode()])
-    print(f"{out}: {', '.join(map(plain, tensors))}: {sum(map(len, tensors.values()))} tensors, {size(written)}, of {path}")
+    count = sum(map(len, tensors.values()))
+    print(f"{out}: {', '.join(tensors)}: {count} tensors, {size(written)}, of {plain(str(path))}")
     return 0
 
 
