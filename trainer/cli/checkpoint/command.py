@@ -90,47 +90,51 @@ def _parser() -> CommandParser:
     of["ls"].add_argument("--metric", metavar="NAME", action="append", default=[], help="show this logged value")
     of["ls"].add_argument("--verify", action="store_true", help="read the files completely; default: compare sizes")
     of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")
+    _add_export_options(of["export"])
+    of["import"].add_argument("out", metavar="OUT", help="the folder to write, for load_from_checkpoint")
+    of["import"].add_argument("--optimizer", metavar="NAME", help="its class, where the file does not tell: AdamW")
+    for name in ("export", "import"):
+        of[name].add_argument("--force", action="store_true", help="replace OUT if it is there")
+    return parser
+
+
+def _add_export_options(parser: argparse.ArgumentParser) -> None:
     words = "the file to write, or the folder, with --max-shard-size, --hf or --peft"
-    of["export"].add_argument("out", metavar="OUT", help=words)
-    of["export"].add_argument(
+    parser.add_argument("out", metavar="OUT", help=words)
+    parser.add_argument(
         "--hf",
         action="store_true",
         help="write a folder for from_pretrained: the Hugging Face model in the module by its own names, with its "
         "config.json, in files of at most --max-shard-size (default: 5GB)",
     )
-    of["export"].add_argument(
+    parser.add_argument(
         "--peft",
         action="store_true",
         help="write a folder for PeftModel.from_pretrained: the adapters (LoRA) that the checkpoint holds",
     )
-    of["export"].add_argument(
+    parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         help="write a folder of files of at most this size (5GB, 500MB), and their index, as Hugging Face's loaders "
         "read them",
     )
-    of["export"].add_argument(
+    parser.add_argument(
         "--dtype",
         type=lambda name: DTYPES.get(name, name),
         choices=tuple(DTYPES.values()),
         help="convert floating weights: float32, bfloat16 (or bf16), float16; default: as they are",
     )
     words = "write the average of the weights that EMAWeightAveraging or the like has kept"
-    of["export"].add_argument("--ema", action="store_true", help=words)
-    of["export"].add_argument("--prefix", help="only weights whose names begin so, named without it")
-    of["export"].add_argument(
+    parser.add_argument("--ema", action="store_true", help=words)
+    parser.add_argument("--prefix", help="only weights whose names begin so, named without it")
+    parser.add_argument(
         "--rename",
         metavar="PATTERN=NAME",
         action="append",
         default=[],
         help="replace this regular expression in the names of weights, after --prefix; several are applied in order",
     )
-    of["export"].add_argument("--expand-tied", action="store_true", help="write tied weights under every name")
-    of["import"].add_argument("out", metavar="OUT", help="the folder to write, for load_from_checkpoint")
-    of["import"].add_argument("--optimizer", metavar="NAME", help="its class, where the file does not tell: AdamW")
-    for name in ("export", "import"):
-        of[name].add_argument("--force", action="store_true", help="replace OUT if it is there")
-    return parser
+    parser.add_argument("--expand-tied", action="store_true", help="write tied weights under every name")
 
 
 def _ls(options: argparse.Namespace) -> int:
