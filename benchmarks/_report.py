@@ -29,6 +29,10 @@ PACKAGES = (
 """Packages whose versions are reported."""
 
 
+WITH_BYTECODE = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+"""The environment of processes whose start is timed: Python keeps compiled code, as for an installed package."""
+
+
 @dataclass
 class Took:
     """Times of one run, in seconds per step."""

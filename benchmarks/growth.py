@@ -8,6 +8,7 @@ processes only add. The step of a hand-written loop stands below, where it grows
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
 import tempfile
@@ -89,6 +90,7 @@ def by_hand(module: Parts) -> float:
 def save_and_read(tensors: int, read: bool) -> float:
     """Return the CPU time of a save, or of a verified load, of small tensors in microseconds."""
     state = {"model": {f"layers.{number}.weight": torch.ones(4) for number in range(tensors)}}
+    gc.collect()  # what rounds before have left is not counted
     with tempfile.TemporaryDirectory() as folder:
         begun = time.process_time()
         write_checkpoint(Path(folder) / "c", state)
@@ -152,12 +154,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks growth", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--most", type=int, default=100_000, help="leave out larger sizes")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose name contains it")
     options = parser.parse_args(arguments)
     logging.getLogger("trainer").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    samples()
+    if not options.only:
+        samples()
     print("\n| | sizes | least of the rounds | grows with the power |\n|---|---|---|---|")
     for name, (sizes, measure, unit) in ROWS.items():
+        if options.only and not any(text in name for text in options.only):
+            continue
         wanted = [size for size in sizes if size <= options.most]
         rounds = [[measure(size) for size in wanted] for _ in range(options.rounds)]
         least = [min(of_size) for of_size in zip(*rounds, strict=True)]

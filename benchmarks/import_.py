@@ -1,6 +1,9 @@
 """Time of `import trainer`, and of the peers, beyond `import torch`, in fresh processes that take turns.
 
-`from trainer import Trainer, TrainModule`, because `import trainer` alone is lazy.
+`from trainer import Trainer, TrainModule`, because `import trainer` alone is lazy. Two things that depend on chance are
+kept out of every measurement. Python reads bytecode, as it does for an installed package: a round before the first
+compiles what is new. And `gc.collect()` runs before the clocks: otherwise a pass of the garbage collector over all of
+torch's objects (85 ms) falls into the import that happens to come next.
 """
 
 from __future__ import annotations
@@ -14,14 +17,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from benchmarks._report import Report, Times, Took
+from benchmarks._report import WITH_BYTECODE, Report, Times, Took
 
 CODE = """
-import json, time
+import gc, json, time
 import torch
+torch_cpu = time.process_time()
+gc.collect()
 cpu, wall = time.process_time(), time.perf_counter()
 {}
-print(json.dumps([cpu, time.process_time() - cpu, time.perf_counter() - wall]))
+print(json.dumps([torch_cpu, time.process_time() - cpu, time.perf_counter() - wall]))
 """
 IMPORTS = {
     "nothing": "",
@@ -58,6 +63,8 @@ def main(arguments: list[str]) -> int:
         ratios=False,
         results={name: Times() for name in wanted},
     )
+    for code in wanted.values():
+        _once(code)
     order = list(wanted)
     shares: dict[str, list[float]] = {name: [] for name in wanted}
     for number in range(options.rounds):
@@ -77,6 +84,7 @@ def main(arguments: list[str]) -> int:
 
 def _once(code: str) -> tuple[Took, float]:
     """Return the times of the import, and the CPU time of torch's."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE.format(code)], capture_output=True, check=True)
+    command = [sys.executable, "-W", "ignore", "-c", CODE.format(code)]
+    done = subprocess.run(command, capture_output=True, check=True, env=WITH_BYTECODE)
     of_torch, cpu, wall = json.loads(done.stdout.splitlines()[-1])
     return Took(cpu, wall), of_torch

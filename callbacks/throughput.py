@@ -14,8 +14,8 @@ import torch
 from trainer.arguments import Limit, PositiveInt, failed_function
 from trainer.callback import Callback
 from trainer.errors import ConfigError
+from trainer.model.peak_flops import peak_of
 from trainer.model.recompilation import compilations
-from trainer.precision import tf32_is_allowed
 
 if TYPE_CHECKING:
     from trainer.loop.progress import Progress
@@ -56,7 +56,8 @@ class ThroughputMonitor(Callback):
         items_name: what these items are called, in `throughput/<items_name>_per_s`. Default: "tokens".
         flops_per_sample: floating-point operations of training on one sample, forward and backward (about 6 x
             parameters x tokens for a transformer): a number, or a function of the module, called once.
-        peak_flops: the peak of one device in FLOP/s. Default: from a table of NVIDIA cards, for the run's precision.
+        peak_flops: the peak of one device in FLOP/s. Default: the vendor's, from a table of NVIDIA cards, for the
+            run's precision. `trainer doctor` measures a peak for every other device.
     """
 
     agree_on = ("items_name",)
@@ -99,7 +100,7 @@ class ThroughputMonitor(Callback):
             if self._peak is None:
                 log.info(
                     "ThroughputMonitor logs no MFU: the peak of this device is not in its table. Pass peak_flops=..., "
-                    "in FLOP/s of one device."
+                    "in FLOP/s of one device; `trainer doctor` measures it with a matrix product."
                 )
         self._step, self._compilations = trainer.progress.step, compilations()
 
@@ -187,50 +188,6 @@ def _count(function: Callable[[Any], int], batch: Any, argument: str) -> int:
     return int(items)
 
 
-# Dense peaks in TFLOP/s: (fp16 and bf16, TF32, fp32, fp64), from NVIDIA's data sheets, where many are given "with
-# sparsity", which doubles them. Sought in the device's name in this order, so a longer name comes first.
-# V100 and T4 have neither bf16 nor TF32.
-PEAKS: dict[str, tuple[float, float, float, float]] = {
-    "b200": (2250, 1125, 75, 37),
-    "h200": (989.4, 494.7, 66.9, 66.9),
-    "h100 nvl": (835.5, 417.7, 60, 60),
-    "h100 pcie": (756, 378, 51.2, 51.2),
-    "h100": (989.4, 494.7, 66.9, 66.9),
-    "a100": (312, 156, 19.5, 19.5),
-    "a10g": (70, 35, 35, 0.5),
-    "a10": (125, 62.5, 31.2, 0.5),
-    "l40s": (362, 183, 91.6, 1.4),
-    "l40": (181, 90.5, 90.5, 1.4),
-    "l4": (121, 60, 30.3, 0.5),
-    "v100": (125, 15.7, 15.7, 7.8),
-    "t4": (65, 8.1, 8.1, 0.25),
-    "rtx 4090": (165.2, 82.6, 82.6, 1.3),
-    "rtx 3090": (71, 35.6, 35.6, 0.56),
-}
-
-
-def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense peak of an NVIDIA card, FLOP/s, for matrix products in `dtype`; None if it is not known."""
-    if device.type != "cuda":
-        return None
-    return peak_by_name(torch.cuda.get_device_name(device), dtype)
-
-
-def peak_by_name(name: str, dtype: torch.dtype) -> float | None:
-    """Return `peak_of` for a device called `name`. float32 counts as TF32 where torch may use that."""
-    words = f" {name.lower()} ".replace("-", " ")
-    peaks = next((peaks for card, peaks in PEAKS.items() if f" {card} " in words), None)
-    if peaks is None:
-        return None
-    fp16, tf32, fp32, fp64 = peaks
-    by_dtype = {
-        torch.float16: fp16,
-        torch.bfloat16: None if peaks in (PEAKS["v100"], PEAKS["t4"]) else fp16,
-        torch.float32: tf32 if tf32_is_allowed() else fp32,
-        torch.float64: fp64,
-    }
-    peak = by_dtype.get(dtype)
-    return None if peak is None else peak * 1e12
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -107,20 +107,12 @@ from trainer.compat.answers import answer_members
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean, raise_problems, unknown_name_error
 from trainer.metrics.background_calls import BackgroundCalls
-from trainer.metrics.media import (
-    Media,
-    as_histogram,
-    as_images,
-    as_table,
-    as_text,
-    close_figure,
-    figure_images,
-)
 from trainer.profiling import Phase, during, unheard
 
 if TYPE_CHECKING:
     import torch
 
+    from trainer.metrics.media import Media
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -365,7 +357,7 @@ class Logger(Callback):
             what = f"{type(media).__name__.lower()} such as {key!r}"
             log.info("%s shows no %s: left out. (Logged once.)", type(self).__name__, what)
 
-    # -- images and the like: the same call for every logger, on any rank ----------------------------------------------
+    # -- images and the like: the same call for every logger, on any rank; their module is imported at the first -------
 
     def log_image(
         self,
@@ -386,6 +378,8 @@ class Logger(Callback):
         Raises:
             ConfigError: a picture has a shape that no picture has, or the lists have other lengths.
         """
+        from trainer.metrics.media import as_images
+
         self._log_media(key, step, as_images, images, caption, options)
 
     def log_text(
@@ -404,14 +398,20 @@ class Logger(Callback):
             columns = columns if columns is not None or text is None else list(text)
             self.log_table(key, columns, data, dataframe, step)
         else:
+            from trainer.metrics.media import as_text
+
             self._log_media(key, step, as_text, text)
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
         """Log the distribution of the finite numbers of a tensor, an array or a list."""
+        from trainer.metrics.media import as_histogram
+
         self._log_media(key, step, as_histogram, values, bins)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
         """Log a figure of matplotlib as a picture, and close it."""
+        from trainer.metrics.media import close_figure, figure_images
+
         self._log_media(key, step, figure_images, figure)
         if close:
             close_figure(figure)
@@ -425,6 +425,8 @@ class Logger(Callback):
         step: int | None = None,
     ) -> None:
         """Log a table: `columns` and `data`, a list of rows; or a pandas data frame."""
+        from trainer.metrics.media import as_table
+
         self._log_media(key, step, as_table, columns, data, dataframe)
 
     def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:

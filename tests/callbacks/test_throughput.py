@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Logger
 from trainer.callbacks import ThroughputMonitor
-from trainer.callbacks.throughput import peak_by_name
+from trainer.model.peak_flops import PEAKS, measured_peak, peak_by_name
 
 
 class Kept(Logger):
@@ -145,7 +146,7 @@ def test_a_loader_with_an_unknown_number_of_samples() -> None:
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
         ("NVIDIA A10", torch.float16, 125),
-        ("NVIDIA A10G", torch.float16, 70),
+        ("NVIDIA A10G", torch.float16, None),  # of one cloud: no data sheet
         ("NVIDIA L4", torch.bfloat16, 121),
         ("NVIDIA L40S", torch.bfloat16, 362),
         ("Tesla V100-SXM2-16GB", torch.float16, 125),
@@ -169,9 +170,19 @@ def test_tf32_is_the_peak_of_float32_where_it_is_used() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+def test_every_peak_has_a_source_of_the_vendor() -> None:
+    assert {urlparse(peaks.source).netloc.split(".", 1)[1] for peaks in PEAKS.values()} == {"nvidia.com"}
+
+
+def test_a_measured_peak_is_the_operations_of_a_product_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([0.0, 3.0, 10.0, 10.5, 20.0, 20.25])  # three products are timed
+    monkeypatch.setattr("trainer.model.peak_flops.time.perf_counter", lambda: next(readings))
+    assert measured_peak(torch.device("cpu"), torch.float32, size=16, repeats=3) == 2 * 16**3 / 0.25
+
+
 @pytest.mark.gpu
 def test_the_peak_of_this_device_is_known() -> None:
-    from trainer.callbacks.throughput import peak_of
+    from trainer.model.peak_flops import peak_of
 
     peak = peak_of(torch.device("cuda"), torch.bfloat16)
     assert peak is None or peak > 1e13
@@ -192,7 +203,7 @@ def test_tf32_set_by_the_new_api(tmp_path: Path) -> None:
     """torch then refuses to answer by the old API, for every dtype."""
     done = run_python(
         "import torch\n"
-        "from trainer.callbacks.throughput import peak_by_name\n"
+        "from trainer.model.peak_flops import peak_by_name\n"
         "name = 'NVIDIA A100-SXM4-40GB'\n"
         "before = peak_by_name(name, torch.float32)\n"
         "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"

@@ -35,6 +35,7 @@ def machine(accelerators: bool = True) -> Iterator[CheckResult]:
     yield from _compilers()
     if accelerators:
         yield from devices()
+        yield matrix_products()
     yield from _memory()
     yield from _limits()
     yield from _network()
@@ -111,6 +112,30 @@ def devices() -> Iterator[CheckResult]:
         yield CheckResult("OK", "devices", "mps")
     else:
         yield CheckResult("OK", "devices", "no accelerator: everything runs on the CPU")
+
+
+def matrix_products() -> CheckResult:
+    """Measure the speed of matrix products, which a model's FLOP/s are compared with, on the first device."""
+    import torch
+
+    from trainer.model.peak_flops import measured_peak, peak_of
+
+    device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    found, known = [], False
+    for dtype in (torch.float32, torch.bfloat16):
+        try:
+            speed = measured_peak(device, dtype)
+        except RuntimeError as error:
+            line = str(error).splitlines()[0]
+            return CheckResult(
+                "WARN", "matrices", f"a product in {dtype} fails on {device}: {line}", "See the devices."
+            )
+        vendor = peak_of(device, dtype)
+        known = known or vendor is not None
+        of = "" if vendor is None else f" of the vendor's {vendor / 1e12:g}"
+        found.append(f"{str(dtype).removeprefix('torch.')} {speed / 1e12:.3g}{of} TFLOP/s")
+    hint = "" if known else "; without a vendor's peak, ThroughputMonitor(peak_flops=...) takes one of them"
+    return CheckResult("OK", "matrices", f"measured by a product on {device}: {', '.join(found)}{hint}")
 
 
 def _memory() -> Iterator[CheckResult]:
