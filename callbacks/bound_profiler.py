@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,8 @@ COMPUTE = "compute"
 COMMUNICATION = "communication"
 IDLE = "idle device"
 PROFILER = "the profiler itself"
+MUCH = 0.05
+"""Share of the time by which a process has to exceed the median to count as slow."""
 ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
 """The work of a device by growing priority: time with several kinds at once counts as the last of them."""
 
@@ -68,6 +72,7 @@ class BoundProfiler(Profiler):
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._leave()
         shares = self.shares(trainer.run.times.shares())
+        every = trainer.strategy.processes.all_gather_object([socket.gethostname(), shares])
         if not shares or not trainer.is_global_zero:
             return
         lines = [f"{part:<{len(REST)}}{share:>8.1%}" for part, share in shares.items() if share >= 0.001]
@@ -78,6 +83,7 @@ class BoundProfiler(Profiler):
             f", at most {1 / (1 - share):.2g} times the speed" if share < 0.95 and bound not in (COMPUTE, REST) else ""
         )
         lines.append(f"Bound by {bound}{gain}. {self._advice(trainer, bound)}")
+        lines.extend(stragglers(every))
         self._report = "\n".join(lines)
         trainer.print(self._report)
 
@@ -143,7 +149,8 @@ class BoundProfiler(Profiler):
             CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook of each callback.',
             LOGGING: f"A larger log_every_n_steps (it is {trainer.settings.log_every_n_steps}), or fewer loggers.",
             VALIDATION: "A larger val_check_interval or check_val_every_n_epoch, or limit_val_batches.",
-            COMMUNICATION: "A larger accumulate_grad_batches or micro-batch; with ddp, a larger bucket_cap_mb.",
+            COMMUNICATION: "A larger accumulate_grad_batches or micro-batch; with ddp, a larger bucket_cap_mb. "
+            "StragglerMonitor() shows whether processes wait for a slow one.",
             IDLE: "The host is too slow for its device: compile=True, a larger micro-batch, and an optimizer with "
             "fused=True.",
         }.get(bound, "")
@@ -155,6 +162,25 @@ class BoundProfiler(Profiler):
         if not any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups):
             return "An optimizer with fused=True, then compile=True."
         return "compile=True, if it is not set; beyond that a smaller model or more devices."
+
+
+def stragglers(every: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
+    """Return a line for each process that spends much more time than the others outside of the steps.
+
+    Args:
+        every: for each rank the name of its machine, and its shares.
+    """
+    lines = []
+    for part in (DATA, CALLBACKS, LOGGING):
+        of_ranks = [shares.get(part, 0.0) for _, shares in every]
+        usual = median_low(of_ranks)
+        for rank, share in enumerate(of_ranks):
+            if share > 2 * usual and share > usual + MUCH:
+                lines.append(
+                    f"rank {rank} ({every[rank][0]}) spends {share:.0%} in {part}, the median rank {usual:.0%}: "
+                    "the others wait for it in every step."
+                )
+    return lines
 
 
 def _seconds(times: dict[str, float]) -> float:

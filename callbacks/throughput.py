@@ -188,8 +188,6 @@ def _count(function: Callable[[Any], int], batch: Any, argument: str) -> int:
     return int(items)
 
 
-
-
 def compute_dtype(precision: Precision) -> torch.dtype:
     """Return the dtype in which matrix products are computed."""
     return precision.autocast or precision.weights

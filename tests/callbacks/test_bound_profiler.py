@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Logger
 from trainer.callbacks import BoundProfiler, ModelCheckpoint, ModelSummary
-from trainer.callbacks.bound_profiler import COMMUNICATION, COMPUTE, TRANSFER, device_spans, exclusive_seconds
+from trainer.callbacks.bound_profiler import (
+    COMMUNICATION,
+    COMPUTE,
+    TRANSFER,
+    device_spans,
+    exclusive_seconds,
+    stragglers,
+)
+from trainer.profiling import DATA
 
 LONG = 0.2
 
@@ -105,3 +115,25 @@ def test_a_moment_of_a_device_counts_once() -> None:
     ]
     seconds = exclusive_seconds(device_spans(events, "cuda"))
     assert seconds == {COMPUTE: 2.5, TRANSFER: 2.5, COMMUNICATION: 1.0}
+
+
+def slow_on_rank_1() -> str:
+    """Train on two processes, of which the second waits for its data; return what rank 0 was told last."""
+    profiler = BoundProfiler(first_step=1, steps=1)
+    data = DataLoader(SlowData() if os.environ["RANK"] == "1" else loader(4).dataset, batch_size=2)
+    quiet(max_epochs=1, devices=2, strategy="ddp", profiler=profiler).fit(Toy(), data)
+    return profiler.summary().rpartition("\n")[2]
+
+
+def test_a_process_that_holds_up_the_others_is_named() -> None:
+    told = run_distributed(slow_on_rank_1, 2)[0]
+    assert told.startswith("rank 1 (")
+    assert "in data wait, the median rank" in told
+
+
+def test_processes_that_differ_a_little_are_no_stragglers() -> None:
+    even = [("a", {DATA: 0.02}), ("b", {DATA: 0.05}), ("c", {DATA: 0.06})]
+    assert not stragglers(even)
+    assert stragglers([*even, ("d", {DATA: 0.5})]) == [
+        "rank 3 (d) spends 50% in data wait, the median rank 5%: the others wait for it in every step."
+    ]
