@@ -72,7 +72,7 @@ class BoundProfiler(Profiler):
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._leave()
         shares = self.shares(trainer.run.times.shares())
-        every = trainer.strategy.processes.all_gather_object([socket.gethostname(), shares])
+        every = trainer.strategy.processes.all_gather_object((socket.gethostname(), shares))
         if not shares or not trainer.is_global_zero:
             return
         lines = [f"{part:<{len(REST)}}{share:>8.1%}" for part, share in shares.items() if share >= 0.001]
