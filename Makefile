@@ -23,7 +23,7 @@ demo: .venv/ready  ## train on handwritten digits, about half a minute
 	$(BIN)/trainer fit --config examples/digits/config.yaml
 
 # The tiers; tests/tiers.py says which test is in which, and CONTRIBUTING.md what for.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SAMPLE ?= 6
 SEED ?= 1
 

@@ -251,7 +251,7 @@ STOP_AT = 4
 """On one process an epoch has six steps, on two it has three: in the middle of an epoch on both."""
 
 
-def first_process(strategy: str, folder: str) -> dict[str, Any]:
+def first_process(strategy: str, folder: str, breaks: bool) -> dict[str, Any]:
     uninterrupted = train(strategy, f"{folder}/uninterrupted")
     return {
         "uninterrupted": uninterrupted,
@@ -259,7 +259,7 @@ def first_process(strategy: str, folder: str) -> dict[str, Any]:
         "evaluated": evaluate(strategy, uninterrupted["checkpoint"]),
         "gan": train_gan(strategy),
         "frames": frames_to_backward(strategy),
-        "breaks": break_at_every_step(strategy, folder) if strategy not in BROKEN_AT_SOME_STEP else [],
+        "breaks": break_at_every_step(strategy, folder) if breaks else [],
     }
 
 
@@ -276,13 +276,22 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.skip(
             f"{strategy} is made for {STRATEGIES[strategy].required_device} devices: tests/xla, run by make test-xla"
         )
-    return run_everything(strategy, folder)
+    return run_everything(strategy, folder, breaks=breaks_are_tested(request))
 
 
-def run_everything(strategy: str, folder: Path, timeout: float = 600) -> Everything:
+def breaks_are_tested(request: pytest.FixtureRequest) -> bool:
+    """Return True if the test of a break at any step runs in this tier for the fixture's strategy."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cases = [
+        one.callspec.params for one in tests if one.originalname == test_a_break_at_any_step_changes_nothing.__name__
+    ]
+    return request.param not in BROKEN_AT_SOME_STEP and {"runs": request.param} in cases
+
+
+def run_everything(strategy: str, folder: Path, timeout: float = 600, breaks: bool = True) -> Everything:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        first = run_distributed(first_process, PROCESSES[strategy], strategy, str(folder), timeout=timeout)
+        first = run_distributed(first_process, PROCESSES[strategy], strategy, str(folder), breaks, timeout=timeout)
         resumed = run_distributed(second_process, PROCESSES[strategy], strategy, str(folder), timeout=timeout)
     return Everything(strategy, resumed=resumed, **{key: [rank[key] for rank in first] for key in first[0]})
 

@@ -73,6 +73,7 @@ SLOW = (
 
 LONG: dict[str, tuple[str, ...]] = {
     "callbacks/test_bad_step_guard.py::test_every_strategy_refuses_the_same_steps": ("FSDP x2",),
+    "test_contract.py::test_a_break_at_any_step_changes_nothing": ("single_device", "ddp", "fsdp"),
     "test_contract_callbacks.py::*": ("single-EMAWeightAveraging", "single-BadStepGuard, skip"),
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "callbacks/test_finetuning.py::test_it_trains_as_by_hand_and_a_resumed_run_has_the_same_bits": ("single",),
@@ -87,8 +88,9 @@ LONG: dict[str, tuple[str, ...]] = {
     "checkpoint/test_pretrained.py::test_no_process_of_zero_3_holds_more_than_its_shard_and_two_tensors": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_run_has_the_same_bits": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_sharded_run_has_the_same_bits": (),
+    "cli/test_doctor_command.py::test_a_module_that_fails_is_reported_with_its_error": ("*SIGKILL",),
     "cli/test_export_hugging_face.py::test_from_pretrained_reads_a_model_of_any_layout": ("single", "TP x2", "PP x2"),
-    "cli/test_init_command.py::test_the_commands_of_the_readme_work_in_the_copy": ("gan", "gpt"),
+    "cli/test_init_command.py::test_the_commands_of_the_readme_work_in_the_copy": ("gpt",),
     "cli/test_checkpoint_import.py::test_a_training_of_lightnings_goes_on_here_with_the_same_bits": ("AdamW",),
     "cli/test_migrate_projects.py::test_a_migrated_project_runs": ("2.x",),
     "cli/test_launch_command.py::test_a_killed_worker_costs_one_interval_and_changes_no_bit": (),
@@ -118,12 +120,15 @@ LONG: dict[str, tuple[str, ...]] = {
     "faults/test_kill_matrix.py::test_max_restarts_goes_on_from_the_last_checkpoint_of_this_run": ("SIGKILL",),
     "faults/test_kill_matrix.py::test_restarts_by_torchrun": (),
     "faults/test_parallel_trouble.py::*": (),
-    "faults/test_sharded_trouble.py::test_an_agreed_stop_is_saved_and_gone_on_from": ("fsdp", "deepspeed_stage_3"),
+    "faults/test_sharded_trouble.py::test_an_agreed_stop_is_saved_and_gone_on_from": ("fsdp",),
     "faults/test_sharded_trouble.py::test_it_goes_on_to_the_same_bits": (
         "fsdp killed in a step",
         "deepspeed_stage_3 killed while it writes its part",
     ),
     "loop/test_auto_accumulation.py::test_two_processes_agree": (),
+    "launchers/test_launcher.py::test_a_signal_to_the_launcher_stops_all_at_one_step": ("SIGTERM-143",),
+    "launchers/test_launcher.py::test_an_interrupt_does_not_hide_a_failure": ("after, in training",),
+    "launchers/test_launcher.py::test_the_failing_process_decides_the_exit_code": ("raise*", "*SIGKILL"),
     "launchers/test_multinode.py::test_a_launcher_is_killed_and_started_again_and_the_bits_are_the_same": (),
     "lightning/test_scripts.py::test_only_the_imports_change": (
         "classifiers-hydra_template",
@@ -146,6 +151,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "test_gpu_report.py::test_without_cuda_the_report_names_all_tests_as_skipped": (),
     "tuner/test_tuner.py::test_the_largest_batch_that_fits_into_a_limit": ("power",),
     "tuner/test_tuner.py::test_two_processes_find_the_same_curve_and_train_afterwards": ("fsdp",),
+    "test_benchmarks.py::test_contenders_do_the_work_and_the_report_is_complete": ("overhead", "dataloader"),
     "test_docs.py::test_scripts_of_accelerate_print_before_and_after_the_same": (),
     "test_engine_processes.py::test_two_processes_train_as_one_big_batch_and_resume_to_the_same_bits": ("fsdp",),
     "test_engine_processes.py::test_a_gan_trains_as_on_one_process": (),
@@ -224,6 +230,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(900 + 5 * config.getoption("inputs")))
         if "minutes" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(1800 + 60 * config.getoption("minutes")))
+    # With --no-loadscope-reorder files start in this order: the long ones first, so that all workers end together.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("sample") is not None:
         left_out = set(items) - set(sampled(items, config.getoption("sample"), config.getoption("seed")))
         items[:] = [item for item in items if item not in left_out]

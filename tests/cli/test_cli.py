@@ -10,7 +10,7 @@ from shutil import rmtree
 import pytest
 import yaml
 
-from tests.helpers.processes import Result, run_python
+from tests.helpers.processes import Result, fork_python, run_python
 from tests.helpers.project import Command
 from trainer.config.files import read_value
 from trainer.config.load import load
@@ -219,7 +219,7 @@ def test_the_seed_decides_the_weights() -> None:
 
 
 def run(*arguments: str, cwd: Path | None = None) -> Result:
-    return run_python(SCRIPT, *arguments, cwd=cwd)
+    return fork_python(SCRIPT, *arguments, cwd=cwd).wait()
 
 
 def test_fit_validate_test_and_predict(project: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import ROOT, run_python
+from tests.helpers.processes import ROOT, fork_python, run_python
 from tests.helpers.project import Command
 from trainer.cli.doctor import collectives as doctor_ranks
 from trainer.cli.doctor import disk as doctor_disk
@@ -29,7 +29,7 @@ def of(results: Any, subject: str) -> CheckResult:
 def test_this_machine_is_well_and_one_step_of_the_real_module_runs(project: Path) -> None:
     options = ["--module", "mymodel.py:Net", "--data", "mymodel.py:Data", "--trainer.default_root_dir", "out/runs"]
     before = sorted(path.name for path in project.iterdir())
-    result = run_python("-m", "trainer", "doctor", "--json", *options, cwd=project).check(0)
+    result = fork_python("-m", "trainer", "doctor", "--json", *options, cwd=project).wait().check(0)
     found = json.loads(result.stdout)
     assert found["ok"]
     results = {check["subject"]: check for check in found["checks"]}
@@ -64,7 +64,7 @@ def test_a_module_that_fails_is_reported_with_its_error(project: Path, mistake: 
     broken = (project / "mymodel.py").read_text().replace("loss = self.layer(batch[0])", f"loss = {mistake}")
     (project / "broken.py").write_text(broken)
     options = ["--module", "broken.py:Net", "--data", "broken.py:Data", "--devices", "1"]
-    result = run_python("-m", "trainer", "doctor", *options, cwd=project).check(1)
+    result = fork_python("-m", "trainer", "doctor", *options, cwd=project).wait().check(1)
     line = next(line for line in result.stdout.splitlines() if line.startswith("FAIL"))
     assert "one step" in line
     assert message in line

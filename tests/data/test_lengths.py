@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from tests.helpers.processes import fork_python
+from tests.helpers.processes import fork_ranks
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.toy import quiet
 from trainer import ConfigError
@@ -189,7 +189,7 @@ def fit(strategy: str) -> None:
 
 def test_a_process_whose_loader_is_wrong_ends_the_run_with_a_message_on_every_strategy() -> None:
     Path("train.py").write_text("import sys\nfrom tests.data.test_lengths import fit\nfit(sys.argv[1])\n")
-    running = {strategy: fork_python("train.py", strategy) for strategy in ON_ONE_RANK}
+    running = {strategy: fork_ranks("train.py", strategy) for strategy in ON_ONE_RANK}
     try:
         for strategy, (*_, expected) in ON_ONE_RANK.items():
             output = running[strategy].wait().check(1).stderr

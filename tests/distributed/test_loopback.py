@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import Running, descendants, start_python
+from tests.helpers.processes import Running, descendants, fork_python
 from trainer.checkpoint.process_group import StoreProcessGroup
 from trainer.distributed.store import LOOPBACK, loopback_store, open_store, store_at
 from trainer.errors import TrainerError
@@ -93,7 +93,7 @@ def finished(running: Running, go: Path) -> str:
 @pytest.mark.parametrize("how", ["fsdp", "ddp in a notebook"])
 def test_nothing_listens_beyond_the_loopback_and_foreign_bytes_there_change_nothing(how: str, tmp_path: Path) -> None:
     arguments = (how.split()[0], str(tmp_path / "go"), *(["notebook"] if "notebook" in how else []))
-    running = start_python(TRAINING, *arguments)
+    running = fork_python(TRAINING, *arguments)
     try:
         running.wait_for("training", count=2)
         found = listeners(running.pid)
@@ -106,7 +106,7 @@ def test_nothing_listens_beyond_the_loopback_and_foreign_bytes_there_change_noth
         if running.process.poll() is None:
             running.kill()
     assert not (tmp_path / "code was run").exists()
-    assert attacked == finished(start_python(TRAINING, *arguments), tmp_path / "go")
+    assert attacked == finished(fork_python(TRAINING, *arguments), tmp_path / "go")
 
 
 def test_what_a_stranger_writes_into_the_store_is_an_error_and_runs_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launcher_variables import HYDRA, KUBEFLOW, OPEN_MPI
-from tests.helpers.processes import fork_python, run_python
+from tests.helpers.processes import fork_python
 from tests.helpers.training import make, steps_of, weights_of
 from trainer.distributed.store import free_port
 
@@ -41,14 +41,14 @@ def kubeflow(rank: int) -> dict[str, str]:
 def pods(rank: int) -> dict[str, str]:
     """Return the variables of two pods that run `trainer launch train.py`."""
     place = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
-    return {**place, "PET_RDZV_CONF": "join_timeout=60"}
+    return {**place, "PET_RDZV_CONF": "join_timeout=600"}
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the weights of two processes that the trainer starts itself."""
     folder = tmp_path_factory.mktemp("own")
-    run_python(make(folder), str(folder / "out"), str(STEPS), "0", "2", cwd=folder).check()
+    fork_python(make(folder), str(folder / "out"), str(STEPS), "0", "2", cwd=folder).wait().check()
     return weights_of(folder / "out")
 
 

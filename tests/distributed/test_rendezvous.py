@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.helpers.processes import fork_python, start_python
+from tests.helpers.processes import fork_python
 from trainer.distributed import rendezvous
 from trainer.distributed.environment import Environment
 from trainer.distributed.rendezvous import attempt, join_store
@@ -202,7 +202,7 @@ def test_a_rank_that_dies_before_it_joins_is_named_by_all_others() -> None:
 
 def test_a_run_on_a_taken_port_ends_on_all_ranks(taken: int) -> None:
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken)}
-    ranks = [start_python(BUSY, env={**place, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in (0, 1)]
+    ranks = [fork_python(BUSY, env={**place, "RANK": str(r), "LOCAL_RANK": str(r)}, number=r) for r in (0, 1)]
     first, second = (rank.wait() for rank in ranks)
     assert first.returncode == second.returncode == 1
     assert f"port {taken} of {socket.gethostname()}" in first.stderr
@@ -214,7 +214,7 @@ def test_processes_wait_no_longer_than_asked_for_a_master_that_is_not_there() ->
     port = free_port()
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env = {**place, "RANK": "1", "LOCAL_RANK": "1", "TRAINER_CONNECT_SECONDS": "1"}
-    result = start_python(BUSY, env=env).wait().check(1)
+    result = fork_python(BUSY, env=env).wait().check(1)
     assert f"127.0.0.1:{port}, where the processes meet" in result.stderr
     assert "nobody listens on this port" in result.stderr
 

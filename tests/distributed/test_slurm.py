@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launcher_variables import SRUN
-from tests.helpers.processes import fork_python, start_python, wait_until
+from tests.helpers.processes import fork_python, wait_until
 from tests.helpers.training import make, steps_of
 from trainer.distributed.slurm import hosts, requeue, tasks_per_node, was_requeued
 from trainer.errors import ConfigError
@@ -89,7 +89,9 @@ def test_tasks_join_save_together_at_the_warning_and_one_of_them_goes_back_into_
     out = script.parent / "out"
     queue = {**stand_in(tmp_path), "TRAINER_REQUEUE": "1", "SLURM_STEP_ID": str(os.getpid())}
     del queue["SLURM_JOB_ID"]
-    tasks = [start_python(script, str(out), "1000", "0.05", "last", env=task(rank, **queue)) for rank in (0, 1)]
+    tasks = [
+        fork_python(script, str(out), "1000", "0.05", "last", env=task(rank, **queue), number=rank) for rank in (0, 1)
+    ]
     wait_until(lambda: len(steps_of(out, 1)) > 2, 120, "\n".join(map(str, tasks)))
     for one in tasks:  # Slurm signals all tasks
         one.send(signal.SIGUSR1)
@@ -100,7 +102,8 @@ def test_tasks_join_save_together_at_the_warning_and_one_of_them_goes_back_into_
     assert (tmp_path / "called").read_text() == "requeue 74\n"
     # The job's second start continues with the next step.
     tasks = [
-        start_python(script, str(out), str(len(done) + 2), "0", "last", env=task(rank, **queue)) for rank in (0, 1)
+        fork_python(script, str(out), str(len(done) + 2), "0", "last", env=task(rank, **queue), number=rank)
+        for rank in (0, 1)
     ]
     for one in tasks:
         one.wait().check()

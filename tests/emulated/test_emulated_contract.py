@@ -27,9 +27,9 @@ pytestmark = pytest.mark.timeout(900)  # the first test compiles the device and 
 TIMEOUT = 240.0
 
 
-def first_process(strategy: str, folder: str) -> dict[str, Any]:
+def first_process(strategy: str, folder: str, breaks: bool) -> dict[str, Any]:
     emulated.install()
-    results = contract.first_process(strategy, folder)
+    results = contract.first_process(strategy, folder, breaks)
     counts = emulated.counts()
     # Neither is an error by itself: a pickle names the device, and memory is reused while another stream reads it.
     assert counts["pickled"] == counts["unsafe frees"] == 0, counts
@@ -47,4 +47,5 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contract, "first_process", first_process)
         patch.setattr(contract, "second_process", second_process)
-        return contract.run_everything(request.param, tmp_path_factory.mktemp(request.param), TIMEOUT)
+        breaks = contract.breaks_are_tested(request)
+        return contract.run_everything(request.param, tmp_path_factory.mktemp(request.param), TIMEOUT, breaks)

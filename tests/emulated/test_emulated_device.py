@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
 from tests.helpers.emulated import device as emulated
-from tests.helpers.processes import run_python
+from tests.helpers.processes import fork_python
 from tests.helpers.toy import Toy
 from tests.helpers.toy import loader as toy_loader
 from tests.loop.test_no_sync import Between, Module
@@ -42,7 +42,7 @@ def in_its_own_process(function: Callable[..., None], *args: str | Path) -> None
     """Call a function of this module in a new process that has the device."""
     call = f"{function.__name__}({', '.join(repr(str(one)) for one in args)})"
     imports = "from tests.emulated import test_emulated_device as tests\nfrom tests.helpers.emulated import device"
-    run_python(f"{imports}\ndevice.install()\ntests.{call}\n").check()
+    fork_python(f"{imports}\ndevice.install()\ntests.{call}\n").wait().check()
 
 
 @contextmanager

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.processes import fork_python, run_python
+from tests.helpers.processes import fork_python, fork_ranks, run_python
 from trainer.fault_tolerance.failure import first_failure, report_dead_process, report_failure
 
 
@@ -122,7 +121,7 @@ class Blocking(Callback):
     def on_exception(self, trainer, module, error):
         never_ends()
 
-failure._HOOKS_TIMEOUT_S = 2.0
+failure._HOOKS_TIMEOUT_S = failure._EXIT_TIMEOUT_S = 1.0
 if sys.argv[1] == "destroy":  # as that of NCCL does while collectives are outstanding
     dist.destroy_process_group = never_ends
 trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False,
@@ -133,8 +132,8 @@ trainer.fit(Net(), DataLoader(torch.ones(64, 2), 4))
 
 
 @pytest.mark.parametrize("blocked_in", ["destroy", "hook"])
-def test_what_waits_for_ever_after_an_error_does_not_keep_the_job(blocked_in: str, tmp_path: Path) -> None:
-    done = run_python(BLOCKED, blocked_in, cwd=tmp_path, timeout=150).check(1)
+def test_what_waits_for_ever_after_an_error_does_not_keep_the_job(blocked_in: str) -> None:
+    done = fork_ranks(BLOCKED, blocked_in).wait(150).check(1)
     assert done.stderr.count("ValueError: no such thing") == 1
     assert "rank 1 of 2 failed" in done.stderr
     assert "did not end within" in done.stderr
@@ -155,8 +154,8 @@ if sys.argv[1] == "failure":
 
 
 def test_a_collective_on_one_rank_after_fit_ends_in_words() -> None:
-    Path("alone.py").write_text(ALONE)
-    running = {call: fork_python("alone.py", call) for call in ("torch", "trainer", "failure")}
+    # Python itself has to see the error at the program's end: the ranks of `fork_python` are real.
+    running = {"failure": fork_python(ALONE, "failure"), **{c: fork_ranks(ALONE, c) for c in ("torch", "trainer")}}
     try:
         errors = {call: one.wait().check(1).stderr for call, one in running.items()}
     finally:

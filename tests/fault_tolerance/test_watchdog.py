@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.processes import run_python
+from tests.helpers.processes import fork_ranks
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Trainer, TrainModule
 from trainer.errors import ConfigError
@@ -45,7 +45,7 @@ def watched(how: str) -> None:
 
 
 def two(how: str):  # type: ignore[no-untyped-def]
-    return run_python(SCRIPT, how, nproc=2)
+    return fork_ranks(SCRIPT, how).wait()
 
 
 @pytest.mark.parametrize("how", ["heartbeats", "slow"])
@@ -78,7 +78,7 @@ def fit_with_other_collectives() -> None:
 
 def test_names_the_collectives_in_which_the_processes_wait(tmp_path: Path) -> None:
     script = "from tests.fault_tolerance.test_watchdog import fit_with_other_collectives as f\nf()\n"
-    errors = run_python(script, cwd=tmp_path).check(1).stderr
+    errors = fork_ranks(script).wait().check(1).stderr
     lines = [line for line in errors.splitlines() if line.startswith("  rank ") and "steps done" in line]
     by_rank = {line.split(":")[0].split()[1]: line for line in lines}
     assert "; waits in all_reduce of [[5]], number " in by_rank["0"], errors
@@ -106,7 +106,7 @@ def fit_with_a_read_while_one_hangs() -> None:
 
 def test_names_the_call_of_the_users_that_led_into_this_package(tmp_path: Path) -> None:
     script = "from tests.fault_tolerance.test_watchdog import fit_with_a_read_while_one_hangs as f\nf()\n"
-    errors = run_python(script, cwd=tmp_path).check(1).stderr
+    errors = fork_ranks(script).wait().check(1).stderr
     (line,) = [line for line in errors.splitlines() if line.startswith("  rank 1: ") and "steps done" in line]
     assert re.search(r", called from on_train_step_end \(.*test_watchdog\.py:\d+\)", line), errors
 
@@ -134,7 +134,7 @@ def test_a_process_that_holds_the_lock_is_ended_too() -> None:
     from tests.helpers.trouble import __file__ as script
 
     run = {"root": "r", "how": "locked", "who": "1", "watchdog_seconds": 2.0}
-    errors = run_python(script, json.dumps(run)).check(1).stderr
+    errors = fork_ranks(script, json.dumps(run)).wait().check(1).stderr
     assert "Timeout (0:00:02" in errors  # rank 1, by faulthandler
     assert "in trouble" in errors
     assert "rank 1 did not answer" in errors or "rank 1 is gone" in errors  # whichever is noticed first

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import ROOT, Result, run_distributed, run_python
+from tests.helpers.processes import ROOT, Result, fork_python, run_distributed, run_python
 from tests.helpers.trouble import STEPS, TROUBLE, fit
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint
@@ -29,6 +29,8 @@ def arguments(*runs: dict[str, Any]) -> list[str]:
 
 
 def go(*runs: dict[str, Any], nproc: int | None = None) -> Result:
+    if nproc is None:
+        return fork_python(SCRIPT, *arguments(*runs)).wait()
     return run_python(SCRIPT, *arguments(*runs), nproc=nproc)
 
 

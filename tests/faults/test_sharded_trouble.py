@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import ROOT, Result, Running, fork_python
+from tests.helpers.processes import ROOT, Result, Running, fork_python, fork_ranks
 from tests.helpers.trouble import STEPS, TROUBLE
 from tests.tiers import selected
 from trainer.strategies import STRATEGIES
@@ -70,7 +70,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         names = [name for other, name in selected(request, "strategy", "name") if other == strategy]
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            start(strategy, {"root": "uninterrupted"}).wait(200).check(0)
+            fork_ranks(SCRIPT, json.dumps({"strategy": strategy, "root": "uninterrupted"})).wait(200).check(0)
             running = {}
             for name in names:
                 run, env = DISTURBED[name]

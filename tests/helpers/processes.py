@@ -8,7 +8,7 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,20 +51,18 @@ def run_python(
 def fork_python(
     *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, number: int = 0
 ) -> Running:
-    """Start `python *words` (a script, or `-m` and a module) in a process that has imported torch already.
+    """Start `python *words` (a script or its source, or `-m` and a module) in a process that has imported torch.
 
     It saves three seconds of importing; for tests that are not about the start of Python, nor about signals. Processes
     that run beside each other take different `number`s, so that they differ in the order of sets.
     """
-    env = clean_environment({**_path(), **(env or {})})
-    code = f"from tests.helpers.processes import _run_as_main; _run_as_main({list(map(str, words))!r})"
-    return Forked(number, code, Path.cwd() if cwd is None else cwd, env)
+    cwd = Path.cwd() if cwd is None else cwd
+    return Forked(number, _call(words, cwd), cwd, clean_environment({**_path(), **(env or {})}))
 
 
 def fork_ranks(*words: str | Path, world_size: int = 2, env: Mapping[str, str] | None = None) -> Ranks:
     """Start `python *words` as `fork_python` does, on several processes with torchrun's variables set."""
-    code = f"from tests.helpers.processes import _run_as_main; _run_as_main({list(map(str, words))!r})"
-    return Ranks(*_start_ranks(code, world_size, Path.cwd(), env or {}, TIMEOUT))
+    return Ranks(*_start_ranks(_call(words, Path.cwd()), world_size, Path.cwd(), env or {}, TIMEOUT))
 
 
 def run_distributed(
@@ -175,6 +173,16 @@ def _failures(running: list[Running]) -> str:
         time.sleep(0.02)
     ended = [(rank, one) for rank, one in enumerate(running) if one.process.poll()]
     return "\n".join(f"rank {rank} of {len(running)} ended with {one.process.poll()}\n{one}" for rank, one in ended)
+
+
+def _call(words: Sequence[str | Path], cwd: Path) -> str:
+    """Return the code that runs these words; a source is written into a file first."""
+    program, *arguments = map(str, words)
+    if "\n" in program:
+        path = Path(tempfile.mkdtemp(prefix="script-", dir=cwd)) / "script.py"
+        path.write_text(program)
+        program = str(path)
+    return f"from tests.helpers.processes import _run_as_main; _run_as_main({[program, *arguments]!r})"
 
 
 def _one_rank(folder: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import ROOT, Running, alive, descendants, run_python, wait_until
+from tests.helpers.processes import ROOT, Running, alive, descendants, fork_python, run_python, wait_until
 from trainer import launch
 from trainer.errors import ConfigError
 from trainer.testing.processes import clean_environment
@@ -74,7 +74,7 @@ def test_a_training_in_the_function(tmp_path: Path) -> None:
         main()
     """
     lines = [line[8:] for line in source.splitlines()]
-    assert run_python("\n".join(lines), cwd=tmp_path).check().stdout == "2 True 2\n"
+    assert fork_python("\n".join(lines), cwd=tmp_path).wait().check().stdout == "2 True 2\n"
 
 
 def test_the_error_of_the_first_process_that_fails_is_raised(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_function_of_a_module_is_imported_anew_where_cuda_was_used(tmp_path: P
             print([value.device.type + str(value.item()) for value in launch(two, devices=2)])
     """
     lines = "\n".join(line[8:] for line in source.splitlines())
-    assert run_python(lines, cwd=tmp_path).check().stdout == "['cpu2.0', 'cpu2.0']\n"
+    assert fork_python(lines, cwd=tmp_path).wait().check().stdout == "['cpu2.0', 'cpu2.0']\n"
 
 
 @pytest.mark.timeout(300)
@@ -250,5 +250,5 @@ def test_a_launch_after_a_fit_in_the_same_process(strategies: tuple[str, str], t
         main()
     """
     lines = [line[8:] for line in source.splitlines()]
-    done = run_python("\n".join(lines), cwd=tmp_path).check()
+    done = fork_python("\n".join(lines), cwd=tmp_path).wait().check()
     assert done.stdout.splitlines()[-2:] == ["1 2 1", "True True True"]

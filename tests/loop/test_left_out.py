@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import run_python
+from tests.helpers.processes import fork_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, DataModule
 from trainer.callbacks import EarlyStopping, ModelCheckpoint
@@ -102,7 +102,7 @@ quiet(max_epochs=1, devices=2).fit(Toy(), loader(2))
 
 
 def test_several_processes_report_it_once() -> None:
-    assert run_python(TWO).check().stderr.count("there is no validation loader") == 1
+    assert fork_python(TWO).wait().check().stderr.count("there is no validation loader") == 1
 
 
 @pytest.mark.parametrize("interval", [9, 0.5])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.processes import run_python
+from tests.helpers.processes import fork_python
 
 TRAIN = """
 import logging
@@ -30,7 +30,7 @@ logging.getLogger("trainer.own").warning("a warning of rank %d", trainer.rank)
 
 
 def stderr_of(before: str = "", devices: int = 1) -> list[str]:
-    return run_python(TRAIN.format(before=before, devices=devices)).check().stderr.splitlines()
+    return fork_python(TRAIN.format(before=before, devices=devices)).wait().check().stderr.splitlines()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -53,7 +53,7 @@ def test_a_programs_own_logging_is_used() -> None:
 
 
 def test_a_network_interface_that_does_not_exist_is_named() -> None:
-    finished = run_python(TRAIN.format(before="", devices=2), env={"GLOO_SOCKET_IFNAME": "nope0"})
+    finished = fork_python(TRAIN.format(before="", devices=2), env={"GLOO_SOCKET_IFNAME": "nope0"}).wait()
     assert finished.returncode == 1
     assert "GLOO_SOCKET_IFNAME names" in finished.stderr
     assert "nope0" in finished.stderr

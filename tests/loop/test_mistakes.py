@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.helpers.mistakes import Net, fit, loader, net, net_that, quiet, refused
-from tests.helpers.processes import ROOT, run_python
+from tests.helpers.processes import ROOT, fork_python, run_python
 from tests.tiers import Inputs
 from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import (
@@ -297,7 +297,7 @@ fit(Mine(), trainer=quiet(devices=2))
 
 
 def test_parameters_without_gradient_on_two_processes(tmp_path: Path) -> None:
-    result = run_python(UNUSED, cwd=tmp_path)
+    result = fork_python(UNUSED, cwd=tmp_path).wait()
     assert result.returncode == 1
     assert "DDPStrategy(find_unused_parameters=True)" in result.stderr
     assert len(re.findall(r"rank \d of 2 failed", result.stderr)) == 1

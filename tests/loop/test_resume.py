@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
-from tests.helpers.processes import run_distributed, start_python
+from tests.helpers.processes import fork_python, run_distributed, start_python
 from tests.helpers.resume_runs import (
     EPOCHS,
     EVERY_CELL,
@@ -69,7 +69,9 @@ def test_sigkill(found: Found, tmp_path: Path) -> None:
 
     def run(hook: str = "on_fit_end", step: int = -1) -> int:
         script = f"from tests.helpers.resume_runs import killed_for_good\nkilled_for_good('broken', {hook!r}, {step})\n"
-        return start_python(script, nproc=found.world if found.world > 1 else None).wait().returncode
+        if found.world == 1:
+            return fork_python(script).wait().returncode
+        return start_python(script, nproc=found.world).wait().returncode
 
     killed = -signal.SIGKILL if found.world == 1 else 1
     if found.world == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,8 +334,8 @@ def test_a_validation_gathers_once() -> None:
 
 def output_of_both(call: str) -> str:
     """Return what two processes print that end with an error."""
-    Path("script.py").write_text(f"from tests.strategies import test_changing_parameters as here\nhere.{call}\n")
-    return fork_ranks("script.py").wait().check(1).stderr
+    script = f"from tests.strategies import test_changing_parameters as here\nhere.{call}\n"
+    return fork_ranks(script).wait().check(1).stderr
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
