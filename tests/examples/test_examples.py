@@ -147,6 +147,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
 @pytest.mark.parametrize("name", SHARDED)
 def test_models_of_transformers_on_two_processes(
