@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ class StopAtOnce(Clock):
 
 
 def main(name: str, folder: str) -> None:
+    gc.disable()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     task, clock = Task(16), StopAtOnce(16)

@@ -1,4 +1,8 @@
-"""Time from the start of the process to the end of its first step, beyond that of a hand-written script."""
+"""Time from the start of the process to the end of its first step, beyond that of a hand-written script.
+
+In all of them Python's garbage collector is off: a pass over torch's objects takes 85 ms, and falls into one process
+and not into another.
+"""
 
 from __future__ import annotations
 
