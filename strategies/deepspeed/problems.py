@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Adam, AdamW, Optimizer
 
 from trainer.module import TrainModule
@@ -81,6 +82,21 @@ def module_problems(name: str, module: TrainModule, clip_by: str | None) -> list
             "'norm', or strategy 'fsdp'."
         )
     return problems
+
+
+def norm_problems(name: str, module: TrainModule, precision: Precision, device_type: str) -> list[str]:
+    """Return why BatchNorms cannot compute: on CPUs torch needs their weights in the dtype of their statistics."""
+    norms = [
+        child_name
+        for child_name, child in module.named_modules()
+        if isinstance(child, _NormBase) and child.running_mean is not None and child.weight is not None
+    ]
+    if not norms or device_type != "cpu" or precision.name != "bf16-mixed":
+        return []
+    return [
+        f"strategy {name!r} computes with weights in bfloat16, and on CPUs {', '.join(norms[:3])} cannot, as BatchNorm "
+        "keeps its statistics in float32: use precision '32-true', strategy 'fsdp' or 'ddp', or GroupNorm."
+    ]
 
 
 def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]:

@@ -68,6 +68,7 @@ from trainer.strategies.deepspeed.problems import (
     engine_problems,
     flattening_problems,
     module_problems,
+    norm_problems,
     optimizer_problems,
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
@@ -177,6 +178,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if module is not None:
             clipped = config is not None and config.clip_value is not None
             problems += module_problems(self.name, module, config.clip_algorithm if config and clipped else None)
+            problems += norm_problems(self.name, module, precision, device_type)
         if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
             problems += config_problems(self.given, self._settings(precision, device_type, num_processes, config))

@@ -56,6 +56,10 @@ def test_what_a_training_cannot_be() -> None:
     assert "Clipping.configure_gradient_clipping cannot be used" in one
     (one,) = training_problems(DeepSpeedStage1Strategy(), Net(), 1, 1.0, "value")
     assert "Use 'norm', or strategy 'fsdp'" in one
+    normed = Net()
+    normed.norm = nn.BatchNorm1d(4)
+    (one,) = DeepSpeedStage1Strategy().problems(PRECISIONS["bf16-mixed"], "cpu", 2, StepConfig(), normed)
+    assert "on CPUs norm cannot, as BatchNorm keeps its statistics in float32" in one
     window, clipping = training_problems(strategy, Net(), 3, 1.0, "norm")
     assert "gradient_accumulation_steps" in window
     assert "gradient_clipping" in clipping
