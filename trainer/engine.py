@@ -487,14 +487,14 @@ class Engine:
 
     @property
     def global_rank(self) -> int:
-        """The number of this process."""
+        """The rank of this process."""
         return self.strategy.processes.rank
 
     rank = global_rank
 
     @property
     def local_rank(self) -> int:
-        """The number of this process on its machine."""
+        """The rank of this process on its node."""
         return self.strategy.processes.local_rank
 
     @property
