@@ -1,8 +1,8 @@
-"""How times and memory grow: with samples, names, callbacks, parameter groups, parameters, loaders, tensors and ranks.
+"""Growth of times and memory with samples, names, callbacks, parameter groups, parameters, loaders, tensors and ranks.
 
 Each row has the CPU time (or the requests) at growing sizes, and the power of the size with which the last two grow:
-0 is no growth, 1 is in proportion. Sizes take turns, in rounds; the least of the rounds counts, because other
-processes only add. The step of a hand-written loop stands below, where it grows itself.
+0 is no growth, 1 is in proportion. Sizes take turns, in rounds; the least of the rounds counts, because other processes
+only add time. Where the step of a hand-written loop grows, too, its row follows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = 60
 
 
 class Parts(TrainModule):
-    """Many small parameters, in groups; logs names."""
+    """A module of many small parameters, in groups, that logs many names."""
 
     def __init__(self, parameters: int = 2, groups: int = 1, names: int = 0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Parts(TrainModule):
 
 
 class Counted(Callback):
-    """A hook in each step."""
+    """A callback with a hook in each step."""
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None: ...
 
@@ -101,7 +101,7 @@ def save_and_read(tensors: int, read: bool) -> float:
 
 
 class CountingStore:
-    """A store that counts what is asked of it, by keys."""
+    """A store that counts the keys of its requests."""
 
     def __init__(self) -> None:
         self.store = HashStore()
@@ -116,7 +116,7 @@ class CountingStore:
 
 
 def collective_check(ranks: int, rank: int) -> float:
-    """Return the keys that a process asks for in a collective check, when all the others have come before."""
+    """Return the number of keys that a process requests in a collective check after all others have arrived."""
     store: Any = CountingStore()
     for other in range(ranks):
         store.store.set(f"collective/1/{other}", "save_checkpoint")

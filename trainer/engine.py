@@ -102,8 +102,7 @@ class Engine:
     docs/engine.md shows what differs.
 
     Args:
-        accelerator, devices, num_nodes, strategy, precision, seed, deterministic: as of `Trainer`.
-        seed_per_sample: as of `Trainer`.
+        accelerator, devices, num_nodes, strategy, precision, seed, seed_per_sample, deterministic: as in `Trainer`.
 
     Raises:
         ConfigError: the arguments have problems; the message lists all of them.
@@ -146,7 +145,7 @@ class Engine:
             raise ConfigError("Engine does not run on torch_xla's devices: use a Trainer, or accelerator='cuda'.")
         self.strategy: Strategy = self.config.strategy
         self._blank: Strategy | None = None
-        """The strategy as it was before its first module."""
+        """A copy of the strategy before its first module."""
         self._models: list[EngineModule] = []
         self._optimizers: list[EngineOptimizer] = []
         self._loaders: list[EngineLoader] = []
@@ -174,7 +173,7 @@ class Engine:
         return self
 
     def _join(self, cleanup: ExitStack) -> None:
-        """Join the other processes, and listen to their failures."""
+        """Join the other processes, and listen for their failures."""
         config, settings, strategy = self.config, self.config.settings, self.strategy
         cleanup.enter_context(workers_end_with_this_process())
         cleanup.callback(self._tear_down)
@@ -384,7 +383,7 @@ class Engine:
 
     @contextmanager
     def no_backward_sync(self, module: EngineModule, enabled: bool = True) -> Iterator[None]:
-        """Do not reduce the gradients of forwards and backwards in the block over processes: more follow for this step.
+        """Do not reduce gradients over processes in the block, because more forwards and backwards of the step follow.
 
         `enabled=False` for the last micro-batch of a step, whose backward reduces all of them.
         """
@@ -614,7 +613,7 @@ class Engine:
                 raise one
 
     def _state(self, parts: _Parts, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of a checkpoint; those that a Trainer's has, too, mean the same."""
+        """Return the entries of a checkpoint. Those that a Trainer writes, too, mean the same."""
         strategy, processes = self.strategy, self.strategy.processes
         own = {"rng": rng_state(strategy.device), "loader": [loader.state_dict() for loader in self._loaders]}
         if processes.world_size > 1:
@@ -640,10 +639,10 @@ class Engine:
         }
 
     def load(self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
-        """Restore what `save` wrote into the objects of `state`, and replace the data in it; return what is left over.
+        """Restore a checkpoint into the objects of `state`, replace the data in it, and return the other saved data.
 
         Collective: call it after `setup` and `setup_dataloaders`, before the loop. With an optimizer in `state` the
-        training goes on: loaders at the next batch, random generators as they were. Without one only what is named is
+        training resumes: loaders at the next batch, random generators as they were. Without one only what is named is
         restored. A Trainer's checkpoint has one model and its optimizers.
 
         Args:
@@ -783,7 +782,7 @@ class EngineModule(nn.Module):
         return self._call("forward", args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what a call does."""
+        """Return the outputs of a call."""
         return self(*args, **kwargs)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -948,7 +947,7 @@ class EngineOptimizer(Optimizer):
 class EngineLoader:
     """A loader that `Engine.setup_dataloaders` returned; other attributes are those of the loader given.
 
-    Each `for` is an epoch. A `for` that was left by `break` has ended its epoch, as with a DataLoader.
+    Each `for` is an epoch. A `break` ends the epoch, as with a DataLoader.
     """
 
     def __init__(self, loader: BatchLoader, given: Any, engine: Engine, training: bool) -> None:
@@ -1199,12 +1198,12 @@ def _take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Ma
 
 
 def _with(name: str, prefix: str) -> str:
-    """Return the name that the strategy knows of a name in a checkpoint."""
+    """Return the strategy's name for a name in a checkpoint."""
     return _MODEL + name.removeprefix(prefix)
 
 
 def _without(name: str, prefix: str) -> str:
-    """Return the name in a checkpoint of one that the strategy knows."""
+    """Return the name in a checkpoint for one of the strategy's names."""
     return prefix + name.removeprefix(_MODEL)
 
 
