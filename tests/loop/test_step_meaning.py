@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -234,6 +235,49 @@ def test_a_closures_next_forward_does_not_keep_the_batch_of_the_one_before() -> 
     quiet(max_epochs=1).fit(module, DataLoader(Rows(), batch_size=8))
     assert module.alive == []
     assert len(module.modes) > 3
+
+
+class _Keeping(torch.autograd.Function):
+    """Keeps its input past the backward, as kernels do that save more than tensors for it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.kept = value.detach().clone()
+        return value.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 2 * ctx.kept / ctx.kept.numel()
+
+
+class RemembersMemory(Remembers):
+    """Look for the memory itself of the micro-batches before in the same window: of batches, outputs and graphs."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return {"x": batch["x"].clone()}  # else the window still has it
+
+    def look(self, where: str, batch_idx: int) -> None:
+        self.alive += [(where, batch_idx, name) for name, memory in self.references.items() if not memory.expired()]
+        self.references.clear()
+        self.modes.append(False)
+
+    def remember(self, **tensors: torch.Tensor) -> None:
+        self.references.update({name: StorageWeakRef(one.untyped_storage()) for name, one in tensors.items()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.look("train", batch_idx)
+        logits = self.layers(batch["x"])
+        loss = _Keeping.apply(logits)  # type: ignore[no-untyped-call]
+        self.remember(batch=batch["x"], logits=logits, loss=loss, graph=loss.grad_fn.kept)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_inside_a_window_no_memory_of_the_micro_batch_before_is_kept(window: int) -> None:
+    module = RemembersMemory()
+    quiet(max_epochs=2, accumulate_grad_batches=window).fit(module, DataLoader(Rows(), batch_size=2))
+    assert module.alive == []
+    assert len(module.modes) == 24
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------
