@@ -200,6 +200,15 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: digits in those messages.
     """
 
+    agree_on = (
+        "unfreeze_backbone_at_epoch",
+        "lambda_func",
+        "backbone_initial_ratio_lr",
+        "backbone_initial_lr",
+        "should_align",
+        "train_bn",
+    )
+
     def __init__(
         self,
         unfreeze_backbone_at_epoch: NonNegativeInt = 10,

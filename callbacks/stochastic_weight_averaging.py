@@ -48,6 +48,7 @@ class StochasticWeightAveraging(AveragingCallback):
         "swa_epoch_start",
         "annealing_epochs",
         "annealing_strategy",
+        "avg_fn",
     )
 
     def __init__(
@@ -68,6 +69,7 @@ class StochasticWeightAveraging(AveragingCallback):
         self.annealing_strategy = annealing_strategy
         self.device = None if device is None else as_device(device)
         self.latest_update_epoch = -1
+        self.avg_fn = avg_fn
         self._change = equal_weights if avg_fn is None else each(avg_fn)
         self._rates: list[float] = []
         """The learning rates before the first of these epochs, by group."""

@@ -114,7 +114,7 @@ class WeightAveraging(AveragingCallback):
             it has to treat each element alike.
     """
 
-    agree_on: ClassVar[tuple[str, ...] | None] = ("use_buffers",)
+    agree_on: ClassVar[tuple[str, ...] | None] = ("use_buffers", "avg_fn", "multi_avg_fn")
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         unknown = [name for name in kwargs if name not in ("avg_fn", "multi_avg_fn")]
@@ -129,7 +129,8 @@ class WeightAveraging(AveragingCallback):
         self.latest_update_step = 0
         """The last step after which the average was updated."""
         self.latest_update_epoch = -1
-        self._change = _update_of(type(self).__name__, kwargs.get("avg_fn"), kwargs.get("multi_avg_fn"))
+        self.avg_fn, self.multi_avg_fn = kwargs.get("avg_fn"), kwargs.get("multi_avg_fn")
+        self._change = _update_of(type(self).__name__, self.avg_fn, self.multi_avg_fn)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True to update the average after this step or epoch; both are counted from 0.

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import trainer
-from tests.helpers.processes import once_per_module, run_distributed
+from tests.helpers.processes import once_per_module, run_distributed, run_python
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.strategy_runs import WAYS, Way, run_each, skip_if_missing
 from trainer import Callback, ConfigError, Trainer, TrainModule
@@ -35,8 +35,10 @@ from trainer.callbacks import (
     ModelSummary,
     ProgressBar,
     Timer,
+    WeightAveraging,
 )
 from trainer.data.combined_loader import CombinedLoader
+from trainer.data.fingerprints import of_function
 from trainer.distributed.process_group import TorchProcessGroup
 from trainer.loop import agreement_at_start
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
@@ -153,6 +155,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"callbacks": GradientAccumulationScheduler({0: 1, 3: 2})},
         {"callbacks": GradientAccumulationScheduler({0: 1, 4: 2})},
         "GradientAccumulationScheduler.scheduling: {0: 1, 3: 2} on rank 0, and {0: 1, 4: 2} on rank 1",
+    ),
+    "function": (
+        {"callbacks": WeightAveraging(avg_fn=lambda average, now, count: average)},
+        {"callbacks": WeightAveraging(avg_fn=lambda average, now, count: now)},
+        "WeightAveraging.avg_fn, fingerprint of its code and values: '",
     ),
     "timer": ({}, {"callbacks": Timer("00:01:00:00")}, "callbacks: [] on rank 0, and [Timer] on rank 1"),
 }
@@ -690,6 +697,96 @@ def test_functions_differ_by_their_numbers() -> None:
     assert as_text(schedule(3)) == as_text(schedule(3))
     assert "warm_up" in as_text(schedule(3))
     assert as_text(lambda step, power=2: step**power) != as_text(lambda step, power=3: step**power)
+
+
+class Averages:
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+
+    def __call__(self, average: Any, now: Any, count: int) -> Any:
+        return average * self.decay + now * (1 - self.decay)
+
+    def method(self, average: Any, now: Any, count: int) -> Any:
+        return self(average, now, count)
+
+
+def averaging(decays: dict[str, Any]) -> Any:
+    inner = lambda average, now: average * decays["all"] + now * (1 - decays["all"])  # noqa: E731
+    return lambda average, now, count: inner(average, now)
+
+
+def by_global(average: Any, now: Any, count: int) -> Any:
+    return average * FACTOR
+
+
+FUNCTIONS: dict[str, Callable[[float], Any]] = {
+    "object": Averages,
+    "its method": lambda value: Averages(value).method,
+    "partial": lambda value: partial(by_global, count=value),
+    "partial of an object": lambda value: partial(Averages(value), count=1),
+    "function in the closure of a function": lambda value: averaging({"all": value}),
+    "list in a closure": lambda value: enclosing([1.0, value]),
+    "tensor in a closure": lambda value: enclosing(torch.tensor([value])),
+    "keyword default": lambda value: eval(f"lambda a, b, n, *, decay={value}: a * decay"),
+    "number in a lambda": lambda value: eval(f"lambda a, b, n: (lambda: a * {value})()"),
+    "name in a lambda": lambda value: (lambda a, b, n: torch.maximum(a, b)) if value == 1 else torch_minimum(),
+    "text": lambda value: eval(f"lambda a, b, n: getattr(a, 'mul{'' if value == 1 else '_'}')(b)"),
+}
+"""Functions of a callback that differ by one value, somewhere."""
+
+
+def torch_minimum() -> Any:
+    return lambda a, b, n: torch.minimum(a, b)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_what_a_function_computes_has_a_fingerprint(kind: str) -> None:
+    make = FUNCTIONS[kind]
+    assert of_function(make(1.0)) == of_function(make(1.0))
+    assert of_function(make(1.0)) != of_function(make(2.0))
+
+
+def test_a_fingerprint_is_that_of_another_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = of_function(by_global)
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 7.0)
+    assert of_function(by_global) != first
+    assert of_function("text") is of_function(None) is None
+    names = "from torch.optim.swa_utils import get_ema_avg_fn; from trainer.data.fingerprints import of_function; "
+    source = names + "print(of_function(get_ema_avg_fn(0.5)), of_function(lambda x: x in {'a', 'b', 'c'}))"
+    assert len({run_python("-c", source, env={"PYTHONHASHSEED": seed}).check().stdout for seed in "12"}) == 1
+
+
+class EveryOtherStep(WeightAveraging):
+    """Averages on rank 1 in other steps than on rank 0."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx % 2 == int(os.environ["RANK"]) * self.ranks
+
+
+class Stateful(Averages):
+    """Averages by what is known only to the process."""
+
+    def __call__(self, average: Any, now: Any, count: int) -> Any:
+        return average + (now - average) / (2 + int(os.environ["RANK"]))
+
+
+def average_differently(name: str) -> list[str | None]:
+    callbacks = [EveryOtherStep(1), EveryOtherStep(0), WeightAveraging(avg_fn=Stateful(0.5))]
+    settings = [{"callbacks": callback, "max_steps": 3, "max_epochs": 2} for callback in callbacks]
+    return [fit(WAYS[name], Chosen(""), data(), None, one) for one in settings]
+
+
+def test_averages_that_differ_are_reported() -> None:
+    by_way = run_each(average_differently, ["DDP x2", "FSDP x2"])
+    for name, by_rank in by_way.items():
+        for steps, none, values in by_rank:
+            assert "updates of the averages: 2 on rank 0, and 1 on rank 1" in steps
+            assert none is None
+            assert name != "DDP x2" or "bits of the average of layers.0.weight: " in values
 
 
 def enclosing(value: Any) -> Any:

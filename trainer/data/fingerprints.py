@@ -5,18 +5,20 @@ from __future__ import annotations
 import dis
 import hashlib
 from collections.abc import Iterable
-from types import CodeType, FunctionType
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from trainer.data.sampler_state import attributes
+from trainer.data.sampler_state import attributes, is_filled
 
 _MOST_DATASETS = 10_000
 _MOST_FUNCTIONS = 100
 _PLAIN = (bool, int, float, str, tuple)
+_DEPTH = 6
 
 
 def fingerprint(value: Any) -> str | None:
@@ -118,3 +120,46 @@ def functions_of(value: Any) -> list[Any]:
         one for one in type(value).__mro__ if not one.__module__.startswith(("torch.", "builtins", "typing", "abc"))
     ]
     return [one for kind in kinds for one in vars(kind).values()]
+
+
+def of_function(function: Any) -> str | None:
+    """Return a fingerprint of what a function, partial or callable object computes; None if it is nothing to call.
+
+    It depends on the code, defaults, enclosed values, attributes and plain globals, so on the version of Python too.
+    """
+    if not callable(function):
+        return None
+    found = [_computed(function, _DEPTH), sorted(of_globals(functions_of(function)).items())]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:8]
+
+
+def _computed(value: Any, depth: int) -> Any:
+    """Return lists and texts that are equal on two processes if the values are; of unknown objects, their class."""
+    if depth == 0:
+        return "..."
+    inner = depth - 1
+    if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.dtype):
+        return repr(value)
+    if isinstance(value, CodeType):
+        constants = [_computed(one, depth) for one in value.co_consts]
+        return [value.co_code.hex(), value.co_names, constants]
+    if isinstance(value, FunctionType):
+        enclosed = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+        return [_computed(one, inner) for one in (value.__code__, enclosed, value.__defaults__, value.__kwdefaults__)]
+    if isinstance(value, partial):
+        return [_computed(one, inner) for one in (value.func, value.args, value.keywords)]
+    if isinstance(value, MethodType):
+        return [_computed(one, inner) for one in (value.__func__, value.__self__)]
+    if isinstance(value, dict):
+        return sorted(str([_computed(key, inner), _computed(one, inner)]) for key, one in value.items())
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_computed(one, inner)) for one in value)
+    if (numbers := fingerprint(value)) is not None:
+        return numbers
+    if isinstance(value, (list, tuple)):
+        return [_computed(one, inner) for one in value]
+    kind = type(value)
+    name = [kind.__qualname__, getattr(value, "__qualname__", "")]
+    if not callable(value) or isinstance(value, (type, torch.nn.Module)) or kind.__module__ in ("builtins", "torch"):
+        return name
+    return [name, _computed(getattr(kind.__call__, "__code__", None), inner), _computed(attributes(value), inner)]

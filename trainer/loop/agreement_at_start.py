@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainer import __version__
 from trainer.arguments import local_path
+from trainer.data.fingerprints import of_function
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
 from trainer.hyperparameters import is_scalar
@@ -112,7 +113,10 @@ def _settings(run: Run) -> Iterator[tuple[str, object]]:
     yield "callbacks", [type(callback) for callback in needed]
     for where, callback in _named(needed):
         for name in callback.agree_on or ():
-            yield f"{where}.{name}", getattr(callback, name)
+            value = getattr(callback, name)
+            yield f"{where}.{name}", value
+            if (computed := of_function(value)) is not None:
+                yield f"{where}.{name}, fingerprint of its code and values", computed
     for where, callback in _named(run.checkpoint_callbacks if config.strategy.shards_state else ()):
         # All processes write into it, so it has to be one folder, and its path is compared.
         yield f"{where}.dirpath", None if callback.dirpath is None else f"folder {callback.dirpath}"

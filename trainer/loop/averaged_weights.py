@@ -9,6 +9,7 @@ import torch
 
 from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
 from trainer.errors import ConfigError
+from trainer.loop.compare_ranks import compare
 from trainer.strategy import Strategy
 
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
@@ -90,7 +91,12 @@ class AveragedWeights:
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Put the averages into the module, if there are any. Collective."""
+        """Put the averages into the module, if there are any. Collective.
+
+        Raises:
+            ConfigError: the processes have averaged differently.
+        """
+        self._check_equal()
         if self.count == 0 or self.swapped_in:
             return
         self._synchronize_buffers()
@@ -110,6 +116,17 @@ class AveragedWeights:
         self._strategy.load_module_state(entries, strict=False)
         self.forget_places()
 
+    def _check_equal(self) -> None:
+        """Check that all processes have averaged as often and, where each has all weights, with the same result."""
+        facts: list[tuple[str, object]] = [("updates of the averages", self.count)]
+        if not self._strategy.shards_state and self._strategy.processes.world_size > 1:
+            names = [name for name, _ in self._strategy.module.named_parameters() if name in self._averages]
+            sums = [_sum_of_bits(self._averages[name]) for name in names]
+            values = torch.stack(sums).tolist() if sums else []
+            facts += [(f"bits of the average of {name}", value) for name, value in zip(names, values, strict=True)]
+        fix = "Average alike on all processes: avg_fn, multi_avg_fn and should_update may not depend on the rank."
+        compare(self._strategy.processes, iter(facts), fix)
+
     def _synchronize_buffers(self) -> None:
         """Give all processes the averages of reader 0's buffers, which differ as the buffers themselves do."""
         names = [name for name, _ in self._strategy.module.named_buffers() if name in self._averages]
@@ -118,7 +135,12 @@ class AveragedWeights:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the averages to a checkpoint, and have it hold the weights of the training. Collective."""
+        """Add the averages to a checkpoint, and have it hold the weights of the training. Collective.
+
+        Raises:
+            ConfigError: the processes have averaged differently.
+        """
+        self._check_equal()
         if self.count == 0:
             return
         self._synchronize_buffers()
@@ -206,6 +228,12 @@ def together(function: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor],
         function(averages, now, torch.tensor(count, device=averages[0].device if averages else None))
 
     return change
+
+
+def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
+    """Return a sum that does not depend on the order of additions, as one of floats would."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+    return value.contiguous().view(integers[value.element_size()]).sum(dtype=torch.int64)
 
 
 def _local(entry: TensorOrShard) -> torch.Tensor:
