@@ -189,6 +189,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "ZeRO-2 x2-prune",
         "ZeRO-3 x2-*",
     ),
+    "strategies/test_strategy_batch_norm.py::*": ("DDP x2", "FSDP x2"),
     "strategies/test_deepspeed_engine.py::test_schedules_reach_cpu_adam": (),
     "strategies/test_full_parameters.py::test_save_pretrained_on_all_processes_writes_full_weights": ("FSDP x2",),
     "strategies/test_full_parameters.py::test_one_process_alone_after_the_run_is_told": (),
