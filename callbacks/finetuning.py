@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -42,7 +42,7 @@ class BaseFinetuning(AddsGroups):
     Not with DeepSpeed, which flattens the parameters that train at the start.
     """
 
-    agree_on = ()
+    agree_on: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(self) -> None:
         self._last_epoch = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,26 @@ def test_another_order_is_reported_when_all_of_an_epoch_is_used(
     with caplog.at_level(logging.WARNING, "trainer"):
         assert fit(tmp_path, 18, DataLoader(data(), 4), ckpt_path=written / "step=16") == 18
     assert "shuffle: shuffled then, in order now" in caplog.text
+
+
+def test_another_seed_is_another_order(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = {"seed": 7}
+    with pytest.raises(ConfigError, match="in the middle of an epoch") as error:
+        fit(tmp_path, 10, DataLoader(data(), 4, shuffle=True), ckpt_path=written / "step=8", **other)
+    assert re.search(r"seed: \d+ then, 7 now\nGive the same data, .*allow_changes=\['seed'\]", str(error.value))
+    with caplog.at_level(logging.WARNING, "trainer"):
+        loader = DataLoader(data(), 4, shuffle=True)
+        fit(tmp_path, 10, loader, ckpt_path=written / "step=8", allow_changes=["seed"], **other)
+        assert caplog.text == ""
+        fit(tmp_path, 18, loader, ckpt_path=written / "epoch=0", **other)
+    assert re.search(r"was written:\n  seed: \d+ then, 7 now", caplog.text)
+
+
+def test_another_seed_changes_nothing_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, 3, DataLoader(data(), 4))
+    with caplog.at_level(logging.WARNING, "trainer"):
+        assert fit(tmp_path, 5, DataLoader(data(), 4), ckpt_path=tmp_path / "step=3", seed=7) == 5
+    assert "7 now" in caplog.text  # the noise of dropout is another
 
 
 STRIDE, FACTOR, ITERATED = 1, 0.9, 0

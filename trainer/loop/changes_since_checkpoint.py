@@ -29,6 +29,7 @@ CHANGES = {
     "shuffle": "the order of the samples",
     "batch_size": "the samples of a batch, over all processes",
     "drop_last": "what happens to the last, shorter batch",
+    "seed": "the Trainer's seed",
     "optimizers": "the optimizers' options",
     "schedulers": "the schedulers' options",
     "module": "the layers, and which parameters are frozen",
@@ -126,26 +127,32 @@ def _facts_of_data(loader: BatchLoader, readers: int) -> Facts:
 def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Collection[str]) -> None:
     """Compare the run with the checkpoint from which it was restored; log one warning with all changes. Collective.
 
-    Without "facts" in the checkpoint, as in those of earlier versions, nothing is compared.
+    Without "facts" in the checkpoint, as in those of earlier versions, only the seed is compared.
 
     Raises:
         ConfigError: samples would be used twice in an epoch, or never; or a scheduler is of another class. The names
             in `allowed` are exempt.
     """
-    saved = None if checkpoint is None else checkpoint.get("facts")
-    if run.stage != "fit" or checkpoint is None or saved is None:
+    if run.stage != "fit" or checkpoint is None:
         return
+    saved = {**(checkpoint.get("facts") or {}), "seed": {"": str(checkpoint["seed"])}}
     readers = run.strategy.processes.readers
     same_size = len(checkpoint.get("reporters", range(checkpoint["world_size"]))) == readers
     assert run.train_loader is not None
     # Only now: attributes that the sampler had changed are restored, so they are equal.
-    now = {**run.facts, **_facts_of_data(run.train_loader, readers)}
+    now = {**run.facts, **_facts_of_data(run.train_loader, readers), "seed": {"": str(run.session.seed)}}
     changed = {name: lines for name, lines in _changed(now, saved, same_size).items() if name not in allowed}
     problem = None
     if run.strategy.processes.is_global_zero:
-        breaking = (*_BREAK_AN_EPOCH, *(("batch_size",) if _counts_batches(now) else ()))
+        # Without facts the order was another library's, or an earlier version's.
+        draws = "facts" in checkpoint and now.get("shuffle", {}).get("") == "shuffled"
+        breaking = (*_BREAK_AN_EPOCH, *["batch_size"] * _counts_batches(now), *["seed"] * draws)
         broken = [name for name in breaking if name in changed] if run.progress.batch > 0 else []
-        if broken == ["shuffle"] and "settings" not in changed and run.progress.batch == run.num_training_batches:
+        if (
+            {*broken} <= {"shuffle", "seed"}
+            and "settings" not in changed
+            and run.progress.batch == run.num_training_batches
+        ):
             broken = []  # the epoch has no batch left
         listed = [f"{name}: {line}" for name, lines in changed.items() for line in lines]
         shown = "\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])])

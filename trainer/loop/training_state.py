@@ -259,14 +259,7 @@ def choose_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> int:
         last = global_seed()
         new = int.from_bytes(os.urandom(4), "little") if last is None else last
         return seed if seed is not None else int(run.strategy.processes.broadcast_object(new))
-    saved = int(checkpoint["seed"])
-    if seed is not None and seed != saved and run.stage == "fit":
-        log.warning(
-            "the checkpoint was written with seed=%s, this run has seed=%d: the order of the samples changes here",
-            saved,
-            seed,
-        )
-    return saved if seed is None else seed
+    return int(checkpoint["seed"]) if seed is None else seed
 
 
 def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
