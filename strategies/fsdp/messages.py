@@ -24,23 +24,31 @@ class Neighbour:
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor) -> None:
+        """Send a tensor after a header with its shape and dtype."""
+        header = torch.zeros(_MOST_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
+        header[0], header[1] = tensor.dim(), _DTYPES.index(tensor.dtype)
+        header[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape, device="cpu")
+        self.send_content(header)
+        self.send_content(tensor)
+
+    def send_content(self, tensor: torch.Tensor) -> None:
         """Send a tensor without waiting; its memory is kept until it has arrived."""
         self._pending = [(work, sent) for work, sent in self._pending if not work.is_completed()]
         content = tensor.detach().contiguous()
-        header = torch.zeros(_MOST_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
-        header[0], header[1] = content.dim(), _DTYPES.index(content.dtype)
-        header[2 : 2 + content.dim()] = torch.tensor(content.shape, device="cpu")
-        for part in (header, content):
-            self._pending.append((dist.isend(part, group=self._sending, group_dst=self._stage), part))
+        self._pending.append((dist.isend(content, group=self._sending, group_dst=self._stage), content))
 
     def receive(self, device: torch.device) -> torch.Tensor:
-        """Wait for a tensor, and return it on `device`."""
+        """Wait for a tensor with its header, and return it on `device`."""
         header = torch.zeros(_MOST_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
-        dist.recv(header, group=self._receiving, group_src=self._stage)
+        self.receive_content(header)
         dimensions, dtype, *shape = header.tolist()
         content = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device)
-        dist.recv(content, group=self._receiving, group_src=self._stage)
-        return content
+        return self.receive_content(content)
+
+    def receive_content(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Wait for the content of a tensor whose shape and dtype are known, and return it with that."""
+        dist.recv(tensor, group=self._receiving, group_src=self._stage)
+        return tensor
 
     def flush(self) -> None:
         for work, _ in self._pending:

@@ -225,7 +225,7 @@ class Pipeline:
     def _backward_of_oldest(self, run: Callable[[bool, Callable[[], None]], None]) -> None:
         micro_batch = self._saved.popleft()
         assert self._next is not None
-        gradient = self._next.receive(micro_batch.sent.device)
+        gradient = self._next.receive_content(torch.empty_like(micro_batch.sent, memory_format=torch.contiguous_format))
         run(micro_batch.synchronizes, lambda: torch.autograd.backward(micro_batch.sent, gradient))
         self._send_gradient(micro_batch)
 
@@ -233,7 +233,7 @@ class Pipeline:
         if self._before is not None:
             assert micro_batch.received is not None
             gradient = micro_batch.received.grad
-            self._before.send(torch.zeros_like(micro_batch.received) if gradient is None else gradient)
+            self._before.send_content(torch.zeros_like(micro_batch.received) if gradient is None else gradient)
 
     def end_window(self, run: Callable[[bool, Callable[[], None]], None]) -> None:
         """Run the backwards that are left; add up the gradients of weights that several stages have."""

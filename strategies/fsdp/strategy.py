@@ -145,6 +145,8 @@ class FSDPStrategy(DistributedStrategy):
         self._before: list[tuple[Any, int, int]] = []
         """The records of parameters that were gathered before, each with the state of its full parameter when the step
         began, or the window if it keeps them gathered."""
+        self._hooks: list[RemovableHandle] | None = None
+        """The hooks that gather weights, if a pipeline may do without them between the first and the last micro-batch."""
         self._will_load_checkpoint = False
         self._reuses_memory = False
         self._communicates = True
@@ -277,7 +279,7 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         from trainer.strategies.fsdp.dtensors import set_values
 
-        self.module, self._full = module, SwappedParameters(self, self._computing_full)
+        self.module, self._full, self._before = module, SwappedParameters(self, self._computing_full), []
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         self._explaining.end()
         self._explaining = ExplainingShards(module, self.name)
@@ -469,6 +471,9 @@ class FSDPStrategy(DistributedStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         self._is_first_step = True
         self._reuses_memory = config.reuses_memory
+        # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
+        low = self._mixed_precision().param_dtype is not None or is_compiled(self.module)
+        self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else None
         if self.layout and config.compiles_module:
             raise ConfigError(
                 "compile=True with a model that is split over processes: compile its blocks, which hooks of the "
@@ -495,11 +500,16 @@ class FSDPStrategy(DistributedStrategy):
 
     def _call_step(self, step: str, *args: Any) -> Any:
         self._refuse_replaced_parameters()
-        if step == "training_step" and not (self._keeps_gathered and self._before):
+        training = step == "training_step"
+        is_between = training and self._keeps_gathered and bool(self._before) and not self._communicates
+        if training and not (self._keeps_gathered and self._before):
             self._before = self._gathered_states()
         if self.pipeline is None:
             return self._call_wrapped(step, args)
-        outputs = self.pipeline.forward(lambda: self._call_wrapped(step, args), step, self.device, self._communicates)
+        with without_hooks(self._hooks) if is_between and self._hooks else NULL_CONTEXT:
+            outputs = self.pipeline.forward(
+                lambda: self._call_wrapped(step, args), step, self.device, self._communicates
+            )
         if step == "training_step" and not self._before:
             self._before = self._gathered_states()
         return outputs
@@ -676,7 +686,8 @@ class FSDPStrategy(DistributedStrategy):
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         if self.pipeline is not None:
-            self.pipeline.backward(loss, self._backward_of)
+            with self._explaining.paused():
+                self.pipeline.backward(loss, self._backward_of)
             return
         if not self._steps_by_hand:
             with self._loss_context():
@@ -697,7 +708,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def end_window(self) -> None:
         if self.pipeline is not None:
-            self.pipeline.end_window(self._backward_of)
+            with self._explaining.paused():
+                self.pipeline.end_window(self._backward_of)
             self._before = []
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:

@@ -496,6 +496,32 @@ def test_an_error_of_torch_in_a_forward_is_reported_as_it_is() -> None:
     assert "were replaced" not in str(ended.value)
 
 
+class Hooked(Callback):
+    """Count the calls of FSDP2's hooks on the module of a run."""
+
+    calls = 0
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        state = module._wrapper._get_fsdp_state()  # type: ignore[union-attr, operator]
+        state._pre_forward_hook_handle.hooks_dict_ref()[-1] = self.count
+
+    def count(self, module: nn.Module, *inputs: Any) -> None:
+        hooks = module._forward_pre_hooks
+        self.calls += any(getattr(hook, "__name__", "") == "_pre_forward" for hook in hooks.values())
+
+
+def gather_in_a_window() -> int:
+    module, hooked = GPT(), Hooked()
+    WAYS["PP x2"].trainer(max_steps=1, accumulate_grad_batches=4, callbacks=[hooked]).fit(
+        module, DataLoader(module.data(8), 2)
+    )
+    return hooked.calls
+
+
+def test_a_stage_gathers_in_the_first_and_the_last_micro_batch_of_a_window() -> None:
+    assert run_distributed(gather_in_a_window, 2, timeout=90.0) == [2, 2]
+
+
 class Halved(GPT):
     """A weight changes between two micro-batches of one window."""
 

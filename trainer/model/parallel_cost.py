@@ -362,11 +362,11 @@ def _exchanged_keys(model: Architecture, layout: Layout, work: Work) -> int:
 
 
 def _of_stages(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
-    # Outputs to the next stage, gradients to the one before, each after a header.
-    messages = (int(not stage.first) + int(not stage.last)) * work.window
+    # Outputs to the next stage, each after a header, and gradients to the one before.
+    forwards, backwards = int(not stage.last) * work.window, int(not stage.first) * work.window
     hidden = work.numbers.computed * work.tokens // layout.context * model.hidden
-    for size in (HEADER, hidden):
-        yield Collective("stages", "send", messages, size, layout.pipeline)
+    yield Collective("stages", "send", forwards, HEADER, layout.pipeline)
+    yield Collective("stages", "send", forwards + backwards, hidden, layout.pipeline)
     if model.tied and layout.pipeline > 1 and (stage.first or stage.last):
         table = work.numbers.stored * -(-model.table // (layout.tensor * layout.sharing))
         yield Collective("stages", "all_reduce", 1, table, 2)
