@@ -146,7 +146,7 @@ class FSDPStrategy(DistributedStrategy):
         """The records of parameters that were gathered before, each with the state of its full parameter when the step
         began, or the window if it keeps them gathered."""
         self._hooks: list[RemovableHandle] | None = None
-        """The hooks that gather weights, if a pipeline may do without them between the first and the last micro-batch."""
+        """The hooks that gather weights, if a pipeline needs none between the first and the last micro-batch."""
         self._will_load_checkpoint = False
         self._reuses_memory = False
         self._communicates = True
