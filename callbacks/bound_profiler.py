@@ -38,7 +38,8 @@ class BoundProfiler(Profiler):
     rest is split into transfer, compute, communication and an idle device as torch.profiler measures them in a few
     steps; all other steps pay one comparison. On a CPU everything but communication is compute.
 
-    The printed gain is an upper bound: the speed if the largest share took no time at all.
+    The printed gain is an upper bound: the speed if the largest share took no time at all. Where computing is the
+    largest, it is that of a fused optimizer: the speed if the updates took no time.
 
     Args:
         first_step: number of steps before torch.profiler starts.
@@ -50,6 +51,8 @@ class BoundProfiler(Profiler):
         self._left = 0
         self._profile: Any = None
         self._device: dict[str, float] = {}
+        self._update_share = 0.0
+        """The share of the compute time that the optimizers' updates take in the profiled steps."""
         self._begun = self._host_before = 0.0
         self._report = ""
 
@@ -58,6 +61,7 @@ class BoundProfiler(Profiler):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._left, self._profile, self._device, self._report = self.first_step, None, {}, ""
+        self._update_share = 0.0
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._left -= 1
@@ -79,10 +83,8 @@ class BoundProfiler(Profiler):
         bound, share = next(iter(shares.items()))
         if not self._device:
             lines.append(f"(no steps were profiled: the run had fewer than {self.first_step + self.steps})")
-        gain = (
-            f", at most {1 / (1 - share):.2g} times the speed" if share < 0.95 and bound not in (COMPUTE, REST) else ""
-        )
-        lines.append(f"Bound by {bound}{gain}. {self._advice(trainer, bound)}")
+        gain = f", {_at_most(share)}" if share < 0.95 and bound not in (COMPUTE, REST) else ""
+        lines.append(f"Bound by {bound}{gain}. {self._advice(trainer, bound, share)}")
         lines.extend(stragglers(every))
         self._report = "\n".join(lines)
         trainer.print(self._report)
@@ -122,6 +124,9 @@ class BoundProfiler(Profiler):
         self._device = exclusive_seconds(spans)
         left = max(0.0, wall - of_host - sum(self._device.values()))
         self._device[IDLE if trainer.strategy.device.type == "cuda" else COMPUTE] = left
+        if self._device[COMPUTE]:
+            update = update_seconds(events, trainer.strategy.device.type)
+            self._update_share = min(1.0, update / self._device[COMPUTE])
         self._left = -1
 
     def _leave(self) -> None:
@@ -131,8 +136,8 @@ class BoundProfiler(Profiler):
 
     # -- the advice ----------------------------------------------------------------------------------------------------
 
-    def _advice(self, trainer: Trainer, bound: str) -> str:
-        """Return the first setting to change, given the current ones."""
+    def _advice(self, trainer: Trainer, bound: str, share: float) -> str:
+        """Return the first setting to change, given the current ones and the share of the time that it concerns."""
         loader = trainer.train_loader
         if bound == DATA:
             return "" if loader is None else faster_loading(loader)
@@ -144,7 +149,7 @@ class BoundProfiler(Profiler):
             pinned = loader is not None and loader.pinned is False
             return "DataLoader(pin_memory=True)." if pinned else "Send smaller batches: integers, and fewer tensors."
         if bound == COMPUTE:
-            return self._faster_compute(trainer)
+            return self._faster_compute(trainer, share)
         return {
             CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook of each callback.',
             LOGGING: f"A larger log_every_n_steps (it is {trainer.settings.log_every_n_steps}), or fewer loggers.",
@@ -155,13 +160,22 @@ class BoundProfiler(Profiler):
             "fused=True.",
         }.get(bound, "")
 
-    def _faster_compute(self, trainer: Trainer) -> str:
+    def _faster_compute(self, trainer: Trainer, share: float) -> str:
         full = trainer.precision.weights is torch.float32 and trainer.precision.autocast is None
         if full and trainer.strategy.device.type == "cuda":
             return 'precision="bf16-mixed", where the card has it.'
-        if not any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups):
-            return "An optimizer with fused=True, then compile=True."
-        return "compile=True, if it is not set; beyond that a smaller model or more devices."
+        fused = any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups)
+        if self._update_share >= MUCH and not fused:
+            gain = _at_most(share * self._update_share)
+            return f"The optimizer's updates are {self._update_share:.0%} of it: fused=True, {gain}; then compile=True."
+        if trainer.settings.compile:
+            return "It is compiled: what is left is a smaller model or more devices."
+        return "compile=True; `trainer tune throughput` measures its gain. Beyond that a smaller model or more devices."
+
+
+def _at_most(share: float) -> str:
+    """Return the speed if what takes this share of the time took none."""
+    return f"at most {1 / max(1 - share, 0.01):.3g} times the speed"
 
 
 def stragglers(every: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
@@ -186,6 +200,13 @@ def stragglers(every: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
 def _seconds(times: dict[str, float]) -> float:
     """Return the time of all parts that the host measures, without the profiler's."""
     return sum(seconds for part, seconds in times.items() if part != PROFILER)
+
+
+def update_seconds(events: Iterable[Any], device: str) -> float:
+    """Return the seconds of the optimizers' updates: of the kernels that they started, or on a CPU of their calls."""
+    updates = [event for event in events if event.name.startswith("Optimizer.step#")]
+    microseconds: float = sum(u.device_time_total if device == "cuda" else u.cpu_time_total for u in updates)
+    return microseconds / 1e6
 
 
 def device_spans(events: Iterable[Any], device: str) -> dict[str, list[tuple[float, float]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +74,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "callbacks": (lambda folder: {"callbacks": [SlowHook()]}, 'profiler="simple"'),
     "logging": (lambda folder: {"logger": SlowLogger(), "log_every_n_steps": 1}, "log_every_n_steps (it is 1)"),
     "saving": (saving, "async_save=True"),
-    "compute": (lambda folder: {"module": SlowStep()}, "fused=True"),
+    "compute": (lambda folder: {"module": SlowStep()}, "compile=True; `trainer tune throughput` measures its gain"),
 }
 
 
@@ -93,6 +94,35 @@ def test_what_bounds_a_run_is_named(bound: str, tmp_path: Path, capsys: pytest.C
     assert f"s of the host: {on_host} " in printed
     assert ("says what to change" in printed) == (bound != "compute")
     assert sum(trainer.run.times.shares().values()) == pytest.approx(1)
+
+
+class LargeUpdate(Toy):
+    """Nearly all of a step is the update of a parameter that the loss hardly uses."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.table = fused, torch.nn.Parameter(torch.zeros(1_000_000))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.table[0]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=self.fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_optimizer_is_advised_with_a_bound_of_its_gain(fused: bool) -> None:
+    profiler = BoundProfiler(first_step=1, steps=4)
+    quiet(max_epochs=2, profiler=profiler).fit(LargeUpdate(fused), loader(8))
+    told = re.search(r"updates are (\d+)% of it: fused=True, at most ([\d.]+) times the speed", profiler.summary())
+    if fused:
+        assert told is None
+        assert "Bound by compute. compile=True" in profiler.summary()
+        return
+    assert told is not None
+    updates, compute = int(told[1]) / 100, float(profiler.summary().partition("compute")[2].partition("%")[0]) / 100
+    assert updates > 0.2
+    assert 1 - 1 / float(told[2]) == pytest.approx(updates * compute, abs=0.02)
 
 
 def test_a_short_run_says_that_no_steps_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
