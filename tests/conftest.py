@@ -9,6 +9,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from trainer.fault_tolerance.signals import _undo_keep_exit_code
 from trainer.seed import GLOBAL_SEED, isolated_rng, seed_generators
 
 torch.set_num_threads(1)
+
+# torch.compile's cache takes kernels for AVX2 for those for AVX512, whose loops have another stride: after a run
+# with ATEN_CPU_CAPABILITY=avx2, one without it would write beyond its memory, and the other way round.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'all')}",
+)
 
 # A shell starts background jobs with these signals ignored, and the processes of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
