@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
-from trainer.callback import DummyExperiment, FileLogger, Overridable
+from trainer.callback import DummyExperiment, FileLogger
 from trainer.checkpoint.disk import (
     NotRegularError,
     flush_file,
@@ -37,13 +37,16 @@ class CSVLogger(FileLogger):
     the file cannot be written (disk full), a warning says so once, and the rows are kept in memory until it can be.
 
     Args:
-        save_dir: folder of the files. Default: the run directory.
+        save_dir: folder of the files. Default: the run directory. A folder in which another run has
+            left its file is not used: the new run writes into `version_1` in it, and so on.
         name, version: a folder in it, `name/version`, as in Lightning; a number n is the version `version_n`.
-            Default of `version` where `name` is given: that of the run directory.
+            Default of `version` where `name` is given: that of the run directory, or the next that no other run has.
         prefix: put before all names, with a "-".
         flush_logs_every_n_steps: write after so many steps; None: by time.
         flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
+
+    file_name = "metrics.csv"
 
     def __init__(
         self,
@@ -59,23 +62,8 @@ class CSVLogger(FileLogger):
         self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self.flush_seconds = flush_seconds
 
-    @property
-    def path(self) -> Path | None:
-        """The path of `metrics.csv`; None before a run."""
-        folder = self._folder()
-        return None if folder is None else folder / "metrics.csv"
-
     def output_location(self) -> tuple[str, Path] | None:
         return None if self.path is None else ("CSV log:", self.path)
-
-    def _folder(self) -> Path | None:
-        return self.place.folder(self._run_dir)
-
-    log_dir = Overridable(lambda self: self.place.folder(self._run_dir))
-    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
-    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
-    name = Overridable(lambda self: self.place.name_in(self._run_dir))
-    version = Overridable(lambda self: self.place.version_in(self._run_dir))
 
     @property
     def experiment(self) -> Any:
@@ -87,19 +75,22 @@ class CSVLogger(FileLogger):
     def state_dict(self) -> dict[str, Any]:
         if self._file is None:
             return {}
-        return {"step": self._file.step, "row": dict(self._file.row or {}), "columns": list(self._file.columns)}
+        row, columns = dict(self._file.row or {}), list(self._file.columns)
+        return {"step": self._file.step, "row": row, "columns": columns, **self.place.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        require(state, {"step?": Integer(-1), "row?": {str: str}, "columns?": [str]}, "CSVLogger")
+        kind = {"step?": Integer(-1), "row?": {str: str}, "columns?": [str], "version?": Integer()}
+        require(state, kind, "CSVLogger")
+        self.place.number = state.get("version")
         self._resumed = state
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        folder = self._folder()
-        assert folder is not None
-        make_folder(folder, "CSVLogger(save_dir=...)")
-        replace_notes(folder / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
+        path = self.path
+        assert path is not None
+        make_folder(path.parent, "CSVLogger(save_dir=...)")
+        replace_notes(path.parent / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = self._step if step is None else step

@@ -9,11 +9,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import NonNegativeFloat, local_path, make_folder
+from trainer.arguments import NonNegativeFloat, make_folder
 from trainer.callback import FileLogger
 from trainer.checkpoint.disk import NotRegularError, flush_file, open_regular, reason, replace_file, without_links
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
+from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
 
 log = logging.getLogger("trainer")
@@ -29,22 +30,18 @@ class JSONLLogger(FileLogger):
     once, and the lines are kept in memory until it can be.
 
     Args:
-        save_dir: folder of the file. Default: the run directory.
+        save_dir: folder of the file. Default: the run directory. A folder in which another run has
+            left its file is not used: the new run writes into `version_1` in it, and so on.
         flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
 
+    file_name = "metrics.jsonl"
+
     def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
-        self.save_dir = None if save_dir is None else local_path(save_dir, "save_dir")
+        self.place = LoggerFolder(save_dir)
         self.flush_seconds = flush_seconds
         self._before: list[dict[str, Any]] = []
         """Records of the time before the file is opened, when the step of a resumed run is not known yet."""
-
-    @property
-    def path(self) -> Path | None:
-        """The path of `metrics.jsonl`; None before a run."""
-        if self.save_dir is not None:
-            return Path(self.save_dir) / "metrics.jsonl"
-        return None if self._trainer is None else self._trainer.run_dir / "metrics.jsonl"
 
     def output_location(self) -> tuple[str, Path] | None:
         return None if self.path is None else ("JSON lines:", self.path)
@@ -52,11 +49,12 @@ class JSONLLogger(FileLogger):
     # -- state: the number of lines, by which a resumed run cuts the file ----------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._file is None else {"lines": self._file.lines}
+        return {} if self._file is None else {"lines": self._file.lines, **self.place.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        require(state, {"lines?": Integer()}, "JSONLLogger")
+        require(state, {"lines?": Integer(), "version?": Integer()}, "JSONLLogger")
         self._resumed = state
+        self.place.number = state.get("version")
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

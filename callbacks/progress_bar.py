@@ -93,7 +93,7 @@ class ProgressBar(Callback):
         steps_left = steps - trainer.global_step if steps is not None and steps >= 0 else None
         epochs_left = epochs - trainer.current_epoch - 1 if epochs is not None and epochs >= 0 else None
         total, beyond = batches_left(
-            trainer.num_training_batches, done, trainer.accumulate_grad_batches, steps_left, epochs_left
+            _known(trainer.num_training_batches), done, trainer.accumulate_grad_batches, steps_left, epochs_left
         )
         title = _epoch(trainer.current_epoch, trainer.config.max_epochs)
         self._draw(lambda display: display.start(title, total, done, keep=True, beyond=beyond))
@@ -117,7 +117,7 @@ class ProgressBar(Callback):
         counts = trainer.num_val_batches
         if trainer.sanity_checking:
             few = trainer.settings.num_sanity_val_steps
-            counts = [few if count is None else min(count, few) for count in counts] if few >= 0 else counts
+            counts = [min(count, few) for count in counts] if few >= 0 else counts
             self._start_evaluation(trainer, "sanity check", counts, keep=False)
         elif trainer.stage == "fit":
             self._start_evaluation(
@@ -154,11 +154,10 @@ class ProgressBar(Callback):
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def _start_evaluation(self, trainer: Trainer, title: str, counts: Sequence[int | None], keep: bool = True) -> None:
+    def _start_evaluation(self, trainer: Trainer, title: str, counts: Sequence[int | float], keep: bool = True) -> None:
         self._evaluated = 0
-        known = [count for count in counts if count is not None]
-        total = sum(known) if len(known) == len(counts) else None
-        self._draw(lambda display: display.start(title, total, 0, keep))
+        total = sum(counts)
+        self._draw(lambda display: display.start(title, _known(total), 0, keep))
         self._say_compiling(trainer, 0)
 
     def _say_compiling(self, trainer: Trainer, done: int) -> None:
@@ -221,6 +220,10 @@ def batches_left(
     rounds, steps = divmod(steps, math.ceil(batches / window))
     beyond = rounds * batches + steps * window
     return batches, beyond if epochs is None else min(beyond, epochs * batches)
+
+
+def _known(batches: float) -> int | None:
+    return None if batches == math.inf else int(batches)
 
 
 def shows_widgets() -> bool:

@@ -41,9 +41,10 @@ class TensorBoardLogger(Logger):
     A resumed run continues the curves: TensorBoard drops the points of steps that are repeated (`purge_step`).
 
     Args:
-        save_dir: folder of the event files. Default: the run directory.
+        save_dir: folder of the event files. Default: the run directory. A folder in which another run has
+            left its files is not used: the new run writes into `version_1` in it, and so on.
         name, version: a folder in it, `name/version`, as in Lightning; a number n is the version `version_n`.
-            Default of `version` where `name` is given: that of the run directory.
+            Default of `version` where `name` is given: that of the run directory, or the next that no other run has.
         log_graph: record the module's graph, from its `example_input_array`.
         default_hp_metric: write the metric `hp_metric` with the hyperparameters, so that TensorBoard lists the run.
         prefix: put before all names, with a "-".
@@ -75,7 +76,7 @@ class TensorBoardLogger(Logger):
         self._newest: dict[str, Any] = {}
         """The newest step and what was logged at it."""
 
-    log_dir = Overridable(lambda self: self.place.folder(self._run_dir))
+    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
     save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
     root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
     sub_dir = Overridable(lambda self: self.place.sub_dir)
@@ -97,7 +98,7 @@ class TensorBoardLogger(Logger):
                 self.experiment.add_graph(model, move_data_to_device(inputs, model.device))
 
     def output_location(self) -> tuple[str, Path] | None:
-        return None if self.log_dir is None else ("TensorBoard:    tensorboard --logdir", self.log_dir)
+        return None if self.log_dir is None else ("TensorBoard:    tensorboard --logdir", Path(self.log_dir))
 
     @property
     def experiment(self) -> SummaryWriter:
@@ -128,11 +129,16 @@ class TensorBoardLogger(Logger):
     # -- state: what was logged at the newest step ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._newest)
+        return {**self._newest, **self.place.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        require(state, ({"step": Integer(), "values": {str: NUMBER}}, {"step?": None}), "TensorBoardLogger")
-        self._newest = state
+        kinds = (
+            {"step": Integer(), "values": {str: NUMBER}, "version?": Integer()},
+            {"step?": None, "version?": Integer()},
+        )
+        require(state, kinds, "TensorBoardLogger")
+        self._newest = {name: value for name, value in state.items() if name != "version"}
+        self.place.number = state.get("version")
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -140,6 +146,7 @@ class TensorBoardLogger(Logger):
         self._trainer = trainer
         if stage == "fit":
             self._newest = {}
+        self.choose_folder(self.place, "events.out.tfevents.*", stage)
         if trainer.is_global_zero:
             try:
                 import tensorboard  # noqa: F401
@@ -203,7 +210,7 @@ class TensorBoardLogger(Logger):
         return self._file
 
     def _open(self) -> _EventFile:
-        folder, trainer = self.log_dir, self._trainer
+        folder, trainer = self.place.folder(self._run_dir), self._trainer
         assert folder is not None
         before = sorted(path.name for path in folder.glob("events.out.tfevents.*"))
         step = self._step

@@ -7,7 +7,7 @@ import enum
 import inspect
 import math
 import re
-from collections import UserDict
+from collections import UserDict, UserList
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -34,6 +34,7 @@ from trainer.callback import Callback
 from trainer.callbacks import (
     CSVLogger,
     EarlyStopping,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     PredictionWriter,
     SimpleProfiler,
@@ -405,3 +406,12 @@ def test_a_batch_may_hold_any_object() -> None:
     sizes: dict[int, None] = {}
     add_sizes([Liar(), torch.zeros(3)], sizes)
     assert [*sizes] == [3]
+
+
+def test_sequences_of_other_classes_are_taken_as_lists() -> None:
+    # As Hydra and OmegaConf give them.
+    callbacks, loggers = [EarlyStopping("val_loss", mode="min")], [CSVLogger()]
+    trainer = Trainer(callbacks=UserList(callbacks), logger=UserList(loggers))  # type: ignore[arg-type]
+    assert trainer.settings.callbacks == callbacks
+    assert trainer.settings.logger == loggers
+    assert GradientAccumulationScheduler(UserDict({1: 2})).scheduling == {1: 2}  # type: ignore[arg-type]

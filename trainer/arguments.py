@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -109,12 +109,15 @@ def check_constructor(cls: type) -> None:
 def with_python_numbers(value: Any, depth: int = 3) -> Any:
     """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool.
 
-    Also those inside lists, tuples and dicts, of which copies are returned then, down to `depth`. Other values are
-    returned unchanged.
+    Also those inside lists, tuples and dicts, of which copies are returned then, down to `depth`. Sequences and
+    mappings of other classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
     """
     kind = type(value)
     if kind in (bool, int, float):
         return value
+    for abstract, plain_kind in ((MutableSequence, list), (MutableMapping, dict)):
+        if depth > 0 and issubclass(kind, abstract) and not issubclass(kind, (plain_kind, bytearray)):
+            value, kind = plain_kind(value), plain_kind
     if kind in (list, tuple, dict) and depth > 0:
         items = [item for pair in value.items() for item in pair] if kind is dict else value
         plain = [with_python_numbers(item, depth - 1) for item in items]

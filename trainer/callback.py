@@ -112,6 +112,7 @@ from trainer.profiling import Phase, during, unheard
 if TYPE_CHECKING:
     import torch
 
+    from trainer.metrics.logger_folder import LoggerFolder
     from trainer.metrics.media import Media
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
@@ -259,6 +260,18 @@ class Overridable:
         return self if instance is None else self.read(instance)
 
 
+def flat_hyperparameters(hyperparameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's hyperparameters as Lightning's loggers get them: those of the data and the module in one dict.
+
+    A name with two values is `data/name` and `name`, the module's.
+    """
+    if hyperparameters.keys() != {"module", "data"}:
+        return hyperparameters
+    module: dict[str, Any] = hyperparameters["module"]
+    data: dict[str, Any] = hyperparameters["data"]
+    return {f"data/{n}" if n in module and module[n] != v else n: v for n, v in data.items()} | module
+
+
 class Logger(Callback):
     """A callback that receives the metrics. `log_hyperparameters`, `log_metrics`, `log_media` and `flush` are called
     on rank 0 only.
@@ -274,7 +287,7 @@ class Logger(Callback):
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
         if type(self).log_hyperparams is not Logger.log_hyperparams:
-            self.log_hyperparams(hyperparameters)
+            self.log_hyperparams(flat_hyperparameters(hyperparameters))
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Record values at `step`, the number of completed steps and the only step axis."""
@@ -335,11 +348,21 @@ class Logger(Callback):
     @Overridable
     def log_dir(self) -> Any:
         """The folder of the run."""
-        return None if self._trainer is None else self._trainer.run_dir
+        return None if self._trainer is None else str(self._trainer.run_dir)
 
     @property
     def _run_dir(self) -> Path | None:
         return None if self._trainer is None else self._trainer.run_dir
+
+    def choose_folder(self, folder: LoggerFolder, files: str, stage: str) -> None:
+        """Give a run that continues no other a folder in which no run has left `files`. Collective, in `setup`."""
+        trainer = self._trainer
+        assert trainer is not None
+        if trainer.ckpt_path is None and folder.depends_on_files and (stage == "fit" or not folder.chosen):
+            if trainer.is_global_zero:
+                folder.begin(trainer.run_dir, files)
+            folder.number = trainer.strategy.processes.broadcast_object(folder.number)
+        folder.chosen = True
 
     @property
     def _is_rank_zero(self) -> bool:
@@ -458,6 +481,8 @@ class FileLogger(Logger):
     A subclass defines `open`. The file is written before each checkpoint, at the end, and every `flush_seconds`.
     """
 
+    place: LoggerFolder
+    file_name: ClassVar[str]
     flush_seconds: float
     """Longest time between two writes to the file, as long as values are logged."""
     _file: Any = None
@@ -472,6 +497,18 @@ class FileLogger(Logger):
             continue_from: the step of the checkpoint that the run resumes from; None: no training.
         """
         raise NotImplementedError
+
+    @property
+    def path(self) -> Path | None:
+        """The path of the file; None before a run."""
+        folder = self.place.folder(self._run_dir)
+        return None if folder is None else folder / self.file_name
+
+    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
+    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
+    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
+    name = Overridable(lambda self: self.place.name_in(self._run_dir))
+    version = Overridable(lambda self: self.place.version_in(self._run_dir))
 
     @property
     def opened(self) -> Any:
@@ -506,6 +543,7 @@ class FileLogger(Logger):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._trainer = trainer
         self._resumed = {}
+        self.choose_folder(self.place, self.file_name, stage)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:

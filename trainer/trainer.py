@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
@@ -1015,6 +1016,9 @@ class Trainer:
     @property
     def enable_validation(self) -> bool:
         """Whether `fit` validates: there are a `validation_step`, loaders, and batches to take."""
+        if self._run is not None and self._run.stage == "fit" and self._run.train_loader is None:
+            # The loaders are not asked for yet.
+            return self._run.module.overrides("validation_step") and self.settings.limit_val_batches != 0
         return bool(self.val_loaders)
 
     @property
@@ -1078,32 +1082,32 @@ class Trainer:
             self._session.configured_window = window
 
     @property
-    def num_training_batches(self) -> int | None:
-        """Micro-batches of one epoch on this process; None: unknown."""
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of one epoch on this process; `math.inf`: unknown."""
         if self._run is None or self._run.stage != "fit":
-            return self._session.training_batches
-        return self._run.num_training_batches
+            return _or_infinite(self._session.training_batches)
+        return _or_infinite(self._run.num_training_batches)
 
     @property
-    def num_val_batches(self) -> list[int | None]:
-        """Batches of each validation loader on this process; None: unknown."""
-        return [loader.length for loader in self.val_loaders.values()]
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader on this process; `math.inf`: unknown."""
+        return [_or_infinite(loader.length) for loader in self.val_loaders.values()]
 
     @property
-    def num_sanity_val_batches(self) -> list[int | None]:
+    def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each validation loader in the sanity check."""
         most = self.settings.num_sanity_val_steps
-        return [length if most == -1 or length is None else min(length, most) for length in self.num_val_batches]
+        return [length if most == -1 else min(length, most) for length in self.num_val_batches]
 
     @property
-    def num_test_batches(self) -> list[int | None]:
-        """Batches of each test loader on this process; None: unknown."""
-        return [loader.length for loader in self.test_loaders.values()]
+    def num_test_batches(self) -> list[int | float]:
+        """Batches of each test loader on this process; `math.inf`: unknown."""
+        return [_or_infinite(loader.length) for loader in self.test_loaders.values()]
 
     @property
-    def num_predict_batches(self) -> list[int | None]:
-        """Batches of each prediction loader on this process; None: unknown."""
-        return [loader.length for loader in self.predict_loaders.values()]
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each prediction loader on this process; `math.inf`: unknown."""
+        return [_or_infinite(loader.length) for loader in self.predict_loaders.values()]
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -1271,6 +1275,10 @@ class Trainer:
     def checkpoint_callback(self) -> Checkpoint | None:
         """The first callback that writes checkpoints."""
         return next(iter(self.checkpoint_callbacks), None)
+
+
+def _or_infinite(batches: int | None) -> int | float:
+    return math.inf if batches is None else batches
 
 
 def _refuse_no_bool(name: str, value: Any, more: str = "") -> None:

@@ -82,12 +82,12 @@ def test_numbers_that_json_lacks_and_other_things() -> None:
     assert Path("media/a_b_c-2-0.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_second_fit_into_the_same_folder_begins_anew_and_a_test_adds() -> None:
+def test_a_second_fit_writes_beside_the_first_and_a_test_adds() -> None:
     trainer = quiet(max_epochs=1, log_every_n_steps=1, logger=JSONLLogger("here"))
-    for _ in range(2):
+    for folder in ("here", "here/version_1"):
         trainer.fit(Toy(), loader(2))
         trainer.test(Toy(), loader(1))
-        assert [sorted(line)[-1] for line in lines("here")] == ["step", *["train_loss"] * 2, "val_loss"]
+        assert [sorted(line)[-1] for line in lines(folder)] == ["step", *["train_loss"] * 2, "val_loss"]
 
 
 def test_a_file_that_was_cut_off_or_is_no_log() -> None:
@@ -97,8 +97,10 @@ def test_a_file_that_was_cut_off_or_is_no_log() -> None:
     logger.close()
     assert [line["step"] for line in lines()] == [1, 3]
     Path("metrics.jsonl").write_bytes(b"\xff\n[]\n3\n")
-    quiet(max_epochs=1, logger=JSONLLogger("."), log_every_n_steps=1).fit(Toy(), loader(1))
-    assert [line["step"] for line in lines()] == [0, 1]
+    quiet(max_epochs=1, enable_checkpointing=True).fit(Toy(), loader(1))
+    resumed = quiet(max_epochs=2, enable_checkpointing=True, logger=JSONLLogger("."), log_every_n_steps=1)
+    resumed.fit(Toy(), loader(1), ckpt_path="last")
+    assert [line["step"] for line in lines()] == [0, 2]
 
 
 def test_a_full_disk_is_told_once_and_lines_are_kept(

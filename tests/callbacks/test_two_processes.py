@@ -61,6 +61,13 @@ def _one_of_two(folder: str) -> dict[str, Any]:
     trainer.fit(Uneven(), loader(8))
     results["run_dir"] = str(trainer.run_dir)
 
+    logger = CSVLogger(Path(folder) / "given")
+    results["log folders"] = []
+    for _ in range(2):
+        trainer = quiet(max_epochs=1, **TWO, logger=logger)
+        trainer.fit(Toy(), loader(2))
+        results["log folders"].append(logger.log_dir)
+
     for format in ("safetensors", "jsonl"):
         writer = PredictionWriter(Path(folder) / format, format=format, max_shard_size=100)
         quiet(**TWO, callbacks=[writer]).predict(Uneven(), loader(13))
@@ -102,6 +109,10 @@ def test_one_log_with_the_rates_of_both(results: list[dict[str, Any]]) -> None:
     # 5 tokens a batch on rank 0 and 15 on rank 1, by two clocks.
     assert rates["tokens_per_s"] == pytest.approx(10 * rates["batches_per_s"], rel=0.5)
     assert len(list(run_dir.glob("events.out.tfevents.*"))) == 1
+
+
+def test_both_know_the_folder_that_the_second_run_got(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [one["log folders"] for one in results] == [[str(folder / "given"), str(folder / "given" / "version_1")]] * 2
 
 
 @pytest.mark.parametrize("format", ["safetensors", "jsonl"])

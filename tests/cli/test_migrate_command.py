@@ -256,3 +256,15 @@ def test_every_rewritten_import_of_a_public_name_works() -> None:
         (line,) = ast.parse(new).body
         assert isinstance(line, ast.ImportFrom)
         assert getattr(importlib.import_module(str(line.module)), line.names[0].name) is not None, new
+
+
+def test_the_decorators_of_lightning_utilities_are_rewritten_and_its_other_modules_are_not() -> None:
+    from trainer.cli.migrate.python_files import migrate_python
+
+    text = (
+        "from lightning_utilities.core.apply_func import apply_to_collection\n"
+        "from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_only\n"
+    )
+    new, findings = migrate_python(text.encode())
+    changed = text.replace("lightning_utilities.core.rank_zero", "trainer.utilities.rank_zero")
+    assert (new.decode(), list(findings)) == (changed, [])

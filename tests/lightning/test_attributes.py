@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,49 @@ def test_they_are_those_of_lightning(settings: dict[str, int], tmp_path: Path) -
     theirs = asked(LIGHTNING, tmp_path / "theirs", **settings)
     assert asked(OURS, tmp_path / "ours", **settings) == theirs
     assert theirs["rate"] < 0.05
+
+
+class Remembers:
+    """The members of a logger in Lightning's words."""
+
+    name, version = "remembers", 0
+    parameters: Any = None
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.parameters = dict(params)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_logger_gets_the_hyperparameters_of_module_and_data_in_one_dict(tmp_path: Path) -> None:
+    got = []
+    for package in ("pytorch_lightning", "trainer"):
+        pl: Any = importlib.import_module(package)
+        importlib.import_module(f"{package}.loggers")
+
+        class Data(pl.LightningDataModule):  # type: ignore[misc]
+            def __init__(self, batch_size: int = 8) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+            def train_dataloader(self) -> Any:
+                return loader(2)
+
+        class Module(pl.LightningModule):  # type: ignore[misc]
+            def __init__(self, width: int = 1) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+                self.layer = torch.nn.Linear(4, width)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.layer.weight.sum()
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        logger = type("Logger", (Remembers, pl.loggers.Logger), {})()
+        trainer = pl.Trainer(max_epochs=1, logger=logger, default_root_dir=tmp_path, enable_progress_bar=False)
+        trainer.fit(Module(), Data())
+        got.append((logger.parameters, str(trainer.state.fn), f"{trainer.state.status}"))
+    assert got[0] == got[1] == ({"batch_size": 8, "width": 1}, "TrainerFn.FITTING", "TrainerStatus.FINISHED")

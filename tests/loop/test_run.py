@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_attributes_are_there_before_during_and_after_a_run() -> None:
         _ = trainer.module
     trainer.fit(Toy(), loader(3))
     early, begun, late = reader.read
-    assert (early["stage"], early["optimizers"], early["num_training_batches"]) == ("fit", [], None)
+    assert (early["stage"], early["optimizers"], early["num_training_batches"]) == ("fit", [], math.inf)
     assert (begun["stage"], begun["training"], begun["num_training_batches"]) == ("fit", True, 3)
     assert len(begun["optimizers"]) == 1
     assert late["global_step"] == 3
@@ -176,3 +177,14 @@ def test_an_error_leaves_what_a_run_did_for_the_hooks_that_follow() -> None:
         trainer.fit(Failing(), loader(2), loader(1))
     assert activities.seen[-2:] == [("on_exception", "validating evaluating"), ("teardown", "validating evaluating")]
     assert not any((trainer.training, trainer.validating))
+
+
+def test_the_steps_of_a_fit_are_known_in_setup() -> None:
+    class Schedules(Toy):
+        def setup(self, stage: str) -> None:
+            self.steps = self.trainer.estimated_stepping_batches, self.trainer.num_training_batches
+
+    trainer = quiet(max_epochs=2)
+    trainer.fit(module := Schedules(), loader(3))
+    assert module.steps == (6, 3)
+    assert trainer.global_step == 6

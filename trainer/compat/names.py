@@ -71,7 +71,7 @@ NAMES: dict[str, str] = {
     "recursive_detach": "torch.utils._pytree.tree_map over the values; outputs for hooks are detached already",
     "get_torchvision_model": "torchvision.models.get_model",
     "extract_batch_size": "self.log(batch_size=): by default as many as the DataLoader put into the batch",
-    "has_len_all_ranks": "trainer.num_training_batches, which is None where no length is known",
+    "has_len_all_ranks": "trainer.num_training_batches, which is math.inf where no length is known",
     "LayerSummary": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text",
     "summarize": "trainer.callbacks.model_summary:summarize",
     "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",

@@ -18,7 +18,11 @@ class TextEnum(StrEnum):
         return hash(self.value.lower())
 
     def __str__(self) -> str:
-        return str(self.value)
+        """Return `TrainerFn.FITTING` and the like, as Lightning does."""
+        return f"{type(self).__name__}.{self.name}"
+
+    def __format__(self, specification: str) -> str:
+        return format(str(self), specification)
 
 
 class TrainerStatus(TextEnum):
@@ -61,7 +65,7 @@ class RunningStage(TextEnum):
     @property
     def dataloader_prefix(self) -> str | None:
         """The beginning of the name of the method that gives the loaders."""
-        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
 
 
 class GradClipAlgorithmType(TextEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, compress, islice
 from typing import Any, Literal, NamedTuple
 
@@ -193,6 +193,17 @@ class Loaders:
         self.predict: dict[str, BatchLoader] = {}
         self.given: dict[str, Any] = {}
         """The user's loaders, by the names of the attributes."""
+        self._make: Callable[[], None] | None = None
+
+    def make_when_needed(self, make: Callable[[], None]) -> None:
+        """Have `make` set the loaders at the first call of `needed`."""
+        self._make = make
+
+    def needed(self) -> None:
+        """Make the loaders, unless they are there."""
+        make, self._make = self._make, None
+        if make is not None:
+            make()
 
     def set_training(self, loader: BatchLoader, given: Any) -> None:
         """Set the training loader, which the methods that return the others may already use."""

@@ -507,6 +507,8 @@ class Run:
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Total steps of `fit`, for schedules; `math.inf` without a known end."""
+        if self.stage == "fit":
+            self.loaders.needed()
         max_epochs, max_steps, batches = self.config.max_epochs, self.config.max_steps, self.num_training_batches
         limit = math.inf if max_steps is None else max_steps
         if batches is None or max_epochs is None:

@@ -106,11 +106,10 @@ def start_run(
             run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
             run.seed_processes(choose_seed(run, checkpoint))
-            prepare_data(run)
+            prepare_data(run, data, checkpoint)
             build_module(run, checkpoint, cleanup, weights)
             cleanup.callback(run.loaders.close)
-            restore_epoch(run, checkpoint)
-            make_loaders(run, data)
+            run.loaders.needed()
             check_loaders(run)
             restore_micro_batch_size(run, checkpoint)
             run.set_reload(partial(reload_loaders, run, data))
@@ -197,8 +196,12 @@ def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tu
     return path, run_dir
 
 
-def prepare_data(run: Run) -> None:
-    """Call `prepare_data`, once per node or once overall, and then the `setup` hooks."""
+def prepare_data(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
+    """Call `prepare_data`, once per node or once overall, and then the `setup` hooks.
+
+    The hooks of callbacks and module may ask for `estimated_stepping_batches`, which needs the loaders: those `given`,
+    or those that the data module can make by then.
+    """
     processes, data = run.strategy.processes, run.datamodule
     if data is not None and (processes.local_rank == 0 if data.prepare_data_per_node else processes.is_global_zero):
         data.prepare_data()
@@ -207,6 +210,7 @@ def prepare_data(run: Run) -> None:
     processes.barrier()
     if data is not None:
         data.setup(run.stage)
+    run.loaders.make_when_needed(partial(make_first_loaders, run, given, checkpoint))
     run.hooks.setup(run.stage)
 
 
@@ -245,10 +249,11 @@ def build_module(
     restore_weights(run, checkpoint)
 
 
-def restore_epoch(run: Run, checkpoint: dict[str, Any] | None) -> None:
-    """Restore the counters before loaders are made, if the loaders depend on the epoch."""
+def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
+    """Make the loaders; if they depend on the epoch, restore the counters first."""
     if checkpoint is not None and run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
         run.progress.load_state_dict(checkpoint["progress"])
+    make_loaders(run, given)
 
 
 def restore_micro_batch_size(run: Run, checkpoint: dict[str, Any] | None) -> None:

@@ -27,15 +27,42 @@ class LoggerFolder:
         self.given = None if save_dir is None else local_path(save_dir, "save_dir")
         self.name, self.version = name, version
         self.sub_dir = None if sub_dir is None else str(local_path(sub_dir, "sub_dir"))
+        self.number: int | None = None
+        """The version of a run whose folder would be that of an earlier run."""
+        self.chosen = False
+
+    @property
+    def depends_on_files(self) -> bool:
+        """Whether the folder of a new run depends on what earlier runs have left."""
+        return self.given is not None and self.version is None
+
+    def state(self) -> dict[str, int]:
+        """Return what a checkpoint keeps, by which a resumed run finds the folder again."""
+        return {} if self.number is None else {"version": self.number}
+
+    def begin(self, run_dir: Path | None, files: str) -> None:
+        """Choose the folder of a new run, in which no earlier run has left files with names like `files`."""
+        self.number = None
+        while self.depends_on_files:
+            folder = self.folder(run_dir)
+            if folder is None or not any(folder.glob(files)):
+                break
+            version = self.version_in(run_dir) if self.name or self.number is not None else 0
+            self.number = version + 1 if isinstance(version, int) else 1
 
     def folder(self, run_dir: Path | None) -> Path | None:
         """Return the folder of the files; None before a run that gives it."""
-        if not self.name and self.version is None:
+        if not self.name and self.version is None and self.number is None:
             place = self.given if self.given is not None or run_dir is None else run_dir
         else:
             version, root = self.version_in(run_dir), self.root_dir(run_dir)
             place = None if root is None or version is None else Path(root, _folder_of(version))
         return place if place is None or self.sub_dir is None else place / self.sub_dir
+
+    def log_dir(self, run_dir: Path | None) -> str | None:
+        """Return the folder of the files as a text, as Lightning's loggers give it."""
+        folder = self.folder(run_dir)
+        return None if folder is None else str(folder)
 
     def root_dir(self, run_dir: Path | None) -> str | None:
         """Return the folder in which the versions are."""
@@ -54,7 +81,9 @@ class LoggerFolder:
         return self.name if self.name is not None or run_dir is None else run_dir.parent.name
 
     def version_in(self, run_dir: Path | None) -> int | str | None:
-        """Return the given version, or the run directory's."""
+        """Return the given version, or the run directory's where no earlier run has it."""
+        if self.number is not None:
+            return self.number
         if self.version is not None or run_dir is None:
             return self.version if self.version is not None else 0 if self.given is not None else None
         number = run_dir.name.removeprefix("version_")

@@ -16,6 +16,7 @@ ROOTS = {
     "pytorch_lightning": "trainer",
     "lightning_fabric": "trainer.fabric",
     "lightning_lite": "trainer.lite",
+    "lightning_utilities.core.rank_zero": "trainer.utilities.rank_zero",  # its rank is set by Lightning's import
 }
 """Lightning's packages -> what they are here; the longer names first."""
 

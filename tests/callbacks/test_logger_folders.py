@@ -1,0 +1,44 @@
+"""Loggers with a `save_dir` leave the files of earlier runs alone, and a resumed run finds its own again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.toy import Toy, loader, quiet
+from trainer.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, TensorBoardLogger
+
+FILES = {CSVLogger: "metrics.csv", JSONLLogger: "metrics.jsonl", TensorBoardLogger: "events.out.tfevents.*"}
+
+
+def train(kind: Any, save_dir: Path, root: Path, epochs: int, ckpt_path: str | None = None) -> None:
+    logger = kind(save_dir / kind.__name__)
+    writer = ModelCheckpoint(dirpath=root)
+    trainer = quiet(
+        max_epochs=epochs, log_every_n_steps=1, logger=logger, callbacks=[writer], enable_checkpointing=True
+    )
+    trainer.fit(Toy(), loader(2), ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_new_run_does_not_write_over_another(kind: type, tmp_path: Path) -> None:
+    folder, name = tmp_path / kind.__name__, FILES[kind]
+    train(kind, tmp_path, tmp_path / "a", 2)
+    first = {path: path.read_bytes() for path in folder.glob(name)}
+    assert first
+    train(kind, tmp_path, tmp_path / "b", 1)
+    assert {path: path.read_bytes() for path in folder.glob(name)} == first
+    assert list((folder / "version_1").glob(name))
+    train(kind, tmp_path, tmp_path / "b", 2, ckpt_path=str(next((tmp_path / "b").glob("epoch=*"))))
+    assert not (folder / "version_2").exists()
+    if kind is CSVLogger:
+        lines = (folder / "version_1" / name).read_text().splitlines()
+        assert [line.partition(",")[0] for line in lines] == ["step", "1", "2", "3", "4"]
+    assert {path: path.read_bytes() for path in folder.glob(name)} == first
+
+
+def test_a_folder_is_a_text(tmp_path: Path) -> None:
+    for logger in (CSVLogger(tmp_path), TensorBoardLogger(tmp_path)):
+        assert logger.log_dir + "/x" == str(tmp_path / "x")
