@@ -1290,6 +1290,12 @@ SCENARIOS = [
         callbacks=checkpoint(every_n_epochs=2, save_top_k=-1),
     ),
     Scenario(
+        "checkpoints of epochs without a validation",
+        settings={"max_epochs": 3, "check_val_every_n_epoch": 2},
+        callbacks=checkpoint(save_top_k=-1),
+        differs={"saved": "epochs without a validation", "best": "epochs without a validation"},
+    ),
+    Scenario(
         "best of validations in an epoch",
         values_at_steps({2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0}),
         {"val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0},
@@ -1437,6 +1443,12 @@ SCENARIOS = [
         stops,
         {"max_epochs": 3},
         differs=dict.fromkeys(("hooks", "module_hooks", "logged", "metrics", "end"), "stop inside an epoch"),
+    ),
+    Scenario(
+        "a stop that waits for min_epochs",
+        stops,
+        {"max_epochs": 3, "min_epochs": 2, "log_every_n_steps": 3},
+        differs={"logged": "log at a stop"},
     ),
     Scenario("should_stop after a validation", settings={"max_epochs": 3}, callbacks=stops_after_validation),
     Scenario("gradients in hooks", gradients_seen, differs={"noted": "zero_grad"}),

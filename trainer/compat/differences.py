@@ -79,7 +79,8 @@ _STEPS = (
         "skipped batch",
         "`training_step` returns None to skip a batch",
         "the same, and its items are not counted; on several processes write `return None` in the body of "
-        "`training_step`, where the trainer looks for it; an error under sharded strategies on several processes",
+        "`training_step`, where the trainer looks for it; an error under sharded strategies on several processes; a "
+        "step all of whose batches are skipped does not call `on_before_optimizer_step`",
     ),
     Difference(
         "rest of the epoch skipped",
@@ -223,6 +224,12 @@ _LOGGING = (
         "once, at the flush after its step",
     ),
     Difference(
+        "log at a stop",
+        "once a stop is asked for, every step is logged: the last one, and all while `min_epochs` or `min_steps` holds "
+        "the stop back",
+        "every `log_every_n_steps` steps, as before",
+    ),
+    Difference(
         "evaluation by step",
         "`self.log(..., on_step=True)` in `validation_step`: a point for each batch",
         "only the mean is logged, because steps are those of training; with `on_epoch=True` under Lightning's names "
@@ -312,6 +319,12 @@ _CHECKPOINTS = (
         "`ModelCheckpoint(save_last=None)`: no `last`, and none is written when training ends",
         "the newest is always kept, unless `save_last=False`; one is written when training ends or is stopped; "
         "`last_model_path` is the newest in either case",
+    ),
+    Difference(
+        "epochs without a validation",
+        "`ModelCheckpoint` saves at validations only, unless `val_check_interval` and `check_val_every_n_epoch` are 1, "
+        "so never where validations are left out",
+        "also at the end of each epoch; with `save_on_train_epoch_end=False` at validations only",
     ),
     Difference(
         "score of a checkpoint",
