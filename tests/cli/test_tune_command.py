@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,21 @@ def test_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert "largest: 16" in printed
     assert "the samples per second grow by less than 5 %" in printed
     assert not Path("runs").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        (["batch-size", "--max", "16", "--first", "8"], "the samples per second grow by less than 5 %"),
+        (["lr", "--steps", "20", "--min-lr", "1e-5"], "learning rate: "),
+    ],
+)
+def test_two_processes_print_once(words: list[str], last: str) -> None:
+    where = ["--config", CONFIG, "--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    command = [sys.executable, "-m", "trainer", "tune", *words, *where]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=240).stdout
+    assert printed.count(last) == 1
 
 
 @pytest.mark.parametrize(

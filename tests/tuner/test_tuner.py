@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import resource
 import time
 from pathlib import Path
@@ -212,9 +213,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "size": (lambda: Tuner(quiet()).scale_batch_size(Toy()), "neither the module nor the data module"),
     "search": (lambda: Tuner(quiet()).scale_batch_size(Toy(), mode="bin"), "'power' and 'binsearch'"),  # type: ignore[arg-type]
     "loader": (lambda: Tuner(quiet()).scale_batch_size(Toy(), [1]), "cannot change the batch size of a list"),
-    "processes": (
-        lambda: Tuner(quiet(devices=2)).scale_batch_size(Toy(), loader(2)),
-        "scale_batch_size needs one process",
+    "shards": (
+        lambda: Tuner(quiet(devices=2, strategy="fsdp")).scale_batch_size(Toy(), loader(2)),
+        "by itself, which strategy 'fsdp' cannot",
     ),
 }
 
@@ -244,6 +245,29 @@ def test_two_processes_find_the_same_curve_and_train_afterwards(strategy: str) -
     assert one == other
     assert one[1] == 2
     assert len(one[0]) == 20
+
+
+def little_memory_on_rank_1() -> Any:
+    """Search where only the second process has little memory."""
+    limit = 150 * 2**20 if os.environ["RANK"] == "1" else None
+    module, data = Wide(), loader(256, 4)
+    before = copy.deepcopy(module.state_dict())
+    trainer = quiet(devices=2, strategy="ddp", max_steps=2)
+    tuner = Tuner(trainer)
+    size = tuner.scale_batch_size(module, data, mode="binsearch", memory_limit=limit, margin=0.0, init_val=4)
+    assert same(module.state_dict(), before)
+    trainer.fit(module, data)
+    assert tuner.batch_sizes is not None
+    return size, tuner.batch_sizes.throughput, tuner.batch_sizes.too_large, trainer.global_step
+
+
+def test_two_processes_agree_on_a_batch_size_that_fits_on_both() -> None:
+    one, other = run_distributed(little_memory_on_rank_1)
+    assert one == other
+    size, throughput, too_large, steps = one
+    assert size == max(throughput) < min(too_large)
+    assert 4 <= size < 64  # 64 samples take 256 MB
+    assert steps == 2
 
 
 def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
 from functools import partial
 from typing import Any, Literal
 
 from trainer.data.datamodule import DataModule
+from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
+from trainer.loop.setup import start_processes
 from trainer.model.memory_limit import free_memory, limited_memory
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
-from trainer.tuner.batch_size import BatchSizes, NoSuchBatchError, Stopwatch, check_search, search, with_batch_size
+from trainer.tuner.batch_size import (
+    AgreedStopwatch,
+    BatchSizes,
+    Stopwatch,
+    check_search,
+    check_several,
+    search,
+    with_batch_size,
+)
 from trainer.tuner.lr_finder import LRFinder, RangeTest, check_range
 from trainer.tuner.throughput import Setting, Throughput, apply, search_settings, settings_to_try, with_options
 from trainer.tuner.trial import run_trial
@@ -112,7 +121,8 @@ class Tuner:
         """Return the largest batch size, for each process, that fits into the memory; None if not even one sample does.
 
         Logs the samples per second of each size, and the size above which they grow by less than 5 %; they are in
-        `batch_sizes`. Sizes above the number of samples are not tried.
+        `batch_sizes`. Sizes above the number of samples are not tried. On several processes all try the same size, and
+        it fits if it does on each of them; the samples per second are those of all.
 
         Args:
             model, val_dataloaders, dataloaders, datamodule, method: as in `lr_find`.
@@ -125,7 +135,8 @@ class Tuner:
             batch_arg_name: the attribute of the module, the data module or their hparams.
             margin: with "binsearch", the part by which the result is smaller than the largest size that fits.
             max_val: the largest size to try.
-            memory_limit: on CPUs, bytes of memory that a trial may take; default: nine tenths of what is free.
+            memory_limit: on CPUs, bytes of memory that a trial may take, on each process; default: nine tenths of
+                what is free, divided among the processes.
 
         Raises:
             ConfigError: an argument has a wrong value, or nothing has the attribute.
@@ -133,29 +144,25 @@ class Tuner:
         mode = "binsearch" if mode == "binary" else mode  # type: ignore[comparison-overlap]
         check_search(method, mode, steps_per_trial, init_val, max_trials, max_val, margin)
         trainer = self._trainer
-        if trainer.config.num_processes > 1:
-            raise ConfigError(
-                "scale_batch_size needs one process, since a process without memory takes the others with it: use a "
-                "Trainer(devices=1); the size is that of each process."
-            )
+        several = trainer.config.num_processes > 1
+        if several:
+            check_several(trainer.config, model)
+            start_processes(trainer.config)
         attribute = _attribute(model, datamodule, (batch_arg_name,)) if train_dataloaders is None else []
         if train_dataloaders is None and not attribute:
             raise _no_attribute(batch_arg_name)
-        most = min(max_val, _samples(train_dataloaders) or max_val)
-        free = free_memory() if memory_limit is None else None
-        limit = memory_limit if free is None else free * 9 // 10
-        limit = limit if trainer.config.device_type == "cpu" else None
+        most = min(max_val, _samples(train_dataloaders, trainer.config.num_processes) or max_val)
+        limit = _limit(memory_limit) if trainer.config.device_type == "cpu" else None
         before = [_get(one) for one in attribute]
 
         def attempt(size: int) -> float:
-            watch = Stopwatch()
+            watch = AgreedStopwatch(limit) if several else Stopwatch()
             loader = train_dataloaders if train_dataloaders is None else with_batch_size(train_dataloaders, size)
             _set(attribute, size)
-            with limited_memory(limit):
-                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial)
-            if 0 < watch.first < size:
-                raise NoSuchBatchError
-            return watch.samples / watch.seconds if watch.seconds else math.nan
+            given = {"accumulate_grad_batches": "auto"} if several else {}
+            with limited_memory(None if several else limit):
+                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial, arguments=given)
+            return watch.samples_per_second(size)
 
         try:
             self.batch_sizes = search(attempt, mode, init_val, max_trials, most, margin)
@@ -203,6 +210,12 @@ class Tuner:
             return watch.samples / watch.seconds
 
         return search_settings(attempt, settings_to_try(settings, config.device_type), config.num_processes == 1)
+
+
+def _limit(given: int | None) -> int | None:
+    """Return the bytes of host memory that a trial may take on each process; None: unknown."""
+    free = free_memory() if given is None else None
+    return given if free is None else free * 9 // 10 // detect_environment().local_world_size
 
 
 def _no_attribute(name: str) -> ConfigError:
@@ -253,9 +266,9 @@ def _set(attribute: Attribute, value: Any) -> None:
             setattr(owner, name, value)
 
 
-def _samples(loader: Any) -> int | None:
-    """Return the number of samples of a DataLoader that was given; None: unknown."""
+def _samples(loader: Any, processes: int) -> int | None:
+    """Return the number of samples of a DataLoader that was given, for each process; None: unknown."""
     try:
-        return len(loader.sampler)
+        return len(loader.sampler) // processes
     except (AttributeError, TypeError):
         return None

@@ -9,6 +9,7 @@ from trainer.arguments import local_path, make_folder
 from trainer.cli.main import usage_error
 from trainer.cli.options import CommandParser
 from trainer.cli.run import Job, run_command
+from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ options of batch-size:
   --name NAME               the argument of the module or the data that is the batch size (batch_size)
   --steps N                 steps of each trial (3)
   --first N, --max N        the first and the largest size to try (2, 8192)
-  --memory-limit SIZE       on CPUs: memory of a trial, such as 8GB; default: nine tenths of what is free
+  --memory-limit SIZE       on CPUs: memory of a trial, such as 8GB; default: nine tenths of what is free,
+                            divided among the processes
 
 options of throughput:
   --steps N                 steps of each trial (20)
@@ -114,7 +116,7 @@ def _tune_lr(job: Job, options: Namespace) -> None:
     if plot is not None:
         make_folder(plot.absolute().parent, "--plot")
     found = Tuner(job.trainer).lr_find(job.module, datamodule=job.data, update_attr=False, **_given(options, names))
-    if job.trainer.rank != 0:
+    if detect_environment().rank != 0:  # the trainer itself has not joined the others: its trials have
         return
     suggestion, points = found.suggestion(), len(found.results["lr"])
     if plot is not None:
@@ -139,6 +141,8 @@ def _tune_batch_size(job: Job, options: Namespace, limit: int | None) -> None:
     given = _given(options, names)
     largest = tuner.scale_batch_size(job.module, datamodule=job.data, memory_limit=limit, **given)
     assert tuner.batch_sizes is not None
+    if detect_environment().rank != 0:
+        return
     print(tuner.batch_sizes.table())
     if largest is None:
         raise ConfigError("not even one sample fits into the memory.")
@@ -151,7 +155,7 @@ def _tune_throughput(job: Job, options: Namespace) -> None:
 
     given = _given(options, {"steps": "steps_per_trial"})
     found = Tuner(job.trainer).throughput(job.module, datamodule=job.data, **given)
-    if job.trainer.rank != 0:
+    if detect_environment().rank != 0:
         return
     print(found.table())
     if not found.pays:
