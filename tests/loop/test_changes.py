@@ -6,8 +6,10 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -299,6 +302,12 @@ def loader_of(kind: str, other: bool) -> Any:
     if kind == "parts":
         sizes = (16, 48) if other else (32, 32)
         return DataLoader(ConcatDataset([data(size) for size in sizes]), 4, shuffle=True)
+    if kind in ("files", "numbers"):
+        folder = mkdtemp()  # another one each time, like a disk of its own for each job
+        kept = [f"{folder}/{number}" for number in range(64)] if kind == "files" else np.arange(64)
+        return DataLoader(Kept(kept[:: -1 if other else 1]), 4)
+    if kind == "wrapped":
+        return DataLoader(Kept(Subset(data(80), range(16 * other, 64 + 16 * other))), 4)
     if kind == "weights":
         return DataLoader(data(), 4, sampler=WeightedRandomSampler([1.0 + other * one for one in range(64)], 64))
     if kind == "order":
@@ -313,6 +322,9 @@ def loader_of(kind: str, other: bool) -> Any:
         ("parts", "dataset: indices: 2 numbers "),
         ("weights", "sampler: weights: 64 numbers "),
         ("order", "sampler: order: 64 numbers "),
+        ("files", "dataset: Kept.kept: 64 texts "),
+        ("numbers", "dataset: Kept.kept: 64 numbers "),
+        ("wrapped", "dataset: indices: 64 numbers "),
         ("stream", "batch_size: 4 on each process then, 2 on each process now"),
     ],
 )
@@ -326,6 +338,19 @@ def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
     with pytest.raises(ConfigError, match="in the middle of an epoch") as error:
         fit(tmp_path, 5, loader_of(kind, True), ckpt_path=tmp_path / "step=3")
     assert message in str(error.value)
+
+
+class Kept(Dataset[Any]):
+    """Samples of a list of file names, of numbers, or of another dataset."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> Any:
+        return data(1)[0]
 
 
 class Scheduled(Net):
@@ -352,9 +377,35 @@ def warm_up(steps: int) -> Any:
     return lambda optimizer: {"scheduler": LambdaLR(optimizer, lambda step: min(1.0, step / steps))}
 
 
+class WarmUp:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, step / self.steps)
+
+    def at(self, step: int) -> float:
+        return self(step) if self.steps else 1.0
+
+
+def by(make: Any) -> Any:
+    return lambda optimizer: {"scheduler": LambdaLR(optimizer, make)}
+
+
+def enclosing(options: dict[str, Any]) -> Any:
+    return by(lambda step: min(1.0, step / options["warm up"][0]))
+
+
 @pytest.mark.parametrize(
     ("then", "now", "message"),
     [
+        (by(WarmUp(9)), by(WarmUp(8)), "LambdaLR, WarmUp.steps: 9 then, 8 now (the checkpoint's is used)\n"),
+        (by(WarmUp(9).at), by(WarmUp(8).at), "LambdaLR, self.steps in lr_lambdas: 9 then, 8 now\n"),
+        (
+            enclosing({"warm up": [9]}),
+            enclosing({"warm up": [8]}),
+            "options in lr_lambdas: {warm up: [9]} then, {warm up: [8]} now\n",
+        ),
         (two_stages(9), two_stages(8), "CosineAnnealingLR.T_max: 9 then, 8 now (the checkpoint's is used)\n"),
         (
             warm_up(9),
@@ -367,7 +418,7 @@ def warm_up(steps: int) -> Any:
             "StepLR, frequency: 2 then, 1 now\n",
         ),
     ],
-    ids=["inside", "function", "frequency"],
+    ids=["object", "method", "enclosed", "inside", "function", "frequency"],
 )
 def test_what_is_in_a_schedule_is_compared_and_what_is_used_is_true(
     then: Any, now: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

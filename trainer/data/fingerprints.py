@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dis
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from trainer.data.sampler_state import attributes, is_filled
 
 _MOST_DATASETS = 10_000
+_MOST_SAMPLES = 5_000_000
 _MOST_FUNCTIONS = 100
+_MOST_ITEMS = 1000
 _PLAIN = (bool, int, float, str, tuple)
 _DEPTH = 6
 
@@ -51,18 +53,75 @@ def fingerprint(value: Any) -> str | None:
 def of_indices(dataset: Any) -> str | None:
     """Return a fingerprint of the indices of `Subset`s and the sizes of `ConcatDataset`s in a dataset, or None."""
     found: list[str] = []
-    waiting = [dataset]
-    while waiting and len(found) < _MOST_DATASETS:
-        one = waiting.pop(0)
+    for one in _nested(dataset):
         if isinstance(one, Subset):
             found.append(fingerprint(one.indices) or "unknown")
-            waiting.append(one.dataset)
         elif isinstance(one, ConcatDataset):
             found.append(fingerprint(one.cumulative_sizes) or "unknown")
+    return _of_all(found)
+
+
+def of_samples(dataset: Any) -> dict[str, str]:
+    """Return fingerprints of the lists that a dataset keeps with a whole number or text for each sample.
+
+    By class and attribute. File names are compared without the folder that all of them are in.
+    """
+    found: dict[str, list[str]] = {}
+    for one in _nested(dataset):
+        if not isinstance(one, (Subset, ConcatDataset)):
+            for name, value in attributes(one).items():
+                if (text := _of_each_sample(value, one)) is not None:
+                    found.setdefault(f"{type(one).__name__}.{name}", []).append(text)
+    return {name: str(_of_all(texts)) for name, texts in found.items()}
+
+
+def _nested(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and those that it is made of, which it keeps in attributes."""
+    waiting, seen = [dataset], set()
+    for _ in range(_MOST_DATASETS):
+        if not waiting:
+            return
+        yield (one := waiting.pop(0))
+        if isinstance(one, ConcatDataset):
             waiting += one.datasets
+        elif isinstance(one, Subset):
+            waiting.append(one.dataset)
+        elif isinstance(one, Dataset) and id(one) not in seen:
+            seen.add(id(one))  # it may be in itself
+            waiting += [inner for inner in attributes(one).values() if isinstance(inner, Dataset)]
+
+
+def _of_each_sample(value: Any, dataset: Any) -> str | None:
+    if not isinstance(value, (list, tuple, range, np.ndarray, torch.Tensor)) or getattr(value, "ndim", 1) != 1:
+        return None
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):  # it has none
+        return None
+    return _of_list(value) if 0 < len(value) == length <= _MOST_SAMPLES else None
+
+
+def _of_list(value: Any) -> str | None:
+    if isinstance(value, np.ndarray) and value.dtype.kind == "U":
+        value = value.tolist()
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return fingerprint(value) if str(value.dtype).removeprefix("torch.").startswith(("int", "uint")) else None
+    kinds = {int} if isinstance(value, range) else set(map(type, value))
+    if kinds == {str}:
+        first, last = min(value), max(value)
+        folder = next((at for at, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first))
+        return f"{len(value)} texts ({_digest(chr(0).join(text[folder:] for text in value))})"
+    return fingerprint(value) if kinds <= {int, bool} else None
+
+
+def _of_all(found: list[str]) -> str | None:
     if len(found) < 2:
         return found[0] if found else None
-    return f"{len(found)} lists ({hashlib.sha256(' '.join(found).encode()).hexdigest()[:8]})"
+    return f"{len(found)} lists ({_digest(' '.join(found))})"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
 
 
 def of_sampler(sampler: Any) -> dict[str, str]:
@@ -97,6 +156,46 @@ def of_globals(functions: Iterable[Any]) -> dict[str, str]:
             elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
                 waiting.append(value)
     return {name: text for name, text in found.items() if name.removeprefix("global ") not in written}
+
+
+def of_read(function: Any) -> dict[str, str]:
+    """Return the plain values that a function reads from its object, from enclosed and from global objects, by name.
+
+    Lists and dicts of plain values are such values too. `hparams` is looked into; no other property is called.
+    Without single values that it encloses, or that are globals themselves.
+    """
+    function, own = getattr(function, "__func__", function), getattr(function, "__self__", None)
+    if not isinstance(function, FunctionType):
+        return {}
+    codes = [function.__code__, *(one for one in function.__code__.co_consts if isinstance(one, CodeType))]
+    names = {name for code in codes for name in code.co_names}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    values = {name: cell.cell_contents for name, cell in cells if is_filled(cell)}
+    values |= {} if own is None else {"self": own}
+    values |= {f"global {name}": function.__globals__[name] for name in names if name in function.__globals__}
+    for _ in range(3):  # objects in objects
+        objects = {name: one for name, one in values.items() if hasattr(one, "__dict__")}
+        values |= {
+            f"{name}.{key}": one for name, holder in objects.items() for key, one in _held(holder, names).items()
+        }
+    return {name: repr(one) for name, one in values.items() if is_plain(one) and ("." in name or not is_plain(one, 0))}
+
+
+def is_plain(value: Any, depth: int = _DEPTH) -> bool:
+    """Return True for None, numbers and texts, and for short lists and dicts of such values."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if type(value) in (list, tuple):
+        return depth > 0 and len(value) <= _MOST_ITEMS and all(is_plain(one, depth - 1) for one in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _held(holder: Any, names: set[str]) -> dict[str, Any]:
+    held = attributes(holder)
+    inner = held.get("_hparams") if "hparams" in names else None
+    return {name: held[name] for name in names if name in held} | (
+        {f"hparams.{name}": inner[name] for name in names if name in inner} if isinstance(inner, dict) else {}
+    )
 
 
 def _instructions(code: CodeType) -> Iterable[dis.Instruction]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer.data.batch_sampler import DistributedBatchSampler
-from trainer.data.fingerprints import of_indices
+from trainer.data.fingerprints import of_indices, of_samples
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.micro_batches import parts_of
 from trainer.data.sampler_check import resumes_exactly
@@ -105,7 +105,9 @@ class ShardedDataLoader(BatchLoader):
         of_batches = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, "shuffled": sampler.shuffled}
         lengths = {"samples in an epoch": self.samples_per_epoch, "batches in an epoch": sampler.num_global_batches}
         numbers = {f"{name} of its {type(sampler.sampler).__name__}": one for name, one in sampler.numbers().items()}
-        return facts | of_batches | lengths | numbers | {"indices of its dataset": of_indices(self._dataset)}
+        of_dataset = {f"{name} of its dataset": one for name, one in of_samples(self._dataset).items()}
+        indices = {"indices of its dataset": of_indices(self._dataset)}
+        return facts | of_batches | lengths | numbers | indices | of_dataset
 
     def keep_indices(self) -> None:
         self.sampler.keep_indices()
@@ -127,7 +129,8 @@ class ShardedDataLoader(BatchLoader):
     def numbers(self) -> dict[str, dict[str, str]]:
         indices = of_indices(self._dataset)
         of_sampler = {**self.sampler.numbers(), **self.sampler.globals()}
-        return {"sampler": of_sampler, "dataset": {} if indices is None else {"indices": indices}}
+        of_dataset = of_samples(self._dataset) | ({} if indices is None else {"indices": indices})
+        return {"sampler": of_sampler, "dataset": of_dataset}
 
     def identity(self, world_size: int) -> dict[str, str]:
         sampler, dataset = self.sampler, self._dataset

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Collection, Mapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from trainer import __version__
-from trainer.data.fingerprints import functions_of, of_globals
+from trainer.data.fingerprints import functions_of, is_plain, of_globals, of_read
 from trainer.data.loader import BatchLoader
+from trainer.data.sampler_state import attributes
 from trainer.errors import ConfigError, did_you_mean, shown
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
 from trainer.loop.compare_ranks import as_text
@@ -98,8 +101,9 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
             (of_schedulers if is_scheduler else of_optimizers)[name] = as_text(value)
         if own_name in ("lr_lambdas", "lr_lambda"):
             functions = value if isinstance(value, list) else [value]
-            read = of_globals(one for function in functions for one in functions_of(function))
-            of_schedulers |= {f"{owner}, {what} in {own_name}": text for what, text in read.items()}
+            of_schedulers |= {
+                f"{owner}, {what}": text for what, text in _facts_of_functions(functions, own_name).items()
+            }
     return {
         **_facts_of_data(run.train_loader, run.strategy.processes.readers),
         "optimizers": of_optimizers,
@@ -114,6 +118,18 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
             "exact-trainer": __version__,
         },
     }
+
+
+def _facts_of_functions(functions: list[Any], option: str) -> dict[str, str]:
+    """Return what a schedule's functions read, and the attributes of objects that are called instead of a function."""
+    read = of_globals(one for function in functions for one in functions_of(function))
+    read |= {what: text for function in functions for what, text in of_read(function).items()}
+    found = {f"{what} in {option}": text for what, text in read.items()}
+    for one in functions:
+        if not isinstance(one, (FunctionType, MethodType, partial)):  # torch restores these attributes
+            options = {name: repr(value) for name, value in attributes(one).items() if is_plain(value)}
+            found |= {f"{type(one).__name__}.{name}": text for name, text in options.items()}
+    return found
 
 
 def _facts_of_data(loader: BatchLoader, readers: int) -> Facts:
