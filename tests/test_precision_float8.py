@@ -11,16 +11,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.decoder import Decoder
 from tests.helpers.strategy_models import GPT
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
 from tests.tiers import selected
 from trainer import Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.errors import ConfigError
+from trainer.model.parallel_cost import Architecture
 from trainer.precision import PRECISIONS, resolve_precision
 from trainer.strategies import STRATEGIES
 
-FLOAT8 = [name for name, precision in PRECISIONS.items() if precision.float8 is not None]
+FLOAT8 = [name for name, precision in PRECISIONS.items() if precision.float8 in ("tensorwise", "rowwise")]
 COMPARED = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "PP x2")
 STEPS, HALF = 10, 5
 BOUND = 3e-2
@@ -143,9 +145,11 @@ def test_engines_without_it_refuse_it_in_words(name: str) -> None:
     assert any("'fp8'" in problem and "'bf16-mixed'" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("other", ["transformer-engine", "mxfp8"])
-def test_other_names_are_answered(other: str) -> None:
-    with pytest.raises(ConfigError, match="'fp8' or 'fp8-rowwise'"):
+@pytest.mark.parametrize(
+    ("other", "answer"), [("transformer-engine", "'fp8' or 'fp8-rowwise'"), ("nvfp4", "'mxfp8', or 'fp8'")]
+)
+def test_other_names_are_answered(other: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer):
         resolve_precision(other)
 
 
@@ -169,3 +173,90 @@ def test_converted_layers_keep_their_hooks_and_attributes() -> None:
     handle.remove()
     module(torch.zeros(16, 32))
     assert called == ["first", "first"]
+
+
+# -- a scale for each block --------------------------------------------------------------------------------------------
+
+WIDE = Architecture(layers=2, hidden=64, heads=4, vocabulary=96, kv_heads=2, head_dim=16, intermediate=160)
+
+
+class WideDecoder(Decoder):
+    """Layers of multiples of 32, and sequences and micro-batches that are no multiples of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=False)
+        return loss
+
+
+def fit_blocks(way: str, precision: str, folder: Path, steps: int, ckpt_path: str | None = None) -> list[float]:
+    torch.manual_seed(0)
+    recorder, module = StepLosses(), WideDecoder(WIDE)
+    trainer = WAYS[way].trainer(
+        precision=precision,
+        max_steps=steps,
+        max_epochs=-1,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        seed=3,
+        activation_checkpointing="auto",
+        default_root_dir=str(folder),
+        enable_checkpointing=True,
+        callbacks=[recorder, ModelCheckpoint(save_last=True, every_n_train_steps=2)],
+    )
+    tokens = torch.randint(96, (48, 31), generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(TensorDataset(tokens), WAYS[way].micro_batch, shuffle=True), ckpt_path=ckpt_path)
+    converted = sum(type(child).__name__ == "MXLinear" for child in module.modules())
+    assert converted == (15 if precision == "mxfp8" else 0)
+    return recorder.losses
+
+
+def blocks_everywhere(way: str, root: str) -> dict[str, list[float]]:
+    folder = Path(root, way)
+    found = {precision: fit_blocks(way, precision, folder / precision, 4) for precision in ("32-true", "mxfp8")}
+    fit_blocks(way, "mxfp8", folder / "broken", 2)
+    found["resumed"] = fit_blocks(way, "mxfp8", folder / "broken", 4, "last")
+    found["to float32"] = fit_blocks(way, "32-true", folder / "mxfp8", 6, "last")
+    return found
+
+
+def check_blocks(ways: list[str], root: Path) -> None:
+    for way, ranks in run_each(blocks_everywhere, ways, str(root)).items():
+        for found in ranks:
+            assert found["mxfp8"] == pytest.approx(found["32-true"], abs=BOUND), way
+            assert found["mxfp8"] != pytest.approx(found["32-true"], abs=1e-5), way
+            assert found["resumed"] == found["mxfp8"][2:], way
+            assert len(found["to float32"]) == 2, way
+
+
+def test_a_scale_for_each_block_is_near_float32_and_exact_on_resume(tmp_path: Path) -> None:
+    check_blocks([SINGLE], tmp_path)
+
+
+@pytest.mark.long
+def test_a_scale_for_each_block_on_two_processes(tmp_path: Path) -> None:
+    check_blocks(["DDP x2", "FSDP x2", "CP x2, keys", "PP x2"], tmp_path)
+
+
+def test_a_scale_for_each_block_of_split_weights_is_refused() -> None:
+    problems = STRATEGIES["fsdp"](tensor_parallel=2).problems(PRECISIONS["mxfp8"], "cpu", 2)
+    assert any("'mxfp8' with tensor_parallel" in problem and "'fp8-rowwise'" in problem for problem in problems)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_a_layer_that_computes_something_else_is_left_as_it_is(
+    precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = nn.Sequential(nn.Linear(32, 32), Doubled(32, 32))
+    with caplog.at_level("INFO", "trainer"):
+        resolve_precision(precision).convert_module(module)
+    assert type(module[1]) is Doubled
+    assert "1 linear layers compute in 8 bits; not, because a subclass of nn.Linear may compute" in caplog.text
+    resolve_precision("32-true").convert_module(module)
+    assert [type(layer) for layer in module] == [nn.Linear, Doubled]
+    assert "product" not in vars(module[0])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -36,8 +37,8 @@ class Precision:
     """Dtype of autocast during the forward pass; None: no autocast."""
     loss_scaling: bool = False
     """Scale the loss dynamically, because fp16 gradients underflow."""
-    float8: Literal["tensorwise", "rowwise"] | None = None
-    """The recipe of torchao by which linear layers compute in 8 bits, with one scale for a tensor, or for each row."""
+    float8: Literal["tensorwise", "rowwise", "mx"] | None = None
+    """The recipe of torchao by which linear layers compute in 8 bits; a scale is for a tensor, a row, or 32 numbers."""
 
     def __str__(self) -> str:
         return self.name
@@ -124,6 +125,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision("bf16-mixed", torch.float32, autocast=torch.bfloat16),
         Precision("fp8", torch.float32, autocast=torch.bfloat16, float8="tensorwise"),
         Precision("fp8-rowwise", torch.float32, autocast=torch.bfloat16, float8="rowwise"),
+        Precision("mxfp8", torch.float32, autocast=torch.bfloat16, float8="mx"),
     )
 }
 
@@ -135,7 +137,7 @@ OTHERS_EQUIVALENTS = {
     **dict.fromkeys(("float16", "half"), "'16-mixed', or '16-true' for weights in float16, too"),
     "bfloat16": "'bf16-mixed', or 'bf16-true' for weights in bfloat16, too",
     **dict.fromkeys(("transformer-engine", "transformer-engine-float16", "te", "float8"), "'fp8' or 'fp8-rowwise'"),
-    **dict.fromkeys(("mxfp8", "nvfp4"), "'fp8' or 'fp8-rowwise': formats with a scale for each block are not there"),
+    "nvfp4": "'mxfp8', or 'fp8': numbers of 4 bits are not there",
 }
 """Names of other trainers' and torch's precisions -> the equivalents here."""
 
@@ -158,53 +160,113 @@ def resolve_precision(precision: str | int | Precision) -> Precision:
 
 # -- matrix products of 8 bits -----------------------------------------------------------------------------------------
 
-MULTIPLE = 16
-"""GPUs multiply matrices of 8 bits whose sizes are multiples of this."""
-NATIVE_FLOAT8 = (8, 9)
-"""The least compute capability of a GPU that multiplies in 8 bits (Ada, Hopper)."""
+NATIVE_FLOAT8 = {"tensorwise": (8, 9), "rowwise": (8, 9), "mx": (10, 0)}
+"""The least compute capability of a GPU that multiplies in 8 bits (Ada and Hopper; Blackwell), by recipe."""
+MX_BLOCK = 32
+"""Neighbouring numbers that share a scale in the formats of https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf."""
 
 
 def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     """Have linear layers compute in 8 bits, in place, with the same parameters; the log says which do not, and why.
 
     Weights, activations and gradients are scaled by their largest value and rounded in each product
-    (https://github.com/pytorch/ao/tree/main/torchao/float8).
+    (https://github.com/pytorch/ao/tree/main/torchao/float8). Subclasses of nn.Linear compute in a way of their own, and
+    stay as they are.
 
     Raises:
         ConfigError: no layer can.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+    multiple = MX_BLOCK if recipe == "mx" else 16  # GPUs multiply matrices of such sizes
     linear = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
-    fits = [
-        path for path, child in linear.items() if not (child.in_features % MULTIPLE or child.out_features % MULTIPLE)
-    ]
+    plain = [path for path, child in linear.items() if type(child) is nn.Linear]
+    fits = [path for path in plain if not (linear[path].in_features % multiple or linear[path].out_features % multiple)]
     if not fits:
         raise ConfigError(
-            f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {MULTIPLE}, "
+            f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {multiple}, "
             "and only these compute in 8 bits: use 'bf16-mixed', or other sizes."
         )
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not has_float8())
-    convert_to_float8_training(module, config=config, module_filter_fn=lambda child, path: path in fits)
-    for path in fits:
-        _keep_attributes(linear[path], module.get_submodule(path))
-    others = [path for path in linear if path not in fits]
+    native = has_float8(recipe)
+    if recipe == "mx":
+        _convert_to_mx([linear[path] for path in fits], native)
+    else:
+        _convert_to_float8(module, fits, recipe, native)
+    reasons = {
+        f"because sizes are no multiples of {multiple}": [path for path in plain if path not in fits],
+        "because a subclass of nn.Linear may compute something else": [path for path in linear if path not in plain],
+    }
     log.info(
         "%s: %d linear layers compute in 8 bits%s%s",
         name,
         len(fits),
-        f"; not, because sizes are no multiples of {MULTIPLE}: {first_of(others)}" if others else "",
-        "" if has_float8() else "; emulated on this machine: the same rounding, but not faster",
+        "".join(f"; not, {why}: {first_of(others)}" for why, others in reasons.items() if others),
+        "" if native else "; emulated on this machine: the same rounding, but not faster",
     )
 
 
-def has_float8() -> bool:
-    """Whether this machine's GPU multiplies in 8 bits; elsewhere that is emulated."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_FLOAT8
+def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: bool) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    linear = {path: module.get_submodule(path) for path in fits}
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not native)
+    convert_to_float8_training(module, config=config, module_filter_fn=lambda child, path: path in linear)
+    for path, before in linear.items():
+        _keep_attributes(before, module.get_submodule(path))
+
+
+class MXLinear(nn.Linear):
+    """A linear layer whose products have a scale of 8 bits for each 32 numbers; made of an nn.Linear by its class."""
+
+    product: Any
+    """torchao's product of an input and a weight, with its gradients."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        device, dtype = input.device.type, input.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        rows = input.reshape(-1, self.in_features).to(dtype)
+        # The gradient of the weight has blocks of rows: zeros fill the last one, and change nothing.
+        padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % MX_BLOCK))
+        with torch.autocast(device, enabled=False):
+            output = self.product(padded, self.weight.to(dtype))[: len(rows)]
+            if self.bias is not None:
+                output = output + self.bias.to(dtype)
+        result: torch.Tensor = output.reshape(*input.shape[:-1], self.out_features)
+        return result
+
+
+def _convert_to_mx(layers: list[nn.Module], native: bool) -> None:
+    try:
+        from torchao.prototype.moe_training import mxfp8_linear
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        scaled_mm = mxfp8_linear._to_mxfp8_then_scaled_mm
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"precision='mxfp8' needs the torchao that has it: {install_command('torchao')}; or use 'fp8-rowwise'. "
+            f"{error}"
+        ) from error
+    product = partial(
+        scaled_mm,
+        kernel_preference=KernelPreference.AUTO if native else KernelPreference.EMULATED,
+        scale_calculation_mode=ScaleCalculationMode.RCEIL,
+    )
+    for layer in layers:
+        layer.__class__ = MXLinear
+        vars(layer)["product"] = product
+
+
+def has_float8(recipe: str) -> bool:
+    """Whether this machine's GPU multiplies in 8 bits by a recipe; elsewhere that is emulated."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_FLOAT8[recipe]
 
 
 def restore_linear_layers(module: nn.Module) -> None:
     """Undo `convert_linear_layers`, which an earlier run may have done."""
+    for child in module.modules():
+        if isinstance(child, MXLinear):
+            child.__class__ = nn.Linear  # type: ignore[assignment]
+            del child.product
     float8 = sys.modules.get("torchao.float8.float8_linear")
     if float8 is None:
         return

@@ -211,6 +211,11 @@ class FSDPStrategy(DistributedStrategy):
                 "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on "
                 "over their processes. Use 'bf16-mixed'."
             )
+        if layout.tensor > 1 and precision.float8 == "mx":
+            problems.append(
+                f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
+                "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel."
+            )
         if layout.pipeline > 1 and own_loop:
             problems.append(
                 "pipeline_parallel runs the backward of each micro-batch itself, which a loop of your own cannot: use "
