@@ -57,7 +57,7 @@ class CSVLogger(FileLogger):
         flush_logs_every_n_steps: PositiveInt | None = None,
         flush_seconds: NonNegativeFloat = 5.0,
     ) -> None:
-        self.place = LoggerFolder(save_dir, name, version)
+        self.place = LoggerFolder(self.file_name, save_dir, name, version)
         self.prefix = prefix
         self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self.flush_seconds = flush_seconds

@@ -38,7 +38,7 @@ class JSONLLogger(FileLogger):
     file_name = "metrics.jsonl"
 
     def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
-        self.place = LoggerFolder(save_dir)
+        self.place = LoggerFolder(self.file_name, save_dir)
         self.flush_seconds = flush_seconds
         self._before: list[dict[str, Any]] = []
         """Records of the time before the file is opened, when the step of a resumed run is not known yet."""

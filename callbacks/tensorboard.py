@@ -66,7 +66,7 @@ class TensorBoardLogger(Logger):
         sub_dir: str | Path | None = None,
         flush_seconds: NonNegativeFloat = 5.0,
     ) -> None:
-        self.place = LoggerFolder(save_dir, name, version, sub_dir)
+        self.place = LoggerFolder("events.out.tfevents.*", save_dir, name, version, sub_dir)
         self.logs_graph, self.default_hp_metric, self.prefix = log_graph, default_hp_metric, prefix
         self.flush_seconds = flush_seconds
         self._file: _EventFile | None = None
@@ -146,7 +146,6 @@ class TensorBoardLogger(Logger):
         self._trainer = trainer
         if stage == "fit":
             self._newest = {}
-        self.choose_folder(self.place, "events.out.tfevents.*", stage)
         if trainer.is_global_zero:
             try:
                 import tensorboard  # noqa: F401

@@ -281,6 +281,8 @@ class Logger(Callback):
     """
 
     group_separator: ClassVar[str] = "/"
+    place: LoggerFolder | None = None
+    """The folder of the files, for a logger that writes files of its own. The run sets its number before `setup`."""
     _trainer: Trainer | None = None
     _told_media = False
 
@@ -353,16 +355,6 @@ class Logger(Callback):
     @property
     def _run_dir(self) -> Path | None:
         return None if self._trainer is None else self._trainer.run_dir
-
-    def choose_folder(self, folder: LoggerFolder, files: str, stage: str) -> None:
-        """Give a run that continues no other a folder in which no run has left `files`. Collective, in `setup`."""
-        trainer = self._trainer
-        assert trainer is not None
-        if trainer.ckpt_path is None and folder.depends_on_files and (stage == "fit" or not folder.chosen):
-            if trainer.is_global_zero:
-                folder.begin(trainer.run_dir, files)
-            folder.number = trainer.strategy.processes.broadcast_object(folder.number)
-        folder.chosen = True
 
     @property
     def _is_rank_zero(self) -> bool:
@@ -543,7 +535,6 @@ class FileLogger(Logger):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._trainer = trainer
         self._resumed = {}
-        self.choose_folder(self.place, self.file_name, stage)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:

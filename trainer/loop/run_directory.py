@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop.run import Run
 from trainer.loop.training_state import saved_run_dir
+from trainer.metrics.logger_folder import LoggerFolder
 from trainer.settings import Settings
 
 CHECKPOINTS = "checkpoints"
@@ -180,6 +182,32 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
             f"default_root_dir={str(root)!r}: no run directory can be made there ({error.strerror}). "
             "Give a folder that can be written."
         ) from None
+
+
+def choose_logger_folders(run: Run) -> None:
+    """Give the loggers of a run that continues no other a folder in which no run has left files. Collective.
+
+    Rank 0 chooses for all. A logger may be on some ranks only: the same one elsewhere has the same place among those of
+    its class.
+    """
+    if run.resumed_from is not None:
+        return
+    folders: dict[str, LoggerFolder] = {}
+    of_class: Counter[str] = Counter()
+    for logger in run.loggers:
+        name = type(logger).__qualname__
+        of_class[name] += 1
+        if logger.place is not None:
+            folders[f"{name} {of_class[name]}"] = logger.place
+    numbers: dict[str, int | None] = {}
+    if run.strategy.processes.is_global_zero:
+        for name, folder in folders.items():
+            if folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
+                folder.begin(run.session.run_dir)
+            numbers[name] = folder.number
+    numbers = run.strategy.processes.broadcast_object(numbers)
+    for name, folder in folders.items():
+        folder.number, folder.chosen = numbers.get(name), True
 
 
 def _make_version(root: Path, number: int) -> Path:

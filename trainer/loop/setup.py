@@ -34,6 +34,7 @@ from trainer.loop.preflight_checks import check_call
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import (
+    choose_logger_folders,
     choose_run_dir,
     find_after_restart,
     find_again,
@@ -105,6 +106,7 @@ def start_run(
             cleanup.callback(stop_listening, run)
             run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
+            choose_logger_folders(run)
             run.seed_processes(choose_seed(run, checkpoint))
             prepare_data(run, data, checkpoint)
             build_module(run, checkpoint, cleanup, weights)

@@ -12,6 +12,7 @@ class LoggerFolder:
     """The folder into which a logger writes.
 
     Args:
+        files: a pattern of the names of its files.
         save_dir: a folder; None: the run directory.
         name, version: folders in it; a number n is the version `version_n`.
         sub_dir: a folder below them.
@@ -19,11 +20,13 @@ class LoggerFolder:
 
     def __init__(
         self,
+        files: str,
         save_dir: str | Path | None,
         name: str | None = None,
         version: int | str | None = None,
         sub_dir: str | Path | None = None,
     ) -> None:
+        self.files = files
         self.given = None if save_dir is None else local_path(save_dir, "save_dir")
         self.name, self.version = name, version
         self.sub_dir = None if sub_dir is None else str(local_path(sub_dir, "sub_dir"))
@@ -40,12 +43,12 @@ class LoggerFolder:
         """Return what a checkpoint keeps, by which a resumed run finds the folder again."""
         return {} if self.number is None else {"version": self.number}
 
-    def begin(self, run_dir: Path | None, files: str) -> None:
-        """Choose the folder of a new run, in which no earlier run has left files with names like `files`."""
+    def begin(self, run_dir: Path | None) -> None:
+        """Choose the folder of a new run, in which no earlier run has left files."""
         self.number = None
         while self.depends_on_files:
             folder = self.folder(run_dir)
-            if folder is None or not any(folder.glob(files)):
+            if folder is None or not any(folder.glob(self.files)):
                 break
             version = self.version_in(run_dir) if self.name or self.number is not None else 0
             self.number = version + 1 if isinstance(version, int) else 1

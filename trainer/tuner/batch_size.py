@@ -94,7 +94,7 @@ class AgreedStopwatch(Stopwatch):
     def __init__(self, limit: int | None) -> None:
         super().__init__()
         self.fits = True
-        """Whether the batch of each process fits."""
+        """True until the batch of a process does not fit."""
         self.readers = 1
         self._limit = limit
         self._limited = ExitStack()
