@@ -55,6 +55,8 @@ class TensorBoardLogger(Logger):
         MissingPackageError: at the start of a run, when tensorboard is not installed.
     """
 
+    place: LoggerFolder
+
     def __init__(
         self,
         save_dir: str | Path | None = None,
