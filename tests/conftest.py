@@ -9,6 +9,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,19 @@ def _same_action_of_sigusr1() -> Iterator[None]:
     yield
     if not ignored:
         _undo_keep_exit_code(signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _same_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget modules that a file's tests have imported from folders of their own: other files use the same names."""
+    before, path, folder = set(sys.modules), [*sys.path], tmp_path_factory.getbasetemp()
+    yield
+    sys.path[:] = path
+    for name in sys.modules.keys() - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        places = [file] if file is not None else [*getattr(sys.modules[name], "__path__", [])]
+        if any(Path(place).is_relative_to(folder) for place in places):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True, scope="module")
