@@ -155,16 +155,58 @@ def test_a_file_of_the_user_called_trainer_is_named_and_not_run(tmp_path: Path) 
     start = "import sys; sys.path.remove(''); from trainer.__main__ import main; sys.exit(main())"
     model = ["--module", f"{ROOT}/examples/gan/module.py:GAN", "--print-config"]
     ended = run([sys.executable, "-c", start, "fit", *model], tmp_path)
-    assert f"trainer.py in {tmp_path}: scripts and `python -m trainer` in this folder import it" in ended.stderr
-    launched = run([sys.executable, "-c", start, "launch", "--nproc-per-node", "2", "trainer", "env"], tmp_path)
+    note = f"trainer.py in {tmp_path}: scripts, spawned workers and `python -m trainer` in this folder import it"
+    assert note in ended.stderr
+    launched = run([sys.executable, "-c", start, "launch", "--nproc-per-node", "2", "trainer", "fit", *model], tmp_path)
     assert "the file of the user" not in launched.stdout + launched.stderr
     assert launched.returncode == 0, launched.stderr
+    assert launched.stderr.count(note) == 1  # a launched command prints its notes, once
+    (tmp_path / "train.py").write_text("import trainer")
+    script = [f"{tmp_path.name}/train.py"]
+    assert (
+        note in run([sys.executable, "-c", start, "launch", "--nproc-per-node", "1", *script], tmp_path.parent).stderr
+    )
 
 
-def test_the_other_distribution_of_this_name_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trainer-0.0.36.dist-info").mkdir()
+def test_a_file_called_trainer_is_named_wherever_python_searches_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "trainer.py").touch()
+    assert not [note for note in collisions() if "trainer.py" in note]
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    assert [note for note in collisions() if note.startswith(f"trainer.py in {folder}: ")]
+
+
+@pytest.mark.parametrize("package", ["trainer", "coqui-tts-trainer"])
+def test_the_other_distributions_of_this_name_are_found(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, file in ((package, "trainer/__init__.py"), ("my-trainer", "my_trainer/trainer/__init__.py")):
+        folder = tmp_path / f"{name.replace('-', '_')}-0.0.36.dist-info"
+        folder.mkdir()
+        (folder / "RECORD").write_text(f"{folder.name}/METADATA,,\n{file},sha256=abc,298\n")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert [note for note in collisions() if "trainer-0.0.36 is installed" in note and "pip uninstall" in note]
+    (note,) = (note for note in collisions() if "is installed" in note)
+    assert f"pip uninstall {package} exact-trainer" in note
+
+
+# Their first lines: of `trainer`, of `coqui-tts-trainer`; and what `pip uninstall` leaves of ours.
+@pytest.mark.parametrize("first", ["from trainer.model import *", "from trainer.config import TrainerArgs", None])
+def test_another_distribution_that_was_installed_over_this_one_is_named(first: str | None, tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    for path in (ROOT / "trainer").iterdir():
+        if path.name not in ("__init__.py", "trainer.py"):
+            (tmp_path / "trainer" / path.name).symlink_to(path)
+    if first is not None:
+        (tmp_path / "trainer/__init__.py").write_text(first)
+    start = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from trainer.__main__ import main; sys.exit(main())"
+    ended = subprocess.run(
+        [sys.executable, "-S", "-c", start, "--version"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "another distribution with the import name 'trainer' is, or was, installed over this one" in ended.stderr
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -113,6 +113,19 @@ class MissingPackageError(TrainerError, ImportError):
         )
 
 
+def refuse_other_package(package: ModuleType) -> None:
+    """Raise where the package `trainer` is another distribution's, installed over ours, or has gone with it.
+
+    Called by the command, and by those packages that have the name of a module that such a distribution imports first.
+    """
+    if "TrainModule" not in getattr(package, "__all__", ()):
+        folder = str(package.__path__[0])
+        raise ImportError(
+            f"another distribution with the import name 'trainer' is, or was, installed over this one in {folder}. "
+            "Uninstall both (pip uninstall trainer coqui-tts-trainer exact-trainer), and install this one again."
+        )
+
+
 RENAMED = {
     "StepTimes": "StragglerMonitor",
     "after_module": "runs_last",

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import sysconfig
+from itertools import takewhile
 from pathlib import Path
 
 import trainer
 
+_OURS = Path(trainer.__file__).resolve()
 
-def shadow() -> Path | None:
-    """Return the user's `trainer.py` (or package) in the current folder, which Python would import in place of ours."""
-    ours = Path(trainer.__file__).resolve()
-    found = (Path.cwd() / name for name in ("trainer.py", "trainer/__init__.py"))
-    return next((path for path in found if path.is_file() and path.resolve() != ours), None)
+
+def shadow(folders: list[Path]) -> Path | None:
+    """Return the user's `trainer.py` (or package) in one of the folders, which Python would import in place of ours."""
+    found = (folder / name for folder in folders for name in ("trainer/__init__.py", "trainer.py"))
+    return next((path for path in found if path.is_file() and path.resolve() != _OURS), None)
 
 
 def other_distribution() -> Path | None:
-    """Return the metadata of PyPI's distribution `trainer`, whose files are installed over ours, or ours over its."""
-    return next(Path(sysconfig.get_path("purelib")).glob("trainer-*.dist-info"), None)
+    """Return the metadata of another distribution with a package `trainer`, whose files are mixed with ours.
+
+    The package index has two: `trainer`, and `coqui-tts-trainer`, which continues it.
+    """
+    for folder in dict.fromkeys([_OURS.parents[1], Path(sysconfig.get_path("purelib"))]):
+        for path in sorted(folder.glob("*trainer*.dist-info")):
+            record = path / "RECORD"
+            files = record.read_text(encoding="utf-8", errors="replace") if record.is_file() else ""
+            if not path.name.startswith("exact_trainer-") and "\ntrainer/__init__.py," in f"\n{files}":
+                return path
+    return None
 
 
-def collisions() -> list[str]:
-    """Return a sentence for each collision."""
-    found = []
-    if (own := shadow()) is not None:
-        name = own.name if own.name == "trainer.py" else "the folder trainer"
-        words = (
-            "scripts and `python -m trainer` in this folder import it in place of this package: give it another name."
-        )
-        found.append(f"{name} in {own.parent if own.name == 'trainer.py' else own.parents[1]}: {words}")
+def own_file(folders: list[Path]) -> str | None:
+    """Return a sentence about the user's file of this name in one of the folders."""
+    own = shadow(folders)
+    if own is None:
+        return None
+    name, folder = (own.name, own.parent) if own.name == "trainer.py" else ("the folder trainer", own.parents[1])
+    who = "scripts, spawned workers and `python -m trainer` in this folder"
+    return f"{name} in {os.path.abspath(folder)}: {who} import it in place of this package: give it another name."
+
+
+def searched_before() -> list[Path]:
+    """Return the current folder, and the folders that Python searches before the one of this package."""
+    entries = (Path(entry) for entry in sys.path if entry)
+    return [Path.cwd(), *takewhile(lambda folder: (folder / "trainer/__init__.py").resolve() != _OURS, entries)]
+
+
+def collisions(folders: list[Path] | None = None) -> list[str]:
+    """Return a sentence for each collision, in `folders` or those that Python searches."""
+    own = own_file(searched_before() if folders is None else folders)
+    found = [own] if own is not None else []
     if (other := other_distribution()) is not None:
         words = "it has the import name of this package, and their files are mixed."
-        fix = "Uninstall both (pip uninstall trainer exact-trainer), and install this one again."
+        package = other.name.partition("-")[0].replace("_", "-")
+        fix = f"Uninstall both (pip uninstall {package} exact-trainer), and install this one again."
         found.append(f"{other.stem} is installed: {words} {fix}")
     return found

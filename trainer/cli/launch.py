@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.arguments import local_path, whole_number
-from trainer.cli.collisions import shadow
+from trainer.cli.collisions import collisions, shadow
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.errors import ConfigError, did_you_mean, printable, raise_problems
 
 if TYPE_CHECKING:
     from trainer.launchers.multinode import Machines
@@ -83,6 +83,9 @@ def run(arguments: list[str]) -> int:
     if options.slurm:
         return _slurm(options)
     machines = _machines(options, os.environ)
+    if options.program[0] != "trainer" or options.module:  # our command says it by itself
+        for note in collisions([Path.cwd() if options.module else local_path(command[0]).absolute().parent]):
+            print(f"note: {printable(note)}", file=sys.stderr, flush=True)
     number, restarts = _number_of_processes(options.nproc_per_node), _restarts(options.max_restarts)
     return _start(command, number, restarts, machines)
 
@@ -162,7 +165,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     first = program[0]
     if first == "trainer" and not options.module:
         # -P: not the user's own trainer.py.
-        return [*(["-P"] if shadow() is not None else []), "-m", *program]
+        return [*(["-P"] if shadow([Path.cwd()]) is not None else []), "-m", *program]
     if options.module:
         return ["-m", *program]
     if first.startswith("~"):
@@ -327,7 +330,7 @@ def _run(options: argparse.Namespace, processes: int, launcher: bool) -> list[st
     # srun does not inherit --cpus-per-task from sbatch.
     cores = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
     stop_all = f"srun --kill-on-bad-exit=1{cores}"
-    isolated = "-P " if shadow() is not None else ""
+    isolated = "-P " if shadow([Path.cwd()]) is not None else ""
     if not launcher:
         return [
             "# One task per process: they find each other by Slurm's variables. The first that fails ends the others.",

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
+_NOTED = "TRAINER_NOTED"
+"""Environment variable: the process id of the command that has printed its notes before it starts others."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -126,9 +129,12 @@ def unknown_settings(options: Options) -> list[Problem]:
 
 
 def _print_note(note: str) -> None:
-    """Print a note, once for all processes of a job."""
-    if "RANK" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHED not in os.environ):
-        print(f"note: {printable(note)}", file=sys.stderr)
+    """Print a note, once for all processes of a job: by rank 0, or by the process that starts them from here."""
+    if "RANK" not in os.environ:
+        os.environ[_NOTED] = str(os.getpid())
+    elif os.environ["RANK"] != "0" or os.environ.get(_NOTED, "") == os.environ.get(LAUNCHED):
+        return
+    print(f"note: {printable(note)}", file=sys.stderr)
 
 
 def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
