@@ -141,6 +141,31 @@ def test_an_interrupt_leaves_nothing_running(deaf: bool, tmp_path: Path) -> None
     assert not any(alive(pid) for pid in workers)
 
 
+INTERRUPTED = """
+import os, signal, time
+from trainer import launch
+
+forks = 0
+
+def interrupt():
+    global forks
+    forks += 1
+    if forks == {fork}:
+        os.kill(os.getpid(), signal.SIGINT)
+
+os.register_at_fork(after_in_parent=interrupt)
+try:
+    launch(time.sleep, 30.0, devices=2)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("fork", [1, 2])
+def test_an_interrupt_during_a_fork_is_not_lost(fork: int) -> None:
+    assert run_python(INTERRUPTED.format(fork=fork)).check().stdout == "interrupted\n"
+
+
 def test_killing_the_prompt_leaves_nothing_running(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER.format(deaf=True))
     running = Running([sys.executable, "sleeper.py"], tmp_path, clean_environment({"PYTHONPATH": str(ROOT)}))

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 SIGTERMS = 3
@@ -49,13 +50,37 @@ def main(parent: int, noticed: int, rank: str) -> None:
         now = waiting.count(signal.SIGTERM)
         unnoticed = unnoticed + (now > before) if now >= before else 0
         before = now
-        if now and count + unnoticed >= SIGTERMS:
+        if now and count + unnoticed >= SIGTERMS and not _soon(lambda: _is_empty(numbers), seconds=2.0):
             os.write(2, f"rank {rank}: {_WORDS}\n".encode())
             with suppress(ProcessLookupError):  # its launcher was faster
                 os.kill(parent, DUMP_SIGNAL)
+                _soon(lambda: not _is_pending(DUMP_SIGNAL, parent), seconds=5.0)
                 time.sleep(1.0)
                 os.kill(parent, signal.SIGKILL)
             return
+
+
+def _soon(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return True once the condition holds, False if it does not within the time: the machine may be busy."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds
+
+
+def _is_empty(numbers: socket.socket) -> bool:
+    return not select.select([numbers.fileno()], [], [], 0)[0]
+
+
+def _is_pending(number: int, pid: int) -> bool:
+    """Return True if a signal sent to a process has reached none of its threads yet (known on Linux only)."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            lines = file.readlines()
+    except OSError:
+        return False
+    waiting = next((line.split()[1] for line in lines if line.startswith("ShdPnd:")), "0")
+    return bool(int(waiting, 16) >> (number - 1) & 1)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
 from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.errors import ConfigError, TrainerError
 from trainer.fault_tolerance.failure import lost_connection
+from trainer.fault_tolerance.signals import in_main_thread
 from trainer.launchers.launcher import die_with_parent
 from trainer.launchers.restarts import LAUNCHED
 
@@ -64,17 +65,19 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
     given = call if method == "fork" else _pickled(call)
     sys.stdout.flush()
     sys.stderr.flush()
-    context = start_processes(
-        _work,
-        (number, store.port, os.getpid(), method == "fork", given, [end for _, end in pipes]),
-        nprocs=number,
-        join=False,
-        start_method=method,
-    )
-    processes = list(context.processes)
-    for _, end in pipes:
-        end.close()
+    processes: list[Any] = []
     try:
+        with _interrupts_held_back():
+            context = start_processes(
+                _work,
+                (number, store.port, os.getpid(), method == "fork", given, [end for _, end in pipes]),
+                nprocs=number,
+                join=False,
+                start_method=method,
+            )
+            processes += context.processes
+        for _, end in pipes:
+            end.close()
         results = _wait(processes, [end for end, _ in pipes])
     except BaseException:
         _end(processes)
@@ -83,6 +86,22 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
         for end, _ in pipes:
             end.close()
     return [_unpacked(results[rank]) for rank in range(number)]
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: a KeyboardInterrupt within Python's own work around a fork is lost."""
+    if not in_main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def _number(devices: int | str) -> int:
@@ -130,10 +149,11 @@ def _no_fork() -> str | None:
             "CUDA has been initialised in this process (a tensor or a model was moved to a GPU): it cannot be forked."
         )
     # torch.cuda.is_available() breaks forks, too, without a sign in this process: only a fork can tell.
-    child = os.fork()
-    if child == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
-    _, status = os.waitpid(child, 0)
+    with _interrupts_held_back():
+        child = os.fork()
+        if child == 0:
+            os._exit(int(torch.cuda._is_in_bad_fork()))
+        _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status) != 0:
         return (
             "CUDA has been asked for its devices in this process (torch.cuda.is_available(), or a Trainer that was "
