@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -164,7 +163,7 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""
-        self._stop_if_due(trainer.stop)
+        self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.stage == "fit" and not trainer.sanity_checking and self._checked_at != "train epoch":
@@ -185,9 +184,7 @@ class EarlyStopping(Callback):
             self._take(measured.value)
             if self.verbose:
                 trainer.print(f"{self.monitor} = {measured.value:.6g}; best {self._best}")
-            self._stop_if_due(trainer.stop)
-            if self.stopping_reason_message is not None:
-                self.stopped_epoch = trainer.current_epoch
+            self._stop_if_due(trainer)
 
     def _report_missing(self, logged: list[str]) -> None:
         message = (
@@ -203,26 +200,29 @@ class EarlyStopping(Callback):
 
     def _take(self, score: float) -> None:
         self.last_score = score
-        if self._best is None or self._is_better(score, self._best, self.min_delta):
-            # NaN is better than nothing and worse than everything, so it must not become the best.
-            self._best = None if math.isnan(score) else score
-            self.wait_count = 0 if self._best is not None else self.wait_count + 1
+        if self._reason_in(score) is not None:
+            return  # as in Lightning, a value that ends the run is neither an improvement nor the lack of one
+        if self._is_better(score, float(self.best_score), self.min_delta):
+            self._best, self.wait_count = score, 0
         else:
             self.wait_count += 1
 
     def _is_better(self, score: float, than: float, by: float = 0.0) -> bool:
-        return score < than - by if self.mode == "min" else score > than + by
+        """Compare as Lightning does, in the dtype of logged values: from 0.5 to 0.6 is no more than 0.1."""
+        value, other = torch.tensor(score, device="cpu"), torch.tensor(than, device="cpu")
+        return bool(value + by < other if self.mode == "min" else value - by > other)
 
-    def _stop_if_due(self, stop: Callable[[str], None]) -> None:
-        self.stopping_reason_message = reason = self._reason_to_stop()
-        if reason is not None:
-            stop(reason)
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        reason = self._reason_to_stop()
+        if reason is not None:  # an earlier reason stands: the run may have to wait for min_epochs
+            self.stopping_reason_message, self.stopped_epoch = reason, trainer.current_epoch
+            trainer.stop(reason)
 
     @property
     def best_score(self) -> torch.Tensor:
         """The best value so far, a 0-dim tensor; infinite before the first check."""
         first = math.inf if self.mode == "min" else -math.inf
-        return torch.tensor(first if self._best is None else self._best)
+        return torch.tensor(first if self._best is None else self._best, device="cpu")
 
     @property
     def stopping_reason(self) -> EarlyStoppingReason:
@@ -234,9 +234,17 @@ class EarlyStopping(Callback):
         return EarlyStoppingReason.NOT_STOPPED
 
     def _reason_to_stop(self) -> str | None:
-        score = self.last_score
-        if score is None:
-            return None
+        """Return the reason to stop after the last value; None: there is none."""
+        reason = None if self.last_score is None else self._reason_in(self.last_score)
+        if reason is None and self.wait_count >= self.patience:
+            best = "none" if self._best is None else f"{self._best:.6g}"
+            checks = "validation" if self._checked_at == "validation" else "epoch"
+            waited = f"{self.wait_count} {checks}{'' if self.wait_count == 1 else 's'}"
+            reason = f"early stopping: {self.monitor} has not improved in {waited}; best {best}"
+        return reason
+
+    def _reason_in(self, score: float) -> str | None:
+        """Return the reason to stop that lies in a value alone."""
         value = f"{self.monitor} = {score:.6g}"
         if self.check_finite and not math.isfinite(score):
             return f"early stopping: {value} is not finite"
@@ -244,9 +252,4 @@ class EarlyStopping(Callback):
             return f"early stopping: {value} is better than the threshold {self.stopping_threshold:g}"
         if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score):
             return f"early stopping: {value} is worse than the divergence threshold {self.divergence_threshold:g}"
-        if self.wait_count >= self.patience:
-            best = "none" if self._best is None else f"{self._best:.6g}"
-            checks = "validation" if self._checked_at == "validation" else "epoch"
-            waited = f"{self.wait_count} {checks}{'' if self.wait_count == 1 else 's'}"
-            return f"early stopping: {self.monitor} has not improved in {waited}; best {best}"
         return None

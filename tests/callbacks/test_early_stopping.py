@@ -40,6 +40,8 @@ def epochs_run(values: list[float], **options: Any) -> int:
         ([1, 2, 3, 2, 1, 0], {"patience": 2, "mode": "max"}, 5),
         ([5, 4.95, 4.91, 4.8], {"patience": 2, "min_delta": 0.1}, 3),
         ([5, 5.4, 5.8, 6.4, 6.8, 7.4], {"patience": 1, "min_delta": -0.5}, 4),
+        ([0.5, 0.6, 0.6, 0.6], {"mode": "max", "patience": 2, "min_delta": 0.1}, 3),
+        ([0.9, 0.6, 0.6, 0.5], {"stopping_threshold": 0.6}, 4),
         ([5, 4, 0.5, 0.4], {"stopping_threshold": 1}, 3),
         ([5, 4, 50, 3], {"divergence_threshold": 10}, 3),
         ([5, 4, math.nan, 3], {}, 3),

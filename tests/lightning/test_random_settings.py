@@ -1,7 +1,8 @@
-"""Random intervals, schedules, limits and monitors: Lightning and this package train, stop and keep alike."""
+"""Random intervals, schedules, limits, monitors and rules to stop: Lightning and this package do alike."""
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,47 @@ def drawn(draw: random.Random) -> Scenario:
         return [early, library.ModelCheckpoint(dirpath=folder, monitor="value", mode=mode, save_top_k=top_k)]
 
     return Scenario(str(draw), define, settings, callbacks)
+
+
+def drawn_stop(draw: random.Random) -> Scenario:
+    """Return random options of EarlyStopping, with values at and beside their borders, and a stop that may wait."""
+    values = [
+        0.1 * draw.choice([0, 0.5, 1, 2, 2, 3, 4, *([math.nan, math.inf] if draw.random() < 0.2 else [])])
+        for _ in range(9)
+    ]
+    options = {
+        "mode": draw.choice(["min", "max"]),
+        "patience": draw.choice([1, 2, 3]),
+        "min_delta": draw.choice([0.0, 0.05, 0.1, -0.1]),
+        "check_finite": draw.random() < 0.7,
+        "stopping_threshold": draw.choice([None, None, 0.1, 0.3]),
+        "divergence_threshold": draw.choice([None, None, 0.1, 0.3]),
+    }
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.log("value", values[self.current_epoch])
+
+            def on_fit_end(self) -> None:
+                early = self.trainer.early_stopping_callback
+                record.noted.append((early.stopped_epoch, early.wait_count, float(early.best_score)))
+                record.noted.append(early.stopping_reason.name)
+
+        return Module
+
+    def callbacks(library: Library, record: Record, folder: Path) -> list[Any]:
+        return [library.EarlyStopping("value", **options)]
+
+    return Scenario(str(options), define, {"max_epochs": 8, "min_epochs": draw.choice([None, None, 4])}, callbacks)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stops_alike(seed: int, tmp_path: Path) -> None:
+    scenario = drawn_stop(random.Random(seed))
+    theirs, ours = run(LIGHTNING, scenario, tmp_path), run(OURS, scenario, tmp_path)
+    assert theirs.noted == ours.noted, (scenario.name, scenario.settings)
+    assert theirs.end == ours.end
 
 
 @pytest.mark.parametrize("seed", range(8))
