@@ -238,13 +238,15 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of `best_k_models`; empty without one."""
-        return next(reversed(self.best_k_models), "")
+        """The worst of `best_k_models`; empty while there are fewer than `save_top_k`."""
+        models = self.best_k_models
+        return next(reversed(models), "") if self.save_top_k in (-1, len(models)) else ""
 
     @property
-    def kth_value(self) -> torch.Tensor | None:
-        """The monitored value of the worst of `best_k_models`."""
-        return next(reversed(self.best_k_models.values()), None)
+    def kth_value(self) -> torch.Tensor:
+        """The monitored value of the worst of `best_k_models`; infinite while there are fewer than `save_top_k`."""
+        none = torch.tensor(-math.inf if self.mode == "max" else math.inf)
+        return self.best_k_models.get(self.kth_best_model_path, none)
 
     @property
     def current_score(self) -> torch.Tensor | None:

@@ -1277,6 +1277,13 @@ SCENARIOS = [
         differs={"saved": "newest checkpoint"},
     ),
     Scenario(
+        "equal values, and a better one",
+        values(1.0, 1.0, 0.0),
+        {"max_epochs": 3},
+        checkpoint(monitor="val_loss", save_top_k=2),
+        differs={"saved": "equal values"},
+    ),
+    Scenario(
         "newest three steps", callbacks=checkpoint(monitor="step", mode="max", save_top_k=3, every_n_train_steps=1)
     ),
     Scenario(

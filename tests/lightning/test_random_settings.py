@@ -16,7 +16,7 @@ import torch
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, run
 from tests.lightning.test_differential import close
 
-COMPARED = ("losses", "rates", "logged", "weights", "best")
+COMPARED = ("losses", "rates", "logged", "weights", "best", "noted")
 LENGTH = 4
 """Batches in an epoch."""
 
@@ -48,6 +48,11 @@ def drawn(draw: random.Random) -> Scenario:
         class Module(Net):
             def validation_step(self, batch: Any, batch_idx: int) -> None:
                 self.log("value", values[self.trainer.global_step])
+
+            def on_fit_end(self) -> None:
+                best = self.trainer.checkpoint_callback
+                record.noted.append(sorted(map(float, best.best_k_models.values())))
+                record.noted.append((float(best.kth_value), bool(best.kth_best_model_path)))
 
             def configure_optimizers(self) -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=0.1)

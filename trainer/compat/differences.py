@@ -332,6 +332,11 @@ _CHECKPOINTS = (
         "only with one measured at its step; others are kept as the newest",
     ),
     Difference(
+        "equal values",
+        "of checkpoints that are equally bad, the oldest makes way for a better one",
+        "the newest does: ties keep the older",
+    ),
+    Difference(
         "mode",
         '`ModelCheckpoint(monitor="val_acc")`, `EarlyStopping("val_acc")` mean "min"',
         'an error without `mode`; if the name does not tell the direction, "min"',
