@@ -81,10 +81,15 @@ def test_a_strategy_with_a_name_that_is_never_used_is_refused() -> None:
         Trainer(strategy=OfEarlierVersion(), accelerator="cpu", devices=1)
     expected = {
         "bakward": "Did you mean 'backward'?",
-        "barrier": "The object `processes` talks to other processes.",
-        "call": "It is called 'call_step' now.",
-        "only_on": "It is called 'required_device' now.",
+        "barrier": "Use strategy.processes.barrier.",
+        "call": "Use strategy.call_step.",
+        "only_on": "Use strategy.required_device.",
     }
     for name, advice in expected.items():
         assert f"OfEarlierVersion.{name} is never used: Strategy has no such name. {advice}" in str(refused.value)
     assert "compress" not in str(refused.value)
+
+
+def test_an_option_of_lightnings_strategies_is_answered_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"no option 'cluster_environment'\. Use nothing: the environment is found"):
+        DDPStrategy(cluster_environment=None)  # type: ignore[call-arg]

@@ -105,7 +105,7 @@ from trainer.arguments import check_constructor
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.compat.answers import answer_members
 from trainer.distributed.environment import detect_environment
-from trainer.errors import ConfigError, did_you_mean, raise_problems, unknown_name_error
+from trainer.errors import RENAMED, ConfigError, did_you_mean, raise_problems, unknown_name_error
 from trainer.metrics.background_calls import BackgroundCalls
 from trainer.profiling import Phase, during, unheard
 
@@ -898,9 +898,11 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
             continue
         if callable(getattr(type(plug), name)):
             renamed = LIGHTNING_EQUIVALENTS.get(name, f"on_{name}" if without_on else None)
+            advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
+            if RENAMED.get(name, name) in set(HOOKS) - known:
+                advice = f" Callbacks have {RENAMED.get(name, name)!r}, and modules have not."
             problems.append(
-                f"{type(plug).__name__}.{name} is not a hook, so it would never be called."
-                f"{f' Did you mean {renamed!r}?' if renamed else did_you_mean(name, known)} "
+                f"{type(plug).__name__}.{name} is not a hook, so it would never be called.{advice} "
                 "Every hook, in running order, stands at the top of trainer/callback.py."
             )
     return problems

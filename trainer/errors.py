@@ -130,16 +130,9 @@ RENAMED = {
     "StepTimes": "StragglerMonitor",
     "after_module": "runs_last",
     "asynchronous": "async_save",
-    "call": "call_step",
-    "forwards_together": "collective_forward",
-    "microbatch": "gradient_sync",
     "most": "max_rows",
     "on_checkpoint_committed": "on_checkpoint_saved",
-    "only_on": "required_device",
     "part_bytes": "max_shard_size",
-    "rehearse": "dry_run",
-    "resolved_config": "config_text",
-    "sharded": "shards_state",
     "warmup_steps": "compile_warmup_steps",
 }
 """Names of earlier versions -> their current names."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,10 +22,12 @@ from torch.optim import Optimizer
 from trainer.arguments import check_constructor, with_python_numbers
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, materialize, read_when_used
+from trainer.compat.answers import Absent, answer_members, argument_words
+from trainer.compat.names import EARLIER_NAMES
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import RENAMED, did_you_mean, raise_problems, unknown_name_error
+from trainer.errors import did_you_mean, raise_problems, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.dispatched import dispatched_models, move_the_rest
@@ -87,6 +90,7 @@ OTHER_OPTIONS = {
 """Options of other trainers' strategies -> what to use instead."""
 
 
+@partial(answer_members, lightning="ParallelStrategy")
 class Strategy:
     """Owns device placement, wrapping, backward, clipping and the optimizer's step.
 
@@ -133,10 +137,11 @@ class Strategy:
             ConfigError: the strategy has no such option; has a suggestion.
         """
         known = inspect.signature(cls.__init__).parameters
+        other = {**argument_words("ParallelStrategy"), **OTHER_OPTIONS}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             raise_problems(
                 [
-                    f"{cls.__name__} has no option {name!r}.{did_you_mean(name, known, OTHER_OPTIONS)} "
+                    f"{cls.__name__} has no option {name!r}.{did_you_mean(name, known, other)} "
                     f"Options: {', '.join(option for option in known if option != 'self')}."
                     for name in options
                     if name not in known
@@ -610,34 +615,20 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
 # -- strategies and modules that cannot be used ------------------------------------------------------------------------
 
 
-MOVED = {
-    **dict.fromkeys(
-        ("barrier", "broadcast_object", "gather_objects", "sum"), "The object `processes` talks to other processes."
-    ),
-    "checkpoint_activations": "`setup_module` gets the choice of blocks.",
-    "choose_device": "`setup_environment` sets `device`.",
-    "compile_module": "The trainer compiles, see `StepConfig`.",
-    "memory_layout": "`trainer estimate` reads the options that the strategy has as attributes.",
-    "reduce_gradients": "The backward reduces gradients, within `gradient_sync`.",
-    "synchronize_buffers": "Buffers are replicated by the trainer before an evaluation.",
-    "training_problems": "`problems` gets the settings of a step, too.",
-}
-"""Methods of earlier versions, which other classes have now -> the advice."""
-
-
 def unknown_methods(strategy: Strategy) -> list[str]:
     """Return a problem for each public name in a user's strategy that is an earlier or misspelt name of `Strategy`'s.
 
     Other names are the user's own.
     """
-    known = [name for name in dir(Strategy) if not name.startswith("_")]
+    earlier = EARLIER_NAMES["ParallelStrategy"]
+    known = [name for name, value in vars(Strategy).items() if not name.startswith("_") and type(value) is not Absent]
     users = [cls for cls in type(strategy).__mro__ if not cls.__module__.startswith("trainer.") and cls is not object]
     names = {name for cls in users for name in vars(cls) if not name.startswith("_") and name not in known}
     return [
         f"{type(strategy).__name__}.{name} is never used: Strategy has no such name.{advice}"
         for name in sorted(names)
-        if name in MOVED or RENAMED.get(name) in known or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        for advice in [f" {MOVED[name]}" if name in MOVED else did_you_mean(name, known)]
+        if name in earlier or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        for advice in [did_you_mean(name, known, earlier)]
     ]
 
 

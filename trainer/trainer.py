@@ -1225,16 +1225,6 @@ class Trainer:
         return self._session.config_text
 
     @property
-    def resolved_config(self) -> Never:
-        """The name of `config_text` in earlier versions.
-
-        Raises:
-            AttributeError: always; it gives the current name.
-        """
-        # Not in a `__getattr__`, with which every attribute that the loop reads takes longer.
-        raise AttributeError("Trainer has no attribute 'resolved_config'. It is called 'config_text' now.")
-
-    @property
     def checkpoint_group(self) -> ProcessGroup:
         """The processes that write a checkpoint: all processes if the state is sharded, else rank 0."""
         return self.strategy.processes if self.strategy.shards_state else SINGLE_PROCESS

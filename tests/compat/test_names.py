@@ -22,6 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning-names.md"
 
 def classes() -> dict[str, type]:
     found = [lightning.LightningModule, lightning.LightningDataModule, lightning.Trainer]
+    found += [import_module("pytorch_lightning.strategies").ParallelStrategy]
     for name in ("callbacks", "loggers", "profilers"):
         module = import_module(f"pytorch_lightning.{name}")
         found += [getattr(module, one) for one in module.__all__ if inspect.isclass(getattr(module, one))]
@@ -87,14 +88,19 @@ def test_every_row_is_true(name: str) -> None:
 
 def test_words_are_given_by_attribute_errors() -> None:
     from trainer import DataModule, Trainer, TrainModule
+    from trainer.callbacks import ModelCheckpoint, PredictionWriter
 
     objects: dict[str, Any] = {
         "Trainer": Trainer(logger=False),
+        "ParallelStrategy": Trainer(logger=False).strategy,
+        "ModelCheckpoint": ModelCheckpoint(),
+        "PredictionWriter": PredictionWriter("predictions"),
         "LightningModule": TrainModule(),
         "LightningDataModule": DataModule(),
     }
+    assert EARLIER_NAMES.keys() <= objects.keys()
     for name, owner in objects.items():
-        for member, words in {**WORDS[name], **(EARLIER_NAMES if name == "Trainer" else {})}.items():
+        for member, words in {**WORDS.get(name, {}), **EARLIER_NAMES.get(name, {})}.items():
             if member.isidentifier() and not callable(inspect.getattr_static(owner, member, None)):
                 assert not hasattr(owner, member)
                 with pytest.raises(AttributeError) as refused:

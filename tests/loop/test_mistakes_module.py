@@ -71,6 +71,10 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit(net(on_train_epoch_ends=lambda self: None)),
         ["Mine.on_train_epoch_ends", "Did you mean 'on_train_epoch_end'?"],
     ),
+    "hook of callbacks only": (
+        lambda: fit(net(on_checkpoint_saved=lambda self, path: None)),
+        ["Mine.on_checkpoint_saved", "Callbacks have 'on_checkpoint_saved', and modules have not."],
+    ),
     "hooks of old": (
         lambda: fit(
             net(

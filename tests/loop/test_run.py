@@ -46,7 +46,7 @@ class Reader(Callback):
 
 def test_a_name_of_an_earlier_version_is_answered_with_the_current_one() -> None:
     trainer: Any = quiet()
-    with pytest.raises(AttributeError, match=r"no attribute 'resolved_config'\. It is called 'config_text' now"):
+    with pytest.raises(AttributeError, match=r"no attribute 'resolved_config'\. Use trainer\.config_text"):
         _ = trainer.resolved_config
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = trainer.nothing

@@ -27,7 +27,7 @@ class Alias:
 
 
 class Absent:
-    """An attribute of Lightning's that is not here. An object may have an attribute of its own of that name."""
+    """An attribute of Lightning's or of an earlier version that is not here. An object may have its own of the name."""
 
     def __init__(self, name: str, words: str) -> None:
         self.name, self.words = name, words
@@ -59,4 +59,4 @@ def argument_words(lightning: str) -> dict[str, str]:
 
 
 def _words_of(lightning: str) -> dict[str, str]:
-    return {**WORDS.get(lightning, {}), **(EARLIER_NAMES if lightning == "Trainer" else {})}
+    return {**WORDS.get(lightning, {}), **EARLIER_NAMES.get(lightning, {})}

@@ -437,23 +437,117 @@ WORDS: dict[str, dict[str, str]] = {
         "(flush_secs)": "flush_seconds=",
         "(max_queue)": "flush_seconds=",
     },
+    "ParallelStrategy": {
+        "accelerator": "strategy.device",
+        "all_gather": "TrainModule.all_gather, or strategy.processes.all_gather_object for data",
+        "barrier": "strategy.processes.barrier",
+        "batch_to_device": "strategy.to_device",
+        "block_backward_sync": "strategy.gradient_sync",
+        "broadcast": "strategy.processes.broadcast_object, or strategy.processes.broadcast for tensors",
+        "checkpoint_io": "trainer.save_checkpoint, and ModelCheckpoint(dirpath=) for storage of another kind",
+        "connect": "Trainer.fit, which gives the strategy its module",
+        "distributed_sampler_kwargs": "nothing: a plain DataLoader is made to read its process's share",
+        "global_rank": "strategy.processes.rank",
+        "handles_gradient_accumulation": "Trainer(accumulate_grad_batches=), under every strategy",
+        "is_distributed": "strategy.processes.world_size > 1",
+        "is_global_zero": "strategy.processes.is_global_zero",
+        "launcher": "Trainer(devices=) or trainer launch, which start the processes",
+        "lightning_module": "strategy.module",
+        "lightning_module_state_dict": "strategy.module_state",
+        "lightning_restore_optimizer": "strategy.load_optimizer_state",
+        "load_checkpoint": "fit(ckpt_path=), or TrainModule.load_from_checkpoint",
+        "load_model_state_dict": "strategy.load_module_state",
+        "load_optimizer_state_dict": "strategy.load_optimizer_state",
+        "local_rank": "strategy.processes.local_rank",
+        "model": "strategy.module",
+        "model_sharded_context": "strategy.init_context",
+        "model_to_device": "strategy.setup_module",
+        "node_rank": "trainer.node_rank",
+        "num_nodes": "strategy.processes.num_nodes",
+        "num_processes": "strategy.processes.world_size",
+        "optimizer_step": "strategy.step",
+        "optimizers": "trainer.optimizers",
+        "parallel_devices": "strategy.device, that of this process",
+        "post_backward": "on_after_backward, or an override of strategy.backward",
+        "post_training_step": "an override of strategy.call_step",
+        "pre_backward": "on_before_backward, or an override of strategy.backward",
+        "precision_plugin": "strategy.precision",
+        "predict_step": "strategy.call_step",
+        "process_dataloader": "on_after_batch_transfer, or the DataLoader itself",
+        "process_group_backend": "nothing: gloo on CPUs, and NCCL too on GPUs",
+        "reduce": "strategy.processes.sum, or self.log, which averages over the processes",
+        "reduce_boolean_decision": "strategy.processes.all_gather_object, with all() or any()",
+        "register_strategies": "Trainer(strategy=) with an object of the class",
+        "remove_checkpoint": "ModelCheckpoint(save_top_k=)",
+        "restore_checkpoint_after_setup": "nothing: every strategy restores after its set-up",
+        "root_device": "strategy.device",
+        "save_checkpoint": "trainer.save_checkpoint",
+        "setup": "an override of strategy.setup_module or strategy.setup_optimizers",
+        "setup_precision_plugin": "Trainer(precision=)",
+        "tensor_init_context": "strategy.init_context",
+        "test_step": "strategy.call_step",
+        "training_step": "strategy.call_step",
+        "validation_step": "strategy.call_step",
+        "world_size": "strategy.processes.world_size",
+        "(accelerator)": "Trainer(accelerator=)",
+        "(checkpoint_io)": "ModelCheckpoint(dirpath=), for storage of another kind too",
+        "(cluster_environment)": "nothing: the environment is found by its variables",
+        "(parallel_devices)": "Trainer(devices=)",
+        "(precision_plugin)": "Trainer(precision=)",
+        **dict.fromkeys(
+            (
+                *("on_exception", "on_train_start", "on_train_end", "on_train_batch_start", "on_validation_start"),
+                *("on_validation_end", "on_test_start", "on_test_end", "on_predict_start", "on_predict_end"),
+            ),
+            "the hook of a Callback: strategies have none",
+        ),
+    },
 }
 """Lightning's class -> a name that is not here -> what to use instead."""
 
 EARLIER_NAMES = {
-    "fitted": "trainer.has_fit",
-    "publish": "trainer.read_metrics",
-    "meet": "trainer.strategy.processes.barrier",
-    "begin_save": "trainer.save_with",
-    "gather_object": "trainer.strategy.processes.all_gather_object",
-    "gather_objects": "trainer.strategy.processes.all_gather_object",
-    "all_gather_object": "trainer.strategy.processes.all_gather_object",
-    "broadcast_object": "trainer.strategy.processes.broadcast_object",
-    "barrier": "trainer.strategy.processes.barrier",
-    "flush": "trainer.read_metrics",
-    "saved_run_dir": "trainer.run_dir",
+    "Trainer": {
+        "fitted": "trainer.has_fit",
+        "publish": "trainer.read_metrics",
+        "meet": "trainer.strategy.processes.barrier",
+        "begin_save": "trainer.save_with",
+        "gather_object": "trainer.strategy.processes.all_gather_object",
+        "gather_objects": "trainer.strategy.processes.all_gather_object",
+        "all_gather_object": "trainer.strategy.processes.all_gather_object",
+        "broadcast_object": "trainer.strategy.processes.broadcast_object",
+        "barrier": "trainer.strategy.processes.barrier",
+        "flush": "trainer.read_metrics",
+        "plan": "trainer.config",
+        "resolved_config": "trainer.config_text",
+        "saved_run_dir": "trainer.run_dir",
+    },
+    "ModelCheckpoint": {"asynchronous": "async_save"},
+    "ParallelStrategy": {
+        "barrier": "strategy.processes.barrier",
+        "broadcast_object": "strategy.processes.broadcast_object",
+        "call": "strategy.call_step",
+        "checkpoint_activations": "strategy.setup_module, which gets the choice of blocks",
+        "choose_device": "strategy.setup_environment, which sets `device`",
+        "compile_module": "Trainer(compile=)",
+        "describe": "str(strategy)",
+        "forwards_together": "strategy.collective_forward",
+        "gather_objects": "strategy.processes.all_gather_object",
+        "memory_layout": "trainer estimate, which reads the attributes of the strategy",
+        "microbatch": "strategy.gradient_sync",
+        "move": "strategy.to_device",
+        "only_on": "strategy.required_device",
+        "rank": "strategy.processes.rank",
+        "reduce_gradients": "strategy.gradient_sync, in which the backward reduces gradients",
+        "rehearse": "strategy.dry_run",
+        "sharded": "strategy.shards_state",
+        "store": "strategy.processes.store",
+        "sum": "strategy.processes.sum",
+        "synchronize_buffers": "nothing: the trainer replicates buffers before an evaluation",
+        "training_problems": "strategy.problems, which gets the settings of a step, too",
+    },
+    "PredictionWriter": {"part_bytes": "max_shard_size"},
 }
-"""Names that members of `Trainer` had in earlier versions of this package -> their names now."""
+"""Class -> a name of a member in earlier versions of this package -> what to use now."""
 
 ALIASES: dict[str, dict[str, str]] = {
     "Trainer": {
@@ -488,6 +582,7 @@ HOMES: dict[str, str] = {
     "Checkpoint": "trainer.callback:Checkpoint",
     "Logger": "trainer.callback:Logger",
     "PyTorchProfiler": "trainer.callbacks:TorchProfiler",
+    "ParallelStrategy": "trainer.strategy:Strategy",
 }
 """Lightning's class -> ours; others have their name in `trainer.callbacks`."""
 
@@ -719,6 +814,20 @@ SURFACE: dict[str, str] = {
     "SimpleProfiler": ("describe local_rank profile setup start stop summary teardown (dirpath) (filename) (extended)"),
     "XLAProfiler": (
         "RECORD_FUNCTIONS STEP_FUNCTIONS describe local_rank profile setup start stop summary teardown (port)"
+    ),
+    "ParallelStrategy": (
+        "accelerator all_gather backward barrier batch_to_device block_backward_sync broadcast checkpoint_io connect "
+        "distributed_sampler_kwargs global_rank handles_gradient_accumulation is_distributed is_global_zero launcher "
+        "lightning_module lightning_module_state_dict lightning_restore_optimizer load_checkpoint "
+        "load_model_state_dict load_optimizer_state_dict local_rank model model_sharded_context model_to_device "
+        "node_rank num_nodes num_processes on_exception on_predict_end on_predict_start on_test_end on_test_start "
+        "on_train_batch_start on_train_end on_train_start on_validation_end on_validation_start optimizer_state "
+        "optimizer_step optimizers parallel_devices post_backward post_training_step pre_backward precision_plugin "
+        "predict_step process_dataloader process_group_backend reduce reduce_boolean_decision register_strategies "
+        "remove_checkpoint restore_checkpoint_after_setup root_device save_checkpoint setup setup_environment "
+        "setup_optimizers setup_precision_plugin teardown tensor_init_context test_step training_step validation_step "
+        "world_size "
+        "(accelerator) (checkpoint_io) (cluster_environment) (parallel_devices) (precision_plugin)"
     ),
 }
 """Lightning's class -> its public names; arguments of its constructor as "(name)", of a method as "method(name)"."""
