@@ -111,7 +111,7 @@ def test_two_processes_train_as_one_big_batch_and_resume_to_the_same_bits(strate
         expected = by_hand(window)
         for rank in ranks:
             for key, value in expected.items():
-                torch.testing.assert_close(rank[strategy][name]["weights"][key], value, rtol=0, atol=1e-6)
+                torch.testing.assert_close(rank[strategy][name]["weights"][key], value, rtol=1e-5, atol=1e-6)
     for rank in ranks:
         whole, (before, after) = rank[strategy]["whole"], rank[strategy]["resumed"]
         assert_same_bits(after["weights"], whole["weights"])
@@ -180,7 +180,7 @@ def test_a_gan_trains_as_on_one_process() -> None:
     for rank in run_distributed(gan_on_this_process, 2, strategies):
         for strategy in strategies:
             for ours, theirs in zip(rank[strategy], expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 # -- what processes do together ----------------------------------------------------------------------------------------

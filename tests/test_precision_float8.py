@@ -25,8 +25,8 @@ from trainer.strategies import STRATEGIES
 FLOAT8 = [name for name, precision in PRECISIONS.items() if precision.float8 in ("tensorwise", "rowwise")]
 COMPARED = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "PP x2")
 STEPS, HALF = 10, 5
-BOUND = 3e-2
-"""Of a loss near 3; bf16-mixed stays within 1e-2."""
+BOUND = 1e-2
+"""Of a loss; bf16-mixed stays within 3e-3."""
 
 
 def fit(way: str, precision: str, folder: Path, steps: int = STEPS, ckpt_path: str | None = None) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def test_losses_are_near_those_of_float32(way: str, precision: str, results: Any
     expected = results[SINGLE][0]["32-true"]["losses"]
     for of_rank in results[way]:
         found = of_rank[precision]["losses"]
-        assert found == pytest.approx(expected, abs=BOUND)
-        assert found != pytest.approx(expected, abs=1e-5)
+        assert found == pytest.approx(expected, rel=BOUND)
+        assert found != pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("way", COMPARED)
@@ -97,7 +97,7 @@ def test_a_resumed_run_has_the_same_bits(way: str, results: Any) -> None:
 @pytest.mark.parametrize("way", COMPARED)
 def test_checkpoints_go_between_precisions(way: str, results: Any) -> None:
     for of_rank in results[way]:
-        assert of_rank["from float32"]["losses"] == pytest.approx(of_rank["to float32"]["losses"], abs=2 * BOUND)
+        assert of_rank["from float32"]["losses"] == pytest.approx(of_rank["to float32"]["losses"], rel=2 * BOUND)
         assert set(of_rank["from float32"]["weights"]) == set(of_rank["32-true"]["weights"])
 
 
@@ -223,8 +223,8 @@ def blocks_everywhere(way: str, root: str) -> dict[str, list[float]]:
 def check_blocks(ways: list[str], root: Path) -> None:
     for way, ranks in run_each(blocks_everywhere, ways, str(root)).items():
         for found in ranks:
-            assert found["mxfp8"] == pytest.approx(found["32-true"], abs=BOUND), way
-            assert found["mxfp8"] != pytest.approx(found["32-true"], abs=1e-5), way
+            assert found["mxfp8"] == pytest.approx(found["32-true"], rel=BOUND), way
+            assert found["mxfp8"] != pytest.approx(found["32-true"], rel=1e-5), way
             assert found["resumed"] == found["mxfp8"][2:], way
             assert len(found["to float32"]) == 2, way
 

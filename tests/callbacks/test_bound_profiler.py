@@ -96,18 +96,21 @@ def test_what_bounds_a_run_is_named(bound: str, tmp_path: Path, capsys: pytest.C
     assert sum(trainer.run.times.shares().values()) == pytest.approx(1)
 
 
+class SlowUpdate(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(LONG)
+        return super().step(closure)
+
+
 class LargeUpdate(Toy):
-    """Nearly all of a step is the update of a parameter that the loss hardly uses."""
+    """Nearly all of a step is the update."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
-        self.fused, self.table = fused, torch.nn.Parameter(torch.zeros(1_000_000))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) + self.table[0]
+        self.fused = fused
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=self.fused)
+        return SlowUpdate(self.parameters(), lr=0.1, fused=self.fused)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -52,14 +52,14 @@ def test_a_list_of_callbacks_over_another_is_reported(command: Command) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["--version"], ["fit", "-h"], ["fti"]])
-def test_help_does_not_import_torch_and_is_quick(arguments: list[str]) -> None:
+def test_help_imports_no_torch_and_few_modules(arguments: list[str]) -> None:
     result = run_python(
-        "import sys, time\n"
+        "import sys\n"
         "for name in ('torch', 'numpy', 'pydantic', 'yaml'):\n"
         "    sys.modules[name] = None\n"
         "from trainer.__main__ import main\n"
         "code = main()\n"
-        "assert time.process_time() < 0.3, time.process_time()\n"
+        "assert len(sys.modules) < 300, sorted(sys.modules)\n"
         "sys.exit(code)\n",
         *arguments,
     )

@@ -92,5 +92,5 @@ def test_layers_outside_of_the_blocks_are_used_again_after_a_backward_and_a_step
         assert rank.keys() == expected.keys()
         for key, value in rank.items():
             torch.testing.assert_close(
-                value, expected[key], rtol=0, atol=1e-6, msg=lambda message, key=key: f"{key}: {message}"
+                value, expected[key], rtol=1e-5, atol=1e-6, msg=lambda message, key=key: f"{key}: {message}"
             )
