@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from tests.helpers.accelerate_files import ACCELERATE, COMMON, DEEPSPEED
 from tests.helpers.config_files import HERE, accepted, trainer_section
 from tests.helpers.project import Command
+from trainer.callbacks import CALLBACKS
 from trainer.cli.config.translate import translate
 from trainer.precision import resolve_precision
 from trainer.strategies import STRATEGIES
@@ -162,6 +164,21 @@ def test_a_json_without_a_stage_means_stage_0(command: Command) -> None:
     rows = report_of(command, "small.json")
     assert "strategy: ddp, as DeepSpeed's stage is 0" in rows["zero_optimization.stage"]
     assert trainer_section("run.yaml")["strategy"] == "ddp"
+
+
+def test_what_deepspeed_does_beside_training_has_its_name_here(command: Command) -> None:
+    sections = ("tensorboard", "csv_monitor", "wandb", "comet", "pipeline", "tensor_parallel")
+    text = {"zero_optimization": {"stage": 1}, **{name: {"enabled": True} for name in sections}}
+    Path("monitors.json").write_text(json.dumps(text))
+    rows = report_of(command, "monitors.json")
+    loggers = {"tensorboard": "TensorBoardLogger", "csv_monitor": "CSVLogger", "wandb": "WandbLogger"}
+    for name, logger in loggers.items():
+        assert rows[name].startswith(f"not needed: trainer.logger: {logger}")
+        assert logger in CALLBACKS
+    assert rows["comet"] == "cannot be done here: write a Logger of your own for it: a class with log_metrics"
+    for name, argument in {"pipeline": "pipeline_parallel", "tensor_parallel": "tensor_parallel"}.items():
+        assert f"strategy: fsdp has {argument}" in rows[name]
+        assert argument in signature(STRATEGIES["fsdp"]).parameters
 
 
 def test_optimizer_and_schedule_go_into_the_module(command: Command) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -106,6 +107,20 @@ def test_words_are_given_by_attribute_errors() -> None:
                 with pytest.raises(AttributeError) as refused:
                     getattr(owner, member)
                 assert f"Use {words}." in str(refused.value)
+
+
+def test_pages_that_words_name_show_the_class() -> None:
+    texts = [
+        *NAMES.values(),
+        *TRAINER_ARGUMENTS.values(),
+        *(text for words in WORDS.values() for text in words.values()),
+    ]
+    named = [text for text in texts if "see the page" in text]
+    assert named
+    for text in named:
+        class_name, page_name = re.findall(r"[A-Z]\w+", text)[0], text.split("'")[1]
+        shown = (PAGE.parent / f"{page_name}.md").read_text()
+        assert f"({class_name})" in shown or f"{class_name}(" in shown, text
 
 
 def test_every_module_of_lightning_can_be_imported() -> None:

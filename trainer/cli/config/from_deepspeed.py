@@ -43,13 +43,14 @@ prescale_gradients    - gradients are averaged over processes in the way that lo
 disable_allgather     - DeepSpeed itself ignores it
 tensorboard           - trainer.logger: TensorBoardLogger (both are on by default)
 csv_monitor           - trainer.logger: CSVLogger (both are on by default)
+wandb                 - trainer.logger: WandbLogger
+comet                 ! write a Logger of your own for it: a class with log_metrics
 data_efficiency       ! it needs DeepSpeed's own data loader; sample in your DataLoader
 curriculum_learning   ! it needs DeepSpeed's own data loader; sort or cut in your DataLoader, by the epoch
-pipeline              ! there is no pipeline parallelism; ZeRO 3 shards the weights instead
-tensor_parallel       ! there is no tensor parallelism in this strategy; ZeRO 3 shards the weights instead
+pipeline              ! strategy: fsdp has pipeline_parallel; with DeepSpeed, ZeRO 3 shards the weights instead
+tensor_parallel       ! strategy: fsdp has tensor_parallel; with DeepSpeed, ZeRO 3 shards the weights instead
 autotuning            ! it starts trainings by itself; use deepspeed --autotuning outside of the trainer
 elasticity            ! use trainer launch --nnodes MIN:MAX; a checkpoint goes on under any number of processes
-wandb                 ! write a Logger of your own for it: a class with log_metrics
 
 [zero_optimization]
 stage=0               = <strategy: ddp>
