@@ -283,6 +283,52 @@ def test_without_a_checkpoint_yet_rewind_skips(tmp_path: Path) -> None:
     assert trainer.global_step == 11
 
 
+class Ends(Callback):
+    """The batches for which `is_last_batch` was true, within the step and after it."""
+
+    def __init__(self) -> None:
+        self.inside: list[int] = []
+        self.after: list[int] = []
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
+        if trainer.is_last_batch:
+            self.inside.append(trainer.progress.batch)
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.is_last_batch:
+            self.after.append(index)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_bad_steps_one_after_the_other_leave_out_no_good_one(every: int, tmp_path: Path) -> None:
+    """With values that no logger has got yet, so that the run goes back to unflushed ones."""
+    loader, ends = data(""), Ends()
+    for sample in (40, 48, 57, 80):
+        loader.dataset.tensors[0][sample] = torch.nan
+    guard = BadStepGuard("rewind")
+    trainer = quiet(
+        max_epochs=1,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+        callbacks=[guard, ends, ModelCheckpoint(dirpath=tmp_path / "ck", every_n_train_steps=every, save_top_k=-1)],
+    )
+    trainer.fit(Net(), loader)
+    assert [bad.batch for bad in guard.bad_steps] == [5, 6, 7, 10]
+    assert {bad.reason for bad in guard.bad_steps} == {"the loss is nan on reader 0"}
+    assert trainer.global_step == 8
+    assert (ends.inside, ends.after) == ([11], [11])
+
+
+def test_the_last_batch_is_told_after_a_skipped_step() -> None:
+    ends = Ends()
+    quiet(max_epochs=1, callbacks=[BadStepGuard("skip"), ends]).fit(Net(), data("nan"))
+    assert (ends.inside, ends.after) == ([11], [11])
+
+
+def test_a_run_for_development_saves_nothing_to_go_back_to() -> None:
+    quiet(fast_dev_run=2, callbacks=[BadStepGuard("rewind"), ModelCheckpoint()]).fit(Net(), data(""))
+
+
 # -- wrong inputs ------------------------------------------------------------------------------------------------------
 
 

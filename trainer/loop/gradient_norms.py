@@ -32,6 +32,10 @@ class GradientNorms:
             self.remember(optimizer, self._strategy.clip_gradients(optimizer, math.inf, "norm"))
         return self._kept(optimizer)
 
+    def forget(self) -> None:
+        """Forget all norms: the numbers of windows begin again where a run goes back to a checkpoint."""
+        self._known.clear()
+
     def _kept(self, optimizer: Optimizer) -> torch.Tensor | None:
         window, norm = self._known.get(id(optimizer), (-1, None))
         return norm if window == self._metrics.window else None

@@ -144,8 +144,8 @@ class Run:
     """True if an error or a signal has ended the run."""
     validation_clock: ValidationClock | None = None
     """Tells when a validation is due, if `val_check_interval` is a time."""
-    _windows_before = 0
-    """The windows that were begun before this epoch and are no steps of it."""
+    ended_window = 0
+    """The number of the last window that is counted in `progress`."""
     _first_epoch = 0
     shutting_down = False
     """True while only the last collective of the run is left."""
@@ -417,7 +417,7 @@ class Run:
     def begin_epoch(self, validation_interval: int | None) -> None:
         """Begin an epoch, or go on inside of one."""
         self.in_epoch, self.validation_interval = True, validation_interval
-        self._windows_before = self.metrics.window - self.progress.step
+        self.ended_window = self.metrics.window
         self.skipping.begin_epoch()
 
     @property
@@ -426,7 +426,7 @@ class Run:
         return next((callback for callback in self.callbacks if isinstance(callback, StepGuard)), None)
 
     def forget_values(self) -> None:
-        """Forget logged values, before those of a checkpoint are restored within the run."""
+        """Forget logged values and norms, before the values of a checkpoint are restored within the run."""
         session = self.session
         for values in (
             session.callback_metrics,
@@ -436,6 +436,7 @@ class Run:
         ):
             values.clear()
         self.flushed_step, self.in_epoch = -1, False
+        self.gradient_norms.forget()
 
     def set_reload(self, reload: Callable[[], None]) -> None:
         """Call `reload` where `reload_dataloaders_every_n_epochs` asks for new loaders."""
@@ -451,7 +452,7 @@ class Run:
     def is_last_batch(self) -> bool:
         """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
         length, batch = self.num_training_batches, self.progress.batch
-        inside = self.metrics.window - self.progress.step > self._windows_before
+        inside = self.metrics.window > self.ended_window
         return length is not None and batch + (self.session.accumulate_grad_batches if inside else 0) >= length
 
     def end_epoch(self) -> None:
