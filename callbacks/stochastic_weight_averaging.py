@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveFloat, PositiveInt
 from trainer.callbacks.weight_averaging import AveragingCallback, as_device
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
+from trainer.fault_tolerance.stop import exit_code
 from trainer.loop.averaged_weights import each, equal_weights
 from trainer.loop.batch_statistics import redo_batch_statistics
 
@@ -29,8 +31,8 @@ class StochasticWeightAveraging(AveragingCallback):
     """Average the weights with which the last epochs begin (Izmailov et al., 2018, https://arxiv.org/abs/1803.05407).
 
     From the first of these epochs on the learning rate goes to `swa_lrs` and stays there; the module's schedulers rest.
-    At the end of the last epoch the statistics of BatchNorms are computed again with the average, in a pass over the
-    training data. The average is in the module from the end of `fit` on. Checkpoints hold both, as with
+    At the end of training the statistics of BatchNorms are computed again with the average, in a pass over the training
+    data. The average is in the module from the end of `fit` on. Checkpoints hold both, as with
     `WeightAveraging`: `test` and the like with this callback and a `ckpt_path`, and `trainer checkpoint export --ema`,
     use the average.
 
@@ -132,7 +134,7 @@ class StochasticWeightAveraging(AveragingCallback):
         part = self._annealed(epoch - self.first_epoch(trainer.config.max_epochs))
         for group, before, after in zip(groups, self._rates, rates, strict=True):
             group["lr"] = after * part + before * (1 - part)
-        self._averaged.forget_places()
+        self._averaged.forget_buffers()
         self._averaged.update(self._change)
         self.latest_update_epoch = epoch
 
@@ -142,12 +144,22 @@ class StochasticWeightAveraging(AveragingCallback):
         return (1 - math.cos(math.pi * part)) / 2 if self.annealing_strategy == "cos" else part
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        has_norms = any(isinstance(one, _BatchNorm) and one.track_running_stats for one in module.modules())
-        if self._weights is not None and has_norms and trainer.current_epoch + 1 == trainer.config.max_epochs:
-            self._weights.swap_in()
+        config = trainer.config
+        out_of_steps = config.max_steps is not None and trainer.global_step >= config.max_steps
+        if out_of_steps or trainer.current_epoch + 1 == config.max_epochs:
+            self._redo_statistics(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not exit_code(trainer.stop_reason):  # else the run is to be started again
+            self._redo_statistics(trainer, module)
+
+    def _redo_statistics(self, trainer: Trainer, module: TrainModule) -> None:
+        """Compute the statistics of BatchNorms with the average, unless it has them. Collective."""
+        if self._averaged.count and not self._averaged.has_buffers and _has_norms(module):
+            self._averaged.swap_in()
             statistics = redo_batch_statistics(trainer.run)
-            self._weights.swap_out()
-            self._weights.keep_buffers(statistics)
+            self._averaged.swap_out()
+            self._averaged.keep_buffers(statistics)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -159,3 +171,23 @@ class StochasticWeightAveraging(AveragingCallback):
         require(state, kinds, "StochasticWeightAveraging")
         self.latest_update_epoch, self._rates = state["latest_update_epoch"], list(state["rates"])
         super().load_state_dict(state)
+
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        average = checkpoint.get("average")
+        norms = [name for name, one in module.named_modules() if _counts(one)]
+        lacks = average is not None and norms and f"{norms[0]}.running_mean".removeprefix(".") not in average
+        if lacks and trainer.stage != "fit" and trainer.is_global_zero:
+            log.warning(
+                "the checkpoint is of a training that was not at its end: its average is used with the statistics of "
+                "BatchNorms that belong to the weights of the training"
+            )
+        super().on_load_checkpoint(trainer, module, checkpoint)
+
+
+def _counts(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm with running statistics."""
+    return isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
+
+
+def _has_norms(module: nn.Module) -> bool:
+    return any(map(_counts, module.modules()))

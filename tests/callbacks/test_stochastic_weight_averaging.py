@@ -93,6 +93,47 @@ def test_as_by_hand(tmp_path: Path) -> None:
             assert_same_bits(value, module.state_dict()[name], name)
 
 
+class StopsAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step == self.step:
+            trainer.stop("enough")
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [{"max_steps": 16}, {"max_steps": 18}, {"max_steps": 16, "max_epochs": -1}, {"stops": 16}, {"stops": 18}],
+    ids=str,
+)
+def test_a_training_that_ends_early_has_the_statistics_of_its_average(ends: dict[str, Any], tmp_path: Path) -> None:
+    module, callbacks = Net(), [StochasticWeightAveraging(0.01, 3), ModelCheckpoint(dirpath=tmp_path)]
+    settings = {"max_epochs": 9, **ends}
+    stops = StopsAt(settings.pop("stops", 99))
+    quiet(**settings, enable_checkpointing=True, callbacks=[*callbacks, stops]).fit(module, data())
+    expected = AveragedModel(module.net)
+    update_bn(data(), expected)
+    norm: Any = module.net[1]
+    torch.testing.assert_close(norm.running_mean, expected.module[1].running_mean)
+    torch.testing.assert_close(norm.running_var, expected.module[1].running_var)
+    again, settings = Net(), {**settings, "max_steps": 16}
+    if ends == {"max_steps": 16}:  # nothing is left to train
+        swa = StochasticWeightAveraging(0.01, 3)
+        trainer = quiet(**settings, enable_checkpointing=True, callbacks=[swa, ModelCheckpoint(dirpath=tmp_path)])
+        trainer.fit(again, data(), ckpt_path="last")
+        assert_same_bits(again.state_dict(), module.state_dict())
+
+
+def test_a_checkpoint_of_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    swa, checkpoints = StochasticWeightAveraging(0.01, 2), ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)
+    quiet(max_epochs=4, enable_checkpointing=True, callbacks=[swa, checkpoints]).fit(Net(), data())
+    for name, told in (("epoch=1-step=8", True), ("epoch=3-step=16", False)):
+        caplog.clear()
+        quiet(callbacks=[StochasticWeightAveraging(0.01)]).test(Net(), data(), ckpt_path=tmp_path / name)
+        assert ("BatchNorms that belong to the weights" in caplog.text) == told
+
+
 @pytest.mark.parametrize("start", [3, 0.5])
 def test_a_resumed_run_has_the_same_bits(start: float, tmp_path: Path) -> None:
     weights = []

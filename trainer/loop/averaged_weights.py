@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,17 @@ class AveragedWeights:
         self._averages.update(values)
         self.forget_places()
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether values of buffers belong to the averages."""
+        return any(name in self._averages for name, _ in self._strategy.module.named_buffers())
+
+    def forget_buffers(self) -> None:
+        """Forget the values of buffers, before averages change to which they belong."""
+        for name, _ in self._strategy.module.named_buffers():
+            self._averages.pop(name, None)
+        self.forget_places()
+
     def forget_places(self) -> None:
         """Look up anew where the weights are, before the next update: parameters may have been replaced or unfrozen."""
         self._current = None
@@ -74,11 +85,16 @@ class AveragedWeights:
             self._averages[name] = local.to(self._device or local.device, dtype, copy=True)
         return self._averages[name]
 
-    def _entries(self) -> dict[str, TensorOrShard]:
-        """Return the weights to average by name, tied ones once, in the memory that the optimizer changes."""
+    def _entries(self, stored: Collection[str] = ()) -> dict[str, TensorOrShard]:
+        """Return the weights to average by name, tied ones once, in the memory that the optimizer changes.
+
+        Args:
+            stored: names in a checkpoint: buffers among them belong to the averages, too.
+        """
         state, module = self._strategy.module_state(), self._strategy.module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad or name in self._averages]
-        named += [(n, b) for n, b in module.named_buffers() if self._use_buffers or n in self._averages]  # type: ignore[misc]
+        own = {*self._averages, *stored}
+        named += [(n, b) for n, b in module.named_buffers() if self._use_buffers or n in own]  # type: ignore[misc]
         names = [name for name, _ in named]
         return {name: state[name] for name in names if isinstance(state.get(name), (torch.Tensor, Shard))}
 
@@ -168,7 +184,7 @@ class AveragedWeights:
         """
         self.count, copies = count, {}
         self._averages = {name: value for name, value in self._averages.items() if name in stored}
-        for name, entry in self._entries().items():
+        for name, entry in self._entries(stored).items():
             if name not in stored:
                 continue
             average = self._of(name, entry)
