@@ -50,7 +50,8 @@ class SwappedParameters:
         _refuse_within_a_step(strategy)
         if not self._swaps:
             strategy.release_gathered()
-        swaps = self._gather(slots, on_rank_zero)
+        with torch.inference_mode(False):  # else nothing in the block could change them, in a hook of an evaluation
+            swaps = self._gather(slots, on_rank_zero)
         if on_rank_zero and not strategy.processes.is_global_zero:
             yield
             return
@@ -64,7 +65,8 @@ class SwappedParameters:
             with block.checked(), self._computing(module):
                 yield
             if write:
-                self._write(module, slots)
+                with torch.inference_mode(False):
+                    self._write(module, slots)
                 for one in outer_blocks:
                     one.take(slots)
         finally:

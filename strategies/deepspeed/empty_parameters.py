@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer.errors import ConfigError
-from trainer.model.parameter_access import ParameterAccess, from_user_code
+from trainer.model.parameter_access import ParameterAccess, copy_advice, from_user_code, within_deepcopy
 
 _ATTRIBUTES = ("shape", "device", "dtype", "grad", "grad_fn", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
 _ALLOWED = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES}
@@ -48,6 +48,8 @@ class RefusingEmptyParameters(ParameterAccess):
             return None
         if func in _VIEWS:
             return parameter
+        if within_deepcopy():
+            raise ConfigError(copy_advice(self._strategy))
         name = next((name for name, one in self._module.named_parameters() if one is parameter), "a parameter")
         raise ConfigError(
             f"{name} is read or changed here, where it is empty: strategy {self._strategy!r} has sharded its "

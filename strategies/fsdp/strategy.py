@@ -664,9 +664,14 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def _computing_full(self, module: nn.Module) -> Iterator[None]:
-        """Have the blocks of a part of the module compute with their full parameters, and gather nothing."""
+        """Have the blocks of a part of the module compute with their full parameters, and gather nothing.
+
+        Nor is a shard looked for where a `load_state_dict` in the block has filled a full parameter.
+        """
         inside = {id(child) for child in module.modules()}
-        handles = self._gathering_hooks([unit for unit in self._units if id(unit) in inside])
+        units = [unit for unit in self._units if id(unit) in inside]
+        parameters = [one for unit in self._units for group in parameter_groups(unit) for one in group.fsdp_params]
+        handles = self._gathering_hooks(units) + [one._post_load_hook_handle for one in parameters]
         refusal = [module.register_forward_pre_hook(self._refuse_call)] if self.layout else []
         try:
             with without_hooks(handles):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,16 @@ class Hooks(Callback):
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
 
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        layers: Any = module.layers
+        with trainer.full_parameters(layers[0], write=True):
+            layers[0].load_state_dict({"weight": torch.full((16, 6), 0.1), "bias": torch.zeros(16)})
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        with trainer.full_parameters(module, write=True):  # where torch's inference mode is on
+            for parameter in module.parameters():
+                parameter.mul_(2)
+
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.global_step != CHANGED_AT:
             return
@@ -61,12 +72,13 @@ def train(way: str, precision: str) -> Any:
     module, hooks = MLP(), Hooks()
     trainer = WAYS[way].trainer(max_steps=STEPS, callbacks=[hooks], log_every_n_steps=1, seed=3, precision=precision)
     trainer.fit(module, DataLoader(MLP.data(64), WAYS[way].micro_batch))
+    trainer.validate(module, DataLoader(MLP.data(8), WAYS[way].micro_batch), verbose=False)
     with trainer.full_parameters(module, write=True):  # after the run
         for parameter in module.parameters():
             parameter.add_(1)
     after = trainer.full_state_dict(everywhere=True)
     for name, value in hooks.found["end"].items():
-        torch.testing.assert_close(after[name], value.float() + 1)
+        torch.testing.assert_close(after[name], 2 * value.float() + 1)
     return hooks.found
 
 
@@ -214,6 +226,11 @@ def assign(trainer: Trainer, module: Any) -> Any:
         module.layers[2].weight.copy_(torch.ones(16, 16))
 
 
+def copy_module(trainer: Trainer, module: Any) -> Any:
+    with trainer.full_parameters(module):
+        copy.deepcopy(module)
+
+
 MISUSES = {"layers.2.weight": (read_norm, mix, assign), "layers.0.weight": (average, write_file)}
 
 
@@ -231,7 +248,7 @@ class ChangesInForward(MLP):
 
 def misuse(way: str) -> dict[str, str]:
     found = {}
-    for function in (*(one for several in MISUSES.values() for one in several), None):
+    for function in (*(one for several in MISUSES.values() for one in several), copy_module, None):
         module = MLP() if function else ChangesInForward()
         hooks = {} if function is None else {"on_train_step_end": function}
         trainer = WAYS[way].trainer(max_steps=1, callbacks=[LambdaCallback(**hooks)])
@@ -254,4 +271,5 @@ def test_what_uses_shards_as_full_weights_is_told_the_name_and_the_context(alone
                 continue
             assert found[function.__name__].startswith(name)
             assert "trainer.full_parameters(module" in found[function.__name__]
+    assert found["copy_module"].startswith("copy.deepcopy cannot copy a module that strategy")
     assert found["in a forward"].startswith("layers.2.weight changed within the forward of a step, while gathered")

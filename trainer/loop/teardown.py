@@ -24,6 +24,7 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.run import Run
 from trainer.model.full_parameters import name_of_shard
+from trainer.model.parameter_access import copy_advice
 
 log = logging.getLogger("trainer")
 
@@ -122,7 +123,7 @@ def _explain_full_parameters(run: Run, error: BaseException) -> ConfigError | No
     return None
 
 
-_OF_SHARDS = ("DTensor", "invalid python storage", "FSDP does not support deepcopy")
+_OF_SHARDS = ("DTensor", "invalid python storage")
 """Words in torch's errors about sharded tensors."""
 
 
@@ -130,6 +131,10 @@ def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
     """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
     if not run.strategy.shards_state or isinstance(error, TrainerError) or not isinstance(error, Exception):
         return None
+    if "FSDP does not support deepcopy" in str(error):
+        copied = ConfigError(copy_advice(run.strategy.name))
+        copied.__cause__ = error
+        return copied
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(words in str(error) for words in _OF_SHARDS) and not any(
         frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for frame in frames

@@ -76,6 +76,25 @@ class ExplainingShards(ParameterAccess):
             ) from error
 
 
+def copy_advice(strategy: str) -> str:
+    """Return the words for a `copy.deepcopy` of a module that a strategy has sharded."""
+    return (
+        f"copy.deepcopy cannot copy a module that strategy {strategy!r} has sharded, also within full_parameters. Copy "
+        "the values there, {name: p.detach().clone() for name, p in module.named_parameters()}; or make another such "
+        "module, and have it load_state_dict(trainer.full_state_dict(everywhere=True))."
+    )
+
+
+def within_deepcopy() -> bool:
+    """Whether the caller is called by `copy.deepcopy`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "deepcopy" and frame.f_globals.get("__name__") == "copy":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def from_user_code() -> bool:
     """Whether the first frame outside of torch belongs neither to DeepSpeed nor to this package."""
     frame = sys._getframe(2)
