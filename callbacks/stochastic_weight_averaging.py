@@ -21,6 +21,7 @@ from trainer.loop.batch_statistics import redo_batch_statistics
 
 if TYPE_CHECKING:
     from trainer.loop.resolved_config import ResolvedConfig
+    from trainer.loop.run import Run
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -147,17 +148,17 @@ class StochasticWeightAveraging(AveragingCallback):
         config = trainer.config
         out_of_steps = config.max_steps is not None and trainer.global_step >= config.max_steps
         if out_of_steps or trainer.current_epoch + 1 == config.max_epochs:
-            self._redo_statistics(trainer, module)
+            self._redo_statistics(trainer.run)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not exit_code(trainer.stop_reason):  # else the run is to be started again
-            self._redo_statistics(trainer, module)
+            self._redo_statistics(trainer.run)
 
-    def _redo_statistics(self, trainer: Trainer, module: TrainModule) -> None:
+    def _redo_statistics(self, run: Run) -> None:
         """Compute the statistics of BatchNorms with the average, unless it has them. Collective."""
-        if self._averaged.count and not self._averaged.has_buffers and _has_norms(module):
+        if self._averaged.count and not self._averaged.has_buffers and any(map(_counts, run.module.modules())):
             self._averaged.swap_in()
-            statistics = redo_batch_statistics(trainer.run)
+            statistics = redo_batch_statistics(run)
             self._averaged.swap_out()
             self._averaged.keep_buffers(statistics)
 
@@ -187,7 +188,3 @@ class StochasticWeightAveraging(AveragingCallback):
 def _counts(module: nn.Module) -> bool:
     """Whether a module is a BatchNorm with running statistics."""
     return isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
-
-
-def _has_norms(module: nn.Module) -> bool:
-    return any(map(_counts, module.modules()))

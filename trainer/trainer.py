@@ -644,7 +644,6 @@ class Trainer:
         progress = run.progress
         run.watchdog.heartbeats += 1
         run.watchdog.allow_slow = False
-        run.ended_window = run.metrics.window
         progress.batch += len(window)
         for batch in window:
             progress.samples += batch.total or 0

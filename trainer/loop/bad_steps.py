@@ -144,6 +144,8 @@ class BadSteps:
         self._strategy, self._progress, self._metrics = strategy, progress, metrics
         self._norms, self._loader, self._window, self._left_out = norms, loader, window, left_out
         self._losses: list[torch.Tensor] = []
+        self.refused = 0
+        """Number of steps that were bad."""
         self._measures, self._limit = measures, math.inf
         self._buffers = KeptBuffers(strategy.module)
         loader.keep_indices()
@@ -194,6 +196,7 @@ class BadSteps:
         if bad is None:
             self._window.losses.extend(loss for loss in losses if loss <= self._limit)
         else:
+            self.refused += 1
             self._buffers.restore()
         self._metrics.release(keep=bad is None)
         return bad

@@ -144,8 +144,8 @@ class Run:
     """True if an error or a signal has ended the run."""
     validation_clock: ValidationClock | None = None
     """Tells when a validation is due, if `val_check_interval` is a time."""
-    ended_window = 0
-    """The number of the last window that is counted in `progress`."""
+    _windows_before = 0
+    """The windows that were begun before this epoch and are no steps of it."""
     _first_epoch = 0
     shutting_down = False
     """True while only the last collective of the run is left."""
@@ -417,7 +417,7 @@ class Run:
     def begin_epoch(self, validation_interval: int | None) -> None:
         """Begin an epoch, or go on inside of one."""
         self.in_epoch, self.validation_interval = True, validation_interval
-        self.ended_window = self.metrics.window
+        self._windows_before = self._windows_without_step
         self.skipping.begin_epoch()
 
     @property
@@ -452,8 +452,14 @@ class Run:
     def is_last_batch(self) -> bool:
         """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
         length, batch = self.num_training_batches, self.progress.batch
-        inside = self.metrics.window > self.ended_window
+        inside = self._windows_without_step > self._windows_before
         return length is not None and batch + (self.session.accumulate_grad_batches if inside else 0) >= length
+
+    @property
+    def _windows_without_step(self) -> int:
+        """The windows that have begun and are no steps yet; refused ones, which never will be, do not count."""
+        refused = 0 if self.bad_steps is None else self.bad_steps.refused
+        return self.metrics.window - self.progress.step - refused
 
     def end_epoch(self) -> None:
         """Count the epoch, which is complete."""
