@@ -4,39 +4,57 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from trainer.arguments import PositiveInt
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.callbacks.profiler import faster_loading
+from trainer.checkpoint.format import read_manifest
+from trainer.distributed.sendable import sendable
+from trainer.errors import CheckpointError
 from trainer.loop.host_times import CALLBACKS, REST, SAVING, VALIDATION
-from trainer.profiling import DATA, LOGGING
+from trainer.profiling import DATA, LOGGING, TRANSFER
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
-TRANSFER = "transfer"
 COMPUTE = "compute"
 COMMUNICATION = "communication"
 IDLE = "idle device"
 PROFILER = "the profiler itself"
 MUCH = 0.05
 """Share of the time by which a process has to exceed the median to count as slow."""
+SLOW_WRITE_S, SLOW_WRITE = 0.5, 100e6
+"""Storage is called slow if a checkpoint takes longer, and is written with fewer bytes per second."""
 ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
 """The work of a device by growing priority: time with several kinds at once counts as the last of them."""
+
+
+@sendable
+class Shares(NamedTuple):
+    """The shares of a process."""
+
+    machine: str
+    parts: dict[str, float]
+    """The share of each part, largest first."""
+    update: float
+    """The share of the compute time that the optimizers' updates take in the profiled steps."""
 
 
 class BoundProfiler(Profiler):
     """Print at the end of `fit` what share of the time each part took, which one bounds the run, and what to change.
 
-    The shares of data, callbacks, logging, saving and validation are those of the full run, by the host's clock. The
-    rest is split into transfer, compute, communication and an idle device as torch.profiler measures them in a few
-    steps; all other steps pay one comparison. On a CPU everything but communication is compute.
+    The shares of data, callbacks, logging, saving, validation and the hooks of a transfer are those of the full run, by
+    the host's clock. The rest is split into transfer, compute, communication and an idle device as torch.profiler
+    measures them in a few steps; all other steps pay one comparison. On a CPU the rest is compute and communication.
+
+    Of several processes the shares are those of rank 0, unless it waits for another one: the time that a collective
+    waits for the last process counts as communication of all others, so the process with the least of it bounds all.
 
     The printed gain is an upper bound: the speed if the largest share took no time at all. Where computing is the
     largest, it is that of a fused optimizer: the speed if the updates took no time.
@@ -75,11 +93,15 @@ class BoundProfiler(Profiler):
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._leave()
-        shares = self.shares(trainer.run.times.shares())
-        every = trainer.strategy.processes.all_gather_object((socket.gethostname(), shares))
-        if not shares or not trainer.is_global_zero:
+        own = Shares(socket.gethostname(), self.shares(trainer.run.times.shares()), self._update_share)
+        every = trainer.strategy.processes.all_gather_object(own)
+        if not own.parts or not trainer.is_global_zero:
             return
+        rank = slowest(every)
+        shares, self._update_share = every[rank].parts, every[rank].update
         lines = [f"{part:<{len(REST)}}{share:>8.1%}" for part, share in shares.items() if share >= 0.001]
+        if rank:
+            lines.insert(0, f"rank {rank} ({every[rank].machine}), for which the others wait:")
         bound, share = next(iter(shares.items()))
         if not self._device:
             lines.append(f"(no steps were profiled: the run had fewer than {self.first_step + self.steps})")
@@ -99,7 +121,8 @@ class BoundProfiler(Profiler):
         found = sum(self._device.values())
         if found:
             rest = shares.pop(REST)
-            shares |= {part: rest * seconds / found for part, seconds in self._device.items()}
+            for part, seconds in self._device.items():  # transfers may be among the host's parts, too
+                shares[part] = shares.get(part, 0.0) + rest * seconds / found
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     # -- the profiled steps --------------------------------------------------------------------------------------------
@@ -144,13 +167,20 @@ class BoundProfiler(Profiler):
         if bound == SAVING:
             asynchronous = any(getattr(callback, "async_save", False) for callback in trainer.callbacks)
             rarer = "Save less often (every_n_train_steps), or to faster storage."
-            return rarer if asynchronous else "ModelCheckpoint(async_save=True) writes while training goes on."
+            advice = rarer if asynchronous else "ModelCheckpoint(async_save=True) writes while training goes on."
+            return advice + "".join(f" {words}" for words in newest_writes(trainer))
         if bound == TRANSFER:
+            if trainer.run.times.shares()[TRANSFER] > share / 2:
+                return (
+                    "The module's or data module's hooks of a transfer take it: do their work in the dataset or in "
+                    "collate_fn, where DataLoader workers do it beside the training."
+                )
             pinned = loader is not None and loader.pinned is False
             return "DataLoader(pin_memory=True)." if pinned else "Send smaller batches: integers, and fewer tensors."
         if bound == COMPUTE:
             return self._faster_compute(trainer, share)
         return {
+            REST: "BoundProfiler(first_step=1, steps=1) among the callbacks divides them in a short run.",
             CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook of each callback.',
             LOGGING: f"A larger log_every_n_steps (it is {trainer.settings.log_every_n_steps}), or fewer loggers.",
             VALIDATION: "A larger val_check_interval or check_val_every_n_epoch, or limit_val_batches.",
@@ -178,23 +208,49 @@ def _at_most(share: float) -> str:
     return f"at most {1 / max(1 - share, 0.01):.3g} times the speed"
 
 
-def stragglers(every: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
-    """Return a line for each process that spends much more time than the others outside of the steps.
+def slowest(every: Sequence[Shares]) -> int:
+    """Return the rank that the others wait for: that with the least communication; 0 if they differ little."""
+    waits = [shares.parts.get(COMMUNICATION, 0.0) for shares in every]
+    rank = waits.index(min(waits))
+    return rank if waits[0] > 2 * waits[rank] and waits[0] > waits[rank] + MUCH else 0
+
+
+def stragglers(every: Sequence[Shares]) -> list[str]:
+    """Return a line for each process that spends much more time than the others in a part that is not a wait for them.
 
     Args:
-        every: for each rank the name of its machine, and its shares.
+        every: the shares of each rank.
     """
     lines = []
-    for part in (DATA, CALLBACKS, LOGGING):
-        of_ranks = [shares.get(part, 0.0) for _, shares in every]
+    much = {DATA: MUCH, TRANSFER: MUCH, COMPUTE: 4 * MUCH, CALLBACKS: MUCH, LOGGING: MUCH}  # compute: of a few steps
+    for part, more in much.items():
+        of_ranks = [shares.parts.get(part, 0.0) for shares in every]
         usual = median_low(of_ranks)
         for rank, share in enumerate(of_ranks):
-            if share > 2 * usual and share > usual + MUCH:
+            if share > 2 * usual and share > usual + more:
                 lines.append(
-                    f"rank {rank} ({every[rank][0]}) spends {share:.0%} in {part}, the median rank {usual:.0%}: "
+                    f"rank {rank} ({every[rank].machine}) spends {share:.0%} in {part}, the median rank {usual:.0%}: "
                     "the others wait for it in every step."
                 )
     return lines
+
+
+def newest_writes(trainer: Trainer) -> list[str]:
+    """Return a sentence for each callback that has written a checkpoint: how fast, and whether the storage is slow."""
+    texts = []
+    for callback in trainer.checkpoint_callbacks:
+        seconds = callback.write_seconds
+        try:
+            size = sum(entry.bytes for entry in read_manifest(callback.newest_on_disk()).files.values())
+        except CheckpointError:
+            continue  # it may have been deleted, or none is finite
+        if seconds is None:
+            continue
+        text = f"The newest checkpoint took {seconds:.2g} s for {size / 1e6:,.3g} MB."
+        if seconds > SLOW_WRITE_S and size < SLOW_WRITE * seconds:
+            text += " The storage is slow: `trainer doctor` measures it."
+        texts.append(text)
+    return texts
 
 
 def _seconds(times: dict[str, float]) -> float:

@@ -198,6 +198,8 @@ class ModelCheckpoint(Checkpoint):
         """A checkpoint is due by `train_time_interval`, until one is written."""
         self._previous: tuple[dict[str, float | None], str | None, list[str], int] = ({}, None, [], -1)
         """`kept`, `last`, `nonfinite` and `saved_step` before the newest write, restored if that fails."""
+        self._write_seconds: float | None = None
+        """The duration of the newest committed write, see `write_seconds`."""
         self._obsolete: list[str] = []
         """The checkpoints to delete when the newest one is committed."""
         self._error: CheckpointError | None = None
@@ -270,6 +272,10 @@ class ModelCheckpoint(Checkpoint):
             self._writer.wait()
         paths = [self._in_folder(name) for name in (self.last, self._previous[1]) if name]
         return next((str(path) for path in paths if is_committed(path)), str(self._earlier_last or ""))
+
+    @property
+    def write_seconds(self) -> float | None:
+        return self._write_seconds
 
     @property
     def unsaved(self) -> str | None:
@@ -561,7 +567,12 @@ class ModelCheckpoint(Checkpoint):
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
         obsolete = [one for one in self._obsolete if one != name]
         last = None if name in self.nonfinite else name
-        on_committed = partial(self._commit, directory, name, last, self.best, obsolete)
+        commit, begun = partial(self._commit, directory, name, last, self.best, obsolete), time.monotonic()
+
+        def on_committed() -> None:
+            self._write_seconds = time.monotonic() - begun
+            commit()
+
         if self._writer is not None:
             self._writes += 1
             thread_group = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}")

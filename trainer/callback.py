@@ -848,6 +848,11 @@ class Checkpoint(Callback):
         return self.last_model_path
 
     @property
+    def write_seconds(self) -> float | None:
+        """Seconds that the newest write took until its commit, known on the processes that write; None: none yet."""
+        return None
+
+    @property
     def unsaved(self) -> str | None:
         """The reason why the last weights were not saved; None if they were saved or nothing was due."""
         return None

@@ -21,12 +21,12 @@ from trainer.callbacks import BoundProfiler, ModelCheckpoint, ModelSummary
 from trainer.callbacks.bound_profiler import (
     COMMUNICATION,
     COMPUTE,
-    TRANSFER,
+    Shares,
     device_spans,
     exclusive_seconds,
     stragglers,
 )
-from trainer.profiling import DATA
+from trainer.profiling import DATA, TRANSFER
 
 LONG = 0.2
 
@@ -64,6 +64,12 @@ class SlowStep(Toy):
         return super().training_step(batch, batch_idx)
 
 
+class SlowTransfer(Toy):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        time.sleep(4 * LONG)
+        return batch
+
+
 def saving(folder: Path) -> dict[str, Any]:
     checkpoint = ModelCheckpoint(folder, every_n_train_steps=1)
     return {"callbacks": [SlowState(), checkpoint], "enable_checkpointing": True}
@@ -74,6 +80,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "callbacks": (lambda folder: {"callbacks": [SlowHook()]}, 'profiler="simple"'),
     "logging": (lambda folder: {"logger": SlowLogger(), "log_every_n_steps": 1}, "log_every_n_steps (it is 1)"),
     "saving": (saving, "async_save=True"),
+    "transfer to device": (lambda folder: {"module": SlowTransfer()}, "in the dataset or in collate_fn"),
     "compute": (lambda folder: {"module": SlowStep()}, "compile=True; `trainer tune throughput` measures its gain"),
 }
 
@@ -130,7 +137,27 @@ def test_a_fused_optimizer_is_advised_with_a_bound_of_its_gain(fused: bool) -> N
 
 def test_a_short_run_says_that_no_steps_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     quiet(max_steps=4, profiler="bound").fit(Toy(), loader(4))
-    assert "no steps were profiled: the run had fewer than 13" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "no steps were profiled: the run had fewer than 13" in printed
+    assert "Bound by the steps and the rest. BoundProfiler(first_step=1, steps=1)" in printed
+
+
+def test_slow_storage_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a disk that takes long for each flush, as network storage does."""
+    flush = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(LONG), flush(file)))
+    profiler = BoundProfiler(first_step=1, steps=1)
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [checkpoint], "default_root_dir": tmp_path}
+    trainer = quiet(max_steps=4, profiler=profiler, **settings)
+    trainer.fit(Toy(), loader(4))
+    assert checkpoint.write_seconds is not None
+    assert checkpoint.write_seconds > 2 * LONG
+    told = re.search(r"Bound by saving.* took ([\d.]+) s for ([\d.]+) MB. The storage is slow", profiler.summary())
+    assert told is not None
+    assert float(told[1]) == pytest.approx(checkpoint.write_seconds, abs=0.1)
+    size = sum(file.stat().st_size for file in Path(checkpoint.last_model_path).iterdir())
+    assert float(told[2]) == pytest.approx(size / 1e6, rel=0.2)
 
 
 def test_a_moment_of_a_device_counts_once() -> None:
@@ -150,23 +177,33 @@ def test_a_moment_of_a_device_counts_once() -> None:
     assert seconds == {COMPUTE: 2.5, TRANSFER: 2.5, COMMUNICATION: 1.0}
 
 
-def slow_on_rank_1() -> str:
-    """Train on two processes, of which the second waits for its data; return what rank 0 was told last."""
-    profiler = BoundProfiler(first_step=1, steps=1)
-    data = DataLoader(SlowData() if os.environ["RANK"] == "1" else loader(4).dataset, batch_size=2)
-    quiet(max_epochs=1, devices=2, strategy="ddp", profiler=profiler).fit(Toy(), data)
-    return profiler.summary().rpartition("\n")[2]
+class SlowOnOne(SlowStep):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (super() if self.trainer.rank == 1 else super(SlowStep, self)).training_step(batch, batch_idx)
 
 
-def test_a_process_that_holds_up_the_others_is_named() -> None:
-    told = run_distributed(slow_on_rank_1, 2)[0]
-    assert told.startswith("rank 1 (")
-    assert "in data wait, the median rank" in told
+def told_of_two_processes() -> list[str]:
+    """Train where the second process waits for its data, and where its steps are slow."""
+    slow_data = DataLoader(SlowData() if os.environ["RANK"] == "1" else loader(4).dataset, batch_size=2)
+    told = []
+    for module, data in ((Toy(), slow_data), (SlowOnOne(), loader(8))):
+        profiler = BoundProfiler(first_step=1, steps=1)
+        quiet(max_epochs=1, devices=2, strategy="ddp", profiler=profiler).fit(module, data)
+        told.append(profiler.summary())
+    return told
+
+
+def test_of_several_processes_the_one_that_holds_up_the_others_is_described() -> None:
+    of_data, of_steps = run_distributed(told_of_two_processes, 2)[0]
+    for told, part in ((of_data, "data wait"), (of_steps, "compute")):
+        assert re.search(r"^rank 1 \(.*\), for which the others wait:", told)
+        assert f"Bound by {part}" in told
+        assert re.search(rf"rank 1 \(.*\) spends \d+% in {part}, the median rank", told)
 
 
 def test_processes_that_differ_a_little_are_no_stragglers() -> None:
-    even = [("a", {DATA: 0.02}), ("b", {DATA: 0.05}), ("c", {DATA: 0.06})]
+    even = [Shares("a", {DATA: 0.02}, 0.0), Shares("b", {DATA: 0.05}, 0.0), Shares("c", {DATA: 0.06}, 0.0)]
     assert not stragglers(even)
-    assert stragglers([*even, ("d", {DATA: 0.5})]) == [
+    assert stragglers([*even, Shares("d", {DATA: 0.5}, 0.0)]) == [
         "rank 3 (d) spends 50% in data wait, the median rank 5%: the others wait for it in every step."
     ]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer.callback import HOOKS, CallbackList, nothing
-from trainer.profiling import DATA, LOGGING
+from trainer.profiling import DATA, LOGGING, TRANSFER
 
 CALLBACKS = "callbacks"
 SAVING = "saving"
@@ -23,8 +23,11 @@ class HostTimes:
     """
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys((DATA, CALLBACKS, LOGGING, SAVING, VALIDATION), 0.0)
-        """Seconds of each part until now, without the rest. The loop itself adds its waits for data."""
+        self.seconds = dict.fromkeys((DATA, TRANSFER, CALLBACKS, LOGGING, SAVING, VALIDATION), 0.0)
+        """Seconds of each part until now, without the rest. The loop itself adds its waits for data.
+
+        Of transfers only those through a module's or data module's own hooks are measured.
+        """
         self._inside = 0.0  # the time of the parts that have ended within the part in progress
         self._begun: float | None = None
 

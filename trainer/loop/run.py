@@ -200,6 +200,9 @@ class Run:
         self.options = OptionsCheck(self.strategy, self.progress)
         self.metrics = MetricLog(module, self.options.gather)
         self.call_step: Callable[..., Any] = self.strategy.call_step
+        self.times = HostTimes()
+        self.transfer_hooks = transfer_hooks(module, datamodule)
+        """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
         self.listen(unheard)
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
@@ -210,7 +213,6 @@ class Run:
         """Names in `_also_trained` that are monitored, and were reported."""
         self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
         self.gradient_norms = GradientNorms(self.strategy, self.metrics)
-        self.times = HostTimes()
         self.loaders = Loaders()
         self.skipping = SkippedBatches(module, self.strategy, self.progress)
 
@@ -223,8 +225,6 @@ class Run:
         """True if the strategy has something to do after the last backward of a window."""
         self.closure_needed = False
         """True if the optimizer evaluates the loss several times per step (LBFGS)."""
-        self.transfer_hooks = transfer_hooks(module, datamodule)
-        """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
         self.resumed_from: StoragePath | None = None
         """The checkpoint from which the run was started."""
         self.rng_to_restore: dict[str, Any] | None = None
@@ -578,7 +578,9 @@ class Run:
     def listen(self, phase: Phase) -> None:
         """Notify `phase`; bind what each batch calls, so that a phase without listeners costs nothing."""
         self.phase = self.metrics.phase = phase
-        self.transfer = during(phase, TRANSFER, self._transfer)
+        # Hooks that users write may take any time; a copy by the strategy costs the host none that it could save.
+        moved = self._transfer if self.transfer_hooks is None else self.times.timed(TRANSFER, self._transfer)
+        self.transfer = during(phase, TRANSFER, moved)
         self.forward = during(phase, FORWARD, self.call_step)
         self.backward = during(phase, BACKWARD, self.strategy.backward)
         self.optimizer_step = during(phase, OPTIMIZER, self.strategy.step)
