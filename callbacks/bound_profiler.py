@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trainer.arguments import PositiveInt
+from trainer.callback import Checkpoint
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.callbacks.profiler import faster_loading
 from trainer.checkpoint.format import read_manifest
@@ -168,7 +169,7 @@ class BoundProfiler(Profiler):
             asynchronous = any(getattr(callback, "async_save", False) for callback in trainer.callbacks)
             rarer = "Save less often (every_n_train_steps), or to faster storage."
             advice = rarer if asynchronous else "ModelCheckpoint(async_save=True) writes while training goes on."
-            return advice + "".join(f" {words}" for words in newest_writes(trainer))
+            return advice + "".join(f" {words}" for words in newest_writes(trainer.checkpoint_callbacks))
         if bound == TRANSFER:
             if trainer.run.times.shares()[TRANSFER] > share / 2:
                 return (
@@ -235,10 +236,10 @@ def stragglers(every: Sequence[Shares]) -> list[str]:
     return lines
 
 
-def newest_writes(trainer: Trainer) -> list[str]:
+def newest_writes(callbacks: Iterable[Checkpoint]) -> list[str]:
     """Return a sentence for each callback that has written a checkpoint: how fast, and whether the storage is slow."""
     texts = []
-    for callback in trainer.checkpoint_callbacks:
+    for callback in callbacks:
         seconds = callback.write_seconds
         try:
             size = sum(entry.bytes for entry in read_manifest(callback.newest_on_disk()).files.values())
