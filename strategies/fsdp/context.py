@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
-from trainer.model.blocks import without_caches
+from trainer.model.blocks import class_of, without_caches
 from trainer.seed import isolated_rng
 from trainer.strategy import eval_mode
 
@@ -133,10 +133,10 @@ class ContextParallel:
 
     def _cannot_divide(self, name: str, block: nn.Module) -> str:
         return (
-            f"context_parallel: {name} ({type(block).__name__}) does not compute the same for a part of a sequence. "
-            "Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face model: "
-            'attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), and get positions as '
-            "arguments from outside of the blocks."
+            f"context_parallel: {name} ({class_of(block).__name__}) does not compute the same for a part of a "
+            "sequence. Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face "
+            'model: attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), and get '
+            "positions as arguments from outside of the blocks."
             + (
                 f" The batch has as many samples as tokens ({self.length}), so that it is not clear which arguments "
                 "belong to tokens: try another batch size."
@@ -177,7 +177,7 @@ def split_hidden(
     hidden = args[0] if args else rest.pop(next(iter(rest), ""), None)
     if not isinstance(hidden, torch.Tensor):
         raise ConfigError(
-            f"{type(block).__name__} gets a {type(hidden).__name__} as its first argument: blocks that are split "
+            f"{class_of(block).__name__} gets a {type(hidden).__name__} as its first argument: blocks that are split "
             "over processes take a tensor (batch, length, features) first, and return one."
         )
     return hidden, args[1:], rest
@@ -315,7 +315,10 @@ class Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
-        return tensor.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+        # A copy: a block may change its input in place.
+        return tensor.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].clone(
+            memory_format=torch.contiguous_format
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

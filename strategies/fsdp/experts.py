@@ -102,7 +102,7 @@ class _Divided:
         shape = hidden.shape
         hidden, indices, weights = hidden.flatten(0, -2), indices.flatten(0, -2), weights.flatten(0, -2)
         if self._copies is not None:
-            hidden, weights = (_SumOfGradients.apply(one, self._copies) for one in (hidden, weights))
+            hidden, weights = (add_up_gradients(one, self._copies) for one in (hidden, weights))
         pairs, part, expert = self._sort(indices)
         sizes = torch.bincount(part, minlength=self._parts)
         sent = hidden[pairs // indices.shape[1]]
@@ -197,13 +197,17 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
     return output
 
 
-class _SumOfGradients(torch.autograd.Function):
-    """The same tensor, of which each process of a group uses a part: the gradients are added up."""
+def add_up_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the same tensor, of which each process of a group uses a part: the gradients are added up."""
+    same: torch.Tensor = _SumOfGradients.apply(tensor, group)
+    return same
 
+
+class _SumOfGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return tensor.view_as(tensor)
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

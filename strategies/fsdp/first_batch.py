@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError, first_of
+from trainer.model.blocks import class_of
 
 
 class FirstBatch:
@@ -42,11 +43,11 @@ class FirstBatch:
                 return
             if not isinstance(output, torch.Tensor):
                 raise ConfigError(
-                    f"pipeline_parallel: {name} ({type(block).__name__}) returns a {type(output).__name__}, and what "
-                    "a stage sends is one tensor: have the block return it, or use another strategy."
+                    f"pipeline_parallel: {name} ({class_of(block).__name__}) returns a {type(output).__name__}, and "
+                    "what a stage sends is one tensor: have the block return it, or use another strategy."
                 )
             if not torch.isfinite(output.detach()).all():
-                raise self._depends(f"the output of {name} ({type(block).__name__})", output, (args, kwargs))
+                raise self._depends(f"the output of {name} ({class_of(block).__name__})", output, (args, kwargs))
 
         return check
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.model.blocks import describe_blocks
+from trainer.model.blocks import class_of, describe_blocks
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
@@ -154,7 +154,7 @@ class Pipeline:
     def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._taken:
             raise ConfigError(
-                f"pipeline_parallel: {type(block).__name__} is called twice in one step, and a pipeline runs each "
+                f"pipeline_parallel: {class_of(block).__name__} is called twice in one step, and a pipeline runs each "
                 "block once for a batch: call the model once, on one batch (torch.cat), or use another strategy."
             )
         self._taken = True

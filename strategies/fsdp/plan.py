@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,12 +19,15 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
-from trainer.strategies.fsdp.experts import EXPERT_STYLES, takes_routing
+from trainer.strategies.fsdp.experts import EXPERT_STYLES, add_up_gradients, takes_routing
 
 Style = str | ParallelStyle | None
 """A word of `STYLES` or "experts", an object of torch, or None: replicated."""
@@ -46,6 +51,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "rowwise_split_input": lambda module: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda module: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
     "replicated_with_grad_allreduce": lambda module: SequenceParallel(sequence_dim=2, use_local_output=True),
+    "shared_by_heads": lambda module: SharedByHeads(),
     "sequence_parallel": lambda module: SequenceParallel(),
     "colwise_from_sequence": lambda module: ColwiseParallel(input_layouts=Shard(1)),
     "rowwise_to_sequence": lambda module: RowwiseParallel(output_layouts=Shard(1)),
@@ -56,13 +62,40 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 
 "colwise" splits the outputs of a layer, "rowwise" its inputs (of an embedding the vocabulary); between a colwise and a
 rowwise layer each process has its part. "colwise_gather_output" (also "colwise_rep") gathers the outputs,
-"rowwise_split_input" ("rowwise_rep") splits full inputs. "replicated_with_grad_allreduce" is for weights of each head
-that heads share, such as Qwen3's `q_norm`.
+"rowwise_split_input" ("rowwise_rep") splits full inputs. "replicated_with_grad_allreduce" is for weights that act on
+split heads or features, such as Qwen3's `q_norm`, "shared_by_heads" for a layer whose full outputs the split heads
+read, such as the one key of multi-query attention.
 
 Sequence parallelism, which splits the activations between the layers along the sequence (dimension 1):
 "embedding_to_sequence", "sequence_parallel" for norms, "colwise_from_sequence", "rowwise_to_sequence".
 "colwise_loss_parallel": the head, with logits that stay sharded for `cross_entropy`.
 """
+
+
+class SharedByHeads(ParallelStyle):
+    """Replicate a layer whose outputs all heads read: their gradients, of each process's heads, are added up.
+
+    Args:
+        features: the number of last features that heads read; None: all. Others go through a layer that is split, whose
+            gradient is complete.
+    """
+
+    def __init__(self, features: int | None = None) -> None:
+        super().__init__()
+        self.features = features
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+
+        def add_up(layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            if self.features is None:
+                return add_up_gradients(output, group)
+            read = add_up_gradients(output[..., -self.features :], group)
+            return torch.cat([output[..., : -self.features], read], -1)
+
+        module.register_forward_hook(add_up)
+        return module
+
 
 _OTHER_WORDS = {
     "ep_router": "'experts' for the module of the experts",
@@ -71,6 +104,7 @@ _OTHER_WORDS = {
     "packed_rowwise": "separate layers for what is packed into one weight",
     "local_colwise": "'colwise'",
     "local_rowwise": "'rowwise'",
+    "mla_kv_a_proj": "the plan of the Hugging Face model, which is found by itself",
 }
 """Words of Hugging Face's plans that are not supported -> what to use instead."""
 
@@ -96,7 +130,7 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
     return plan
 
 
-def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """Yield the plans of the outermost Hugging Face models, by names from the root, without what they do not have."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
@@ -106,11 +140,11 @@ def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, str]]:
         if not isinstance(model, transformers.PreTrainedModel) or id(model) in inside:
             continue
         inside |= {id(child) for child in model.modules()}
+        config = model.config.get_text_config()
         for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
             full = f"{prefix}.{pattern}".removeprefix(".")
             if style not in EXPERT_STYLES and any(fnmatchcase(name, full) for name in names):
-                yield full, style
-        config = model.config.get_text_config()
+                yield full, SharedByHeads(config.qk_rope_head_dim) if style == "mla_kv_a_proj" else style
         for plan in (config.base_model_tp_plan, config.base_model_ep_plan):
             for pattern, style in (plan or {}).items():
                 full = f"{prefix}*{pattern}"  # of the base model, whose place in this one differs
@@ -210,6 +244,8 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
             module.get_submodule(name).register_forward_pre_hook(shared.distribute)
     # Without sending anything: all processes have the values, or get them later.
     parallelize_module(module, mesh, here, src_data_rank=None)
+    for name in here:
+        module.get_submodule(name).register_forward_hook(_owned)
     for (owner, name), *others in ties:
         kept = owner._parameters[name]
         for other, other_name in others:
@@ -221,6 +257,24 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
                     "embedding 'rowwise' and a head 'colwise'), or none."
                 )
             other._parameters[other_name] = kept
+
+
+def _owned(layer: nn.Module, args: Any, output: Any) -> Any:
+    """Return the output of a layer as no view, so that it can be changed in place, as by `nn.ReLU(inplace=True)`."""
+    is_view = isinstance(output, torch.Tensor) and output._is_view() and torch.is_grad_enabled()
+    return _Owned.apply(output) if is_view and not torch.compiler.is_compiling() else None
+
+
+class _Owned(torch.autograd.Function):
+    """The same values: torch refuses changes in place of the views that DTensors return."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
 
 
 class _SharedInput:
@@ -296,11 +350,61 @@ class FirstStepErrors:
                 f"tensor_parallel={self._parts}: the first step fails with the layers split by tensor_parallel_plan: "
                 f"{str(error).splitlines()[0]}. Between a 'colwise' and a 'rowwise' layer each process has a part of "
                 "the features: give both of a pair, view heads as -1, and have at least one head of queries and keys "
-                "for each process. If it fails without tensor_parallel as well, the plan is not the cause."
+                "for each process. Where a style splits sequences, take their length from the layer's output. If it "
+                "fails without tensor_parallel as well, the plan is not the cause."
             ) from error
         self._succeeded = self._succeeded or error is None
+
+
+def refuse_partial_gradients(
+    parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, tolerance: float
+) -> None:
+    """Compare the gradients of parameters that each process of a group has full. Collective.
+
+    Raises:
+        ConfigError: they differ by more than the tolerance, a share of their norms: each process has a part of the sum.
+    """
+    differences, norms = [], []
+    for parameter in parameters.values():
+        gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        mean = own.detach().float().clone()
+        dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
+        differences.append((own - mean).norm())
+        norms.append(mean.norm())
+    if not norms:
+        return
+    different, norm = torch.stack(differences), torch.stack(norms)
+    dist.all_reduce(different, op=dist.ReduceOp.MAX, group=group)
+    # Gradients that should be 0 are rounding errors, which may differ.
+    is_partial = different > tolerance * norm.clamp(min=1e-4 * float(norm.norm()))
+    names = [name for name, found in zip(parameters, is_partial.tolist(), strict=True) if found]
+    if names:
+        raise ConfigError(
+            f"tensor_parallel={dist.get_world_size(group)}: the gradients of {first_of(names)} differ between the "
+            "processes, which have copies of them, because each process has a part of the features or heads that they "
+            "are used with. Give their layers styles in the tensor_parallel_plan: 'replicated_with_grad_allreduce' for "
+            "weights that act on split features or heads, 'shared_by_heads' for a layer whose outputs the split heads "
+            "read, 'sequence_parallel' for a norm on parts of a sequence; or split them."
+        )
 
 
 def needs_loss_parallel(styles: Mapping[str, ParallelStyle]) -> bool:
     """Whether a layer's outputs stay sharded, for a loss that torch's `loss_parallel` computes from them."""
     return any(isinstance(style, ColwiseParallel) and not style.use_local_output for style in styles.values())
+
+
+@contextmanager
+def split_losses() -> Iterator[None]:
+    """Have `cross_entropy` take logits that are sharded over processes, and return a plain tensor."""
+    with loss_parallel(), _PlainLosses():
+        yield
+
+
+class _PlainLosses(TorchFunctionMode):
+    """Has `cross_entropy` return this process's copy of a loss, which can be logged, and added to others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.to_local() if func is cross_entropy and isinstance(result, DTensor) else result

@@ -136,6 +136,8 @@ class FSDPStrategy(DistributedStrategy):
         self._loss_parallel = False
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
         self._is_first_step = True
+        self._compares_gradients = False
+        """True until the first window has ended, if layers are split."""
         self._units: list[Any] = []
         """The module and its blocks, as FSDP2 wraps them."""
         self._parameters: list[Any] = []
@@ -215,6 +217,14 @@ class FSDPStrategy(DistributedStrategy):
             problems.append(
                 f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
                 "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel."
+            )
+        plan = getattr(module, "tensor_parallel_plan", None)
+        styles = plan.values() if isinstance(plan, Mapping) else ()
+        by_sequence = [style for style in styles if isinstance(style, str) and "sequence" in style]
+        if layout.tensor > 1 and layout.context > 1 and by_sequence:
+            problems.append(
+                f"context_parallel={layout.context} with the style {by_sequence[0]!r} in tensor_parallel_plan: both "
+                "split sequences, in different orders. Use 'colwise' and 'rowwise' in the plan, and none for norms."
             )
         if layout.pipeline > 1 and own_loop:
             problems.append(
@@ -475,6 +485,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         self._is_first_step = True
+        self._compares_gradients = self.layout.tensor > 1
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or is_compiled(self.module)
@@ -559,9 +570,9 @@ class FSDPStrategy(DistributedStrategy):
         """Return the context in which losses are computed from logits that are sharded over processes."""
         if not self._loss_parallel:
             return NULL_CONTEXT
-        from torch.distributed.tensor.parallel import loss_parallel
+        from trainer.strategies.fsdp.plan import split_losses
 
-        return loss_parallel()
+        return split_losses()
 
     def _refuse_replaced_parameters(self) -> None:
         """Raise ConfigError for parameters with other values than those that FSDP2 gathers.
@@ -721,8 +732,30 @@ class FSDPStrategy(DistributedStrategy):
             with self._explaining.paused():
                 self.pipeline.end_window(self._backward_of)
             self._before = []
+        if self._compares_gradients:
+            self._compare_gradients()
+
+    def _compare_gradients(self) -> None:
+        """Raise ConfigError if the processes of a layer have different gradients of what they all have full."""
+        from trainer.strategies.fsdp.plan import refuse_partial_gradients
+
+        assert self._mesh is not None
+        self._compares_gradients = all(p.grad is None for p in self.module.parameters())
+        shards = self._mesh.shards
+        replicated = {
+            name: p
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and "tensor" not in (getattr(p, "device_mesh", shards).mesh_dim_names or ())
+        }
+        if self.pipeline is not None:
+            replicated = {name: p for name, p in replicated.items() if name not in self.pipeline.elsewhere}
+        low = self._mixed_precision().param_dtype is not None or self.precision.weights.itemsize < 4
+        tolerance = 1e-2 if low else 1e-3
+        refuse_partial_gradients(replicated, self._mesh.tensor.get_group(), tolerance)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        if self._compares_gradients and closure is None:  # of a loop that has no windows
+            self._compare_gradients()
         super().step(optimizer, closure, **options)
         if self._steps_by_hand:  # gather the new values
             self.wrapped.reshard()

@@ -54,6 +54,28 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {**LLM, "num_local_experts": 4}),
     "Qwen3-MoE": ("Qwen3Moe", {**LLM, **MIXTURE, "head_dim": 8, "num_experts": 4}),
     "OLMoE": ("Olmoe", {**LLM, **MIXTURE, "num_experts": 4}),
+    "DeepSeek-V2": (
+        "DeepseekV2",
+        {
+            **LLM,
+            **MIXTURE,
+            **dict.fromkeys(("num_key_value_heads", "n_routed_experts", "qk_rope_head_dim"), 4),
+            **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), 8),
+            **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group"), 1),
+            "topk_method": "greedy",
+        },
+    ),
+    "Llama 4": (
+        "Llama4Text",
+        {
+            **LLM,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 8,
+        },
+    ),
     "GPT-OSS": ("GptOss", {**LLM, "head_dim": 8, "num_local_experts": 4, "sliding_window": 5}),
 }
 """Names -> the prefix of the classes, and the arguments of the config."""
@@ -73,7 +95,7 @@ PLANS: dict[str, dict[str, str]] = {
     "ViT": {f"{VIT_LAYERS}.attention.[qkv]_proj": "colwise", f"{VIT_LAYERS}.attention.o_proj": "rowwise"},
 }
 """Plans of one's own, for models that have none."""
-MIXTURES = ("Mixtral", "Qwen3-MoE", "OLMoE", "GPT-OSS")
+MIXTURES = ("Mixtral", "Qwen3-MoE", "OLMoE", "DeepSeek-V2", "GPT-OSS")
 
 
 def make(architecture: str) -> Any:

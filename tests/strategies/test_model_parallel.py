@@ -23,6 +23,7 @@ from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
+from trainer.strategy import StepConfig
 
 TWO = ("TP x2", "CP x2", "PP x2")
 """Ways of dividing a model over two processes."""
@@ -195,7 +196,8 @@ class Attending(nn.Module):
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 2, 3, 4).permute(3, 0, 2, 1, 4)
+        qkv = self.qkv(x)
+        q, k, v = qkv.view(*qkv.shape[:2], -1, 3, 4).permute(3, 0, 2, 1, 4)
         attended = scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
@@ -302,6 +304,68 @@ class HalfPlanned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise"}
 
 
+class Normed(Attending):
+    """A norm of each head's queries, which processes have parts of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], -1, 3, 4).permute(3, 0, 2, 1, 4)
+        attended = scaled_dot_product_attention(self.norm(q), k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class OneKey(nn.Module):
+    """Multi-query attention: all heads read the same key and value. And layers whose outputs are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.act(self.q(x)).view(*x.shape[:2], -1, 4).transpose(1, 2)
+        k, v = self.kv(x)[:, None].chunk(2, -1)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(attended.transpose(1, 2).flatten(2)).add_(x)
+
+
+class Shared(Small):
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {
+        "blocks.*.q": "colwise",
+        "blocks.*.kv": "shared_by_heads",
+        "blocks.*.out": "rowwise",
+    }
+
+
+class Sequences(Small):
+    """Activations are split along the sequence between layers, and the logits stay split."""
+
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {
+        "embed": "embedding_to_sequence",
+        "blocks.*.qkv": "colwise_from_sequence",
+        "blocks.*.out": "rowwise_to_sequence",
+        "norm": "sequence_parallel",
+        "head": "colwise_loss_parallel",
+    }
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.norm, self.head, self.weight = nn.LayerNorm(8), nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.head(self.norm(self(batch[0])))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[0].argmax(-1).flatten())
+        loss = loss + self.weight.square().sum()
+        self.log("loss", loss)
+        return loss
+
+
+class NotShared(Small):
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.q": "colwise", "blocks.*.out": "rowwise"}
+
+
 class Backwards(Small):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in reversed(self.blocks):
@@ -336,6 +400,8 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "a head that is registered before the blocks": (PP, HeadFirst, Attending, "depends on head."),
     "two forwards": (PP, Twice, Attending, "called twice"),
     "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
+    "a norm of split heads": (TP, Planned, Normed, "gradients of blocks.0.norm.weight, "),
+    "a key that split heads read": (TP, NotShared, OneKey, "'shared_by_heads' for a layer whose outputs"),
     "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
     "an unknown style": (TP, Unknown, Attending, "Did you mean 'colwise'"),
@@ -354,7 +420,9 @@ def refusal(kind: type[Small], block: type[nn.Module], options: dict[str, int], 
         if module.overrides("validation_step"):  # as before the training
             with torch.no_grad():
                 strategy.call_step("validation_step", [torch.randn(4, length, 8)], 0)
-        strategy.call_step("training_step", [torch.randn(4, length, 8)], 0)
+        (optimizer,) = strategy.setup_optimizers([module.configure_optimizers()], StepConfig())
+        strategy.backward(strategy.call_step("training_step", [torch.randn(4, length, 8)], 0))
+        strategy.step(optimizer)
     except ConfigError as error:
         return str(error)
     return ""
@@ -373,17 +441,26 @@ def test_what_cannot_be_divided_is_told_in_the_first_step(name: str, refusals: A
     assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals)
 
 
-def train_biased(way: str) -> dict[str, torch.Tensor]:
+def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    module, trainer = Small(Biased(), Biased()), WAYS[way].trainer(max_steps=3)
+    module, trainer = kind(block(), block()), WAYS[way].trainer(max_steps=3)
     data = torch.randn(24, 8, 8, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, DataLoader(TensorDataset(data), 8))
     return trainer.full_state_dict(everywhere=True)
 
 
-def test_a_mask_that_is_computed_from_tokens_has_its_gradient() -> None:
-    expected = train_biased(SINGLE)
-    for of_rank in run_distributed(train_biased, 2, "CP x2", timeout=90.0):
+@pytest.mark.parametrize(
+    ("way", "kind", "block"),
+    [("CP x2", Small, Biased), ("TP x2", Shared, OneKey), ("TP x2", Sequences, Attending)],
+    ids=[
+        "a mask that is computed from tokens",
+        "one key for all heads, and layers whose outputs change in place",
+        "activations that are split along the sequence, and split logits",
+    ],
+)
+def test_every_part_has_its_gradient(way: str, kind: type[Small], block: type[nn.Module]) -> None:
+    expected = train(SINGLE, kind, block)
+    for of_rank in run_distributed(train, 2, way, kind, block, timeout=90.0):
         torch.testing.assert_close(of_rank, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -429,6 +506,12 @@ def test_settings_that_cannot_work_are_told_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         Trainer(strategy=FSDPStrategy(**options), accelerator="cpu", **{**QUIET, **settings})
+
+
+def test_a_plan_that_splits_sequences_is_refused_with_context_parallel() -> None:
+    strategy = FSDPStrategy(tensor_parallel=2, context_parallel=2)
+    (problem,) = strategy.problems(PRECISIONS["32-true"], "cpu", 4, None, Sequences(Attending()))
+    assert "with the style 'embedding_to_sequence'" in problem
 
 
 def test_the_test_model_has_a_plan_that_divides_its_layers() -> None:
