@@ -75,7 +75,7 @@ def checkpoint(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-d
 
 
 def test_ls_lists_what_is_there(checkpoint, run: Path) -> None:
-    for path in (run, run / "checkpoints", run.parent):
+    for path in (run, run / "checkpoints", run.parent, run.parent.parent):  # runs at any depth
         printed = checkpoint("ls", path)
         assert printed.code == 0
         lines = printed.out.splitlines()
@@ -279,7 +279,8 @@ def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
     ("arguments", "code", "says"),
     [
         ([], 2, "usage: trainer checkpoint"),
-        (["lst", "x"], 2, "invalid choice: 'lst'"),
+        (["lst", "x"], 2, "invalid choice: 'lst'. Did you mean 'list'?"),
+        (["export", "runs/version_0", "new", "--dtype", "bf17"], 2, "invalid choice: 'bf17'. Known: float32"),
         (["ls"], 2, "required: PATH"),
         (["ls", "nowhere"], 1, "there is no nowhere"),
         (["show", "runs/version_O"], 1, "Did you mean 'version_0'?"),

@@ -199,8 +199,8 @@ def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
     ("arguments", "message"),
     [
         ([], "needs the number of processes: --world-size 1024"),
-        (["--world-size", "0"], "give numbers from 1"),
-        (["--world-size", "x"], "--world-size: invalid int value"),
+        (["--world-size", "0"], "'0': give a number from 1"),
+        (["--world-size", "x"], "--world-size: 'x': give a number from 1"),
         (["--worldsize", "8"], "Did you mean '--world-size'?"),
         (["--world-size", "12", "--nproc-per-node", "8"], "Give --nproc-per-node 4, or --world-size 16."),
         (["--world-size", "12", "--trainer.devices", "5"], "cannot be divided into machines of 5 processes"),

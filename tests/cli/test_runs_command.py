@@ -107,7 +107,8 @@ def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
         (["ls", "runs", "--metric", "scor"], 2, "Did you mean 'score'?"),
         (["ls", "runs", "--hparam", "module.rl"], 2, "Did you mean 'module.lr'?"),
         (["ls", "runs", "--sort"], 2, "--sort: expected one argument"),
-        (["list"], 2, "invalid choice: 'list'"),
+        (["ls", "runs", "--filter", "score>"], 2, "write NAME>VALUE"),
+        (["list"], 2, "invalid choice: 'list'. Did you mean 'ls'?"),
     ],
 )
 def test_mistakes(

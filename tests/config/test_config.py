@@ -142,7 +142,7 @@ def test_json_is_read_as_json() -> None:
         (
             "run.yaml",
             "",
-            "run.yaml: the file is empty; a configuration has the keys module, data, trainer, ckpt_path, allow_change",
+            "run.yaml: the file is empty; a configuration has the keys module, data, trainer, optimizer, lr_sche",
         ),
         ("run.yaml", "\n# only this\n", "run.yaml: the file is empty"),
         ("run.yaml", "\n- a\n", "run.yaml:2: this is not a mapping of names to values"),

@@ -17,13 +17,15 @@ def class_help(cls: type, place: str) -> str:
     """Return the first paragraph of a class's docstring, and each argument with its type, default and description.
 
     Args:
-        place: where the arguments are written: `trainer.strategy`, `module`, `trainer.callbacks.N`.
+        place: where the arguments are written: `trainer.strategy`, `module`, `trainer.callbacks.N`; or nothing.
     """
     text = inspect.getdoc(cls) or ""
     described = argument_texts(text)
-    lines = [cls.__qualname__, "", *textwrap.wrap(" ".join(text.partition("\n\n")[0].split()), WIDTH), ""]
+    about = text.partition("\n\n")[0].split() if _is_own_text(cls) else []
+    lines = [cls.__qualname__, "", *(["\n".join(textwrap.wrap(" ".join(about), WIDTH)), ""] if about else [])]
     parameters = {name: p for name, p in constructor_parameters(cls).named.items() if (place, name) not in PROVIDED}
-    lines.append(f"arguments (init_args in a file, or --{place}.NAME):" if parameters else "It takes no arguments.")
+    option = f", or --{place}.NAME" if place else ""
+    lines.append(f"arguments (init_args in a file{option}):" if parameters else "It takes no arguments.")
     for name, parameter in parameters.items():
         default = "" if parameter.default is parameter.empty else f" (default: {_shown(parameter.default)})"
         kind = "" if parameter.annotation is parameter.empty else f" {allowed(parameter.annotation)}"
@@ -49,13 +51,13 @@ def argument_texts(docstring: str) -> dict[str, str]:
     return found
 
 
+def _is_own_text(cls: type) -> bool:
+    """Whether the docstring is about the class: its own, or that of a base of the same package."""
+    owner = next((base for base in cls.__mro__ if vars(base).get("__doc__")), cls)
+    return owner is cls or owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
+
+
 def _shown(default: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(default, repr(default))
-        if _hashable(default)
-        else repr(default)
-    )
-
-
-def _hashable(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool, type(None)))
+    if default is None:
+        return "null"
+    return str(default).lower() if isinstance(default, bool) else repr(default)

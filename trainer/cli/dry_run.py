@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.doctor.results import CheckResult, as_json, check_result, failed, gib, summary
-from trainer.cli.options import CommandParser, config_option, reports_errors
+from trainer.cli.options import CommandParser, config_option, positive, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems
 
@@ -66,8 +66,8 @@ def _parser() -> CommandParser:
     config_option(parser, "the configuration")
     add = parser.add_argument
     add("--dry-run", action="store_true", help="start nothing")
-    add("--world-size", metavar="N", type=int, help="processes on all machines (default: devices x num_nodes)")
-    add("--nproc-per-node", metavar="N", type=int, help="processes on each machine (default: devices, or 8)")
+    add("--world-size", metavar="N", type=positive, help="processes on all machines (default: devices x num_nodes)")
+    add("--nproc-per-node", metavar="N", type=positive, help="processes on each machine (default: devices, or 8)")
     add("--device-memory", metavar="GIB", type=float, help="of one device: fail if the training needs more")
     add("--no-data", action="store_true", help="do not set up the data")
     add("--json", action="store_true", help="print JSON")

@@ -32,12 +32,15 @@ def run(arguments: list[str]) -> int:
         return 0
     name = arguments[0]
     if name in COMMANDS:
-        return main([name, "--help"])
+        return main([*arguments, "--help"])
+    if arguments[1:]:
+        raise ConfigError(f"unexpected {arguments[1]!r}: trainer help takes one name, or a command of several words.")
     from trainer.cli.class_help import class_help
 
     found = _classes().get(name)
     if found is None and (":" in name or "." in name):
-        found = _own_class(name), "module"
+        cls = _own_class(name)
+        found = cls, place_of(cls)
     if found is None:
         close = did_you_mean(name, [*COMMANDS, *_classes()])
         raise ConfigError(f"there is no command and no class {name!r}.{close} Or write file.py:Class.")
@@ -63,6 +66,27 @@ def _classes() -> dict[str, tuple[type, str]]:
     found |= {name: (cls, "optimizer") for name, cls in table_of((Optimizer,)).items()}
     found |= {name: (cls, "lr_scheduler") for name, cls in table_of((LRScheduler,)).items()}
     return found | {"Trainer": (Trainer, "trainer")}
+
+
+def place_of(cls: type) -> str:
+    """Return the place of a configuration that objects of a class have; an empty text if it has none of its own."""
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from trainer.callback import Callback
+    from trainer.data.datamodule import DataModule
+    from trainer.module import TrainModule
+    from trainer.strategy import Strategy
+
+    places: dict[type, str] = {
+        TrainModule: "module",
+        DataModule: "data",
+        Callback: "trainer.callbacks.N",
+        Strategy: "trainer.strategy",
+        Optimizer: "optimizer",
+        LRScheduler: "lr_scheduler",
+    }
+    return next((place for base, place in places.items() if issubclass(cls, base)), "")
 
 
 def _own_class(name: str) -> type:

@@ -70,6 +70,15 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
+        if choice := re.fullmatch(r"argument (\S+): (invalid choice: '(.*)') \(choose from (.*)\)", message):
+            known = [word.strip(" '") for word in choice[4].split(",")]
+            hint = did_you_mean(choice[3], known)
+            message = f"{choice[1]}: {choice[2]}.{hint} Known: {', '.join(known)}."
+        elif number := re.fullmatch(r"(argument \S+): invalid (?:int|float) value: (.*)", message):
+            message = f"{number[1]}: {number[2]}: give a number"
+        elif message.endswith("required: COMMAND"):
+            commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+            message += f" (one of {', '.join(name for action in commands for name in action.choices)})"
         raise ConfigError(message)
 
     def parse_with_overrides(
@@ -100,10 +109,9 @@ class CommandParser(argparse.ArgumentParser):
         return given
 
 
-def config_option(container: argparse._ActionsContainer, help: str, short: str | None = None) -> None:
-    """Add `--config FILE [FILE ...]`."""
-    names = [short, "--config"] if short else ["--config"]
-    container.add_argument(*names, metavar="FILE", nargs="+", action="extend", default=[], help=help)
+def config_option(container: argparse._ActionsContainer, help: str) -> None:
+    """Add `--config FILE [FILE ...]`, and `-c`."""
+    container.add_argument("-c", "--config", metavar="FILE", nargs="+", action="extend", default=[], help=help)
 
 
 def positive(text: str) -> int:
@@ -154,7 +162,7 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
         usage=f"trainer {command} --config FILE [FILE ...] [OPTIONS]",
         description=summary[0].upper() + summary[1:] + ".",
     )
-    config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first", short="-c")
+    config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint")
     if command == "fit":
@@ -184,7 +192,7 @@ def overrides_of(
     for option, name, value in _split(arguments, fixed, own):
         name = with_underscores(ALIASES.get(name, name))
         if value is None:
-            findings.add(COMMAND_LINE, f"{option} needs a value: {option} VALUE.")
+            findings.add(COMMAND_LINE, _without_value(option))
         elif not all(name.split(".")):
             findings.add(COMMAND_LINE, f"{option} is no name: write --trainer.max_epochs, with one dot between names.")
         elif name.count(".") > MAX_DEPTH:
@@ -192,6 +200,13 @@ def overrides_of(
         elif (node := read_value(value, option, findings)) is not None:
             overrides.append((name.removesuffix("+"), appended(node) if name.endswith("+") else node))
     return overrides, fixed
+
+
+def _without_value(option: str) -> str:
+    if option.endswith(".help"):
+        of_trainer = "those of Trainer are listed by trainer fit --help"
+        return f"{option}: {of_trainer}, those of a class by its name: trainer help ModelCheckpoint, fsdp, AdamW."
+    return f"{option} needs a value: {option} VALUE."
 
 
 def with_hyphens(word: str, known: Collection[str]) -> str:
@@ -226,7 +241,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
     try:
         known, rest = parser.parse_known_args([with_hyphens(word, {f"--{name}" for name in FIXED}) for word in fixed])
     except ConfigError as error:
-        findings.add(COMMAND_LINE, f"{error}.")
+        findings.add(COMMAND_LINE, f"{str(error).removesuffix('.')}.")
         return options
     options.config = [word for word in known.config if not is_assignment(word)]
     options.print_config, options.traceback = known.print_config, known.traceback

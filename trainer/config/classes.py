@@ -60,6 +60,8 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
         if table:
             raise ConfigError(f"{unknown_name_error(kind, name, table)} Or package.module.Class, or file.py:Class.")
         raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
+    if name.endswith(".py") and ":" not in name:
+        name += ":"  # a file, whose classes the message lists
     location, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if location.endswith(".py"):
         module, where = _from_file(location, source)
@@ -90,6 +92,8 @@ def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: st
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
     here = [cls.__name__ for cls in classes if cls.__module__ == module.__name__]
     has = f" It has: {', '.join(sorted(here))}." if here else f" It defines no {_names(bases)}."
+    if not name:
+        raise ConfigError(f"{where.rstrip(':.')} is a file: write file.py:Class.{has}")
     raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{did_you_mean(name, here)}{has}")
 
 

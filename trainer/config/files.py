@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from trainer.arguments import local_path
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Source
+from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source
 from trainer.errors import did_you_mean
 
 KINDS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".toml": "TOML"}
@@ -135,7 +135,7 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
         return tree
     empty = tree.value in (None, {})
     what = "the file is empty" if empty else "this is not a mapping of names to values"
-    keys = "a configuration has the keys module, data, trainer, ckpt_path, allow_changes, weights."
+    keys = f"a configuration has the keys {', '.join(KEYS)}."
     findings.add(source if empty else tree.source, f"{what}; {keys}")
     return None
 

@@ -15,6 +15,7 @@ from trainer.config.optimizers import with_optimizer
 from trainer.config.references import with_references
 from trainer.config.tree import (
     COMMAND_LINE,
+    KEYS,
     Diagnostics,
     Node,
     Problem,
@@ -29,8 +30,6 @@ from trainer.errors import ConfigError, did_you_mean
 from trainer.module import TrainModule
 from trainer.settings import ARGUMENTS, Settings
 from trainer.trainer import Trainer
-
-KEYS = ("module", "data", "trainer", "optimizer", "lr_scheduler", "ckpt_path", "allow_changes", "weights")
 
 
 @dataclass

@@ -14,6 +14,9 @@ from trainer.errors import raise_problems
 Scalar: TypeAlias = "str | int | float | bool | None"
 KeyPath: TypeAlias = "tuple[str | int, ...]"
 
+KEYS = ("module", "data", "trainer", "optimizer", "lr_scheduler", "ckpt_path", "allow_changes", "weights")
+"""The keys of a configuration."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -127,6 +130,7 @@ def canonical(node: Node, findings: Diagnostics, path: KeyPath = ()) -> Node:
         if isinstance(node.value, str) and node.source == COMMAND_LINE:
             hint = f" Write --trainer.{node.value.replace('=', ' ', 1)}." if "=" in node.value else ""
         findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.{hint}")
+        node = Node({}, node.source)
     if path == LISTS_OF_CLASSES[0] and not (isinstance(node.value, (list, NoneType)) or is_numbered(node)):
         node = Node([node], node.source)
     several = path in LISTS_OF_CLASSES

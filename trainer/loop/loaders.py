@@ -191,6 +191,6 @@ def _limit(settings: Settings, limit: int | float) -> int | float:
 def _no_loader(run: Run, argument: str, method: str) -> ConfigError:
     stage, source = run.stage, run.datamodule if run.datamodule is not None else run.module
     return ConfigError(
-        f"{stage}() has nothing to run on: pass {argument}=, or define {method} in {type(source).__name__} "
-        f"(or pass datamodule=)."
+        f"{stage}() has nothing to run on: define {method} in {type(source).__name__}, or pass {argument}= or "
+        "datamodule=."
     )

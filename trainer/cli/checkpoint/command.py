@@ -140,13 +140,13 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 def _ls(options: argparse.Namespace) -> int:
     from trainer.checkpoint.format import is_committed
     from trainer.checkpoint.storage import as_storage_path
-    from trainer.cli.checkpoint.find import checkpoint_folders, leftover_names, listing, summarize
+    from trainer.cli.checkpoint.find import folders_below, leftover_names, listing, summarize
     from trainer.cli.checkpoint.report import as_data, plain, table_of
 
     if is_committed(as_storage_path(options.path)):
         found = {"": [summarize(as_storage_path(options.path), [], options.verify)]}
     else:
-        found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
+        found = {str(folder): listing(folder, options.verify) for folder in folders_below(options.path)}
     if options.json:
         print(json.dumps([as_data(one) for rows in found.values() for one in rows], indent=2))
         return 0
@@ -177,14 +177,14 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
     from trainer.checkpoint.format import is_committed, verify_checkpoint
     from trainer.checkpoint.storage import as_storage_path
-    from trainer.cli.checkpoint.find import checkpoint_folders, choose, listing, summarize
+    from trainer.cli.checkpoint.find import choose, folders_below, listing, summarize
     from trainer.cli.checkpoint.report import plain, size
 
     pointers = []
     if options.ckpt is not None or is_committed(as_storage_path(options.path)):
         paths = [choose(options.path, options.ckpt)]
     else:
-        folders = checkpoint_folders(options.path)
+        folders = folders_below(options.path)
         paths = [one.path for folder in folders for one in listing(folder, contents=False)]
         pointers = [
             f"{folder / f'{name}.json'} points to no checkpoint"

@@ -271,9 +271,8 @@ def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, S
             weights[short] = value
     if not weights:
         heads = sorted({f"{name.split('.')[0]}." for name in state if isinstance(name, str) and "." in name})
-        raise ConfigError(
-            f"no weight's name begins with {prefix!r}.{did_you_mean(prefix, heads)} There are: {', '.join(heads)}."
-        )
+        there = ", ".join(map(repr, heads))
+        raise ConfigError(f"no weight's name begins with {prefix!r}.{did_you_mean(prefix, heads)} There are: {there}.")
     return weights, notes
 
 

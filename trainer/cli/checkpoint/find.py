@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import MANIFEST_FILE, ReadError
 from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
+from trainer.cli.runs.find import run_directories
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
 from trainer.loop.run_directory import CHECKPOINTS, versions
 
@@ -58,6 +60,23 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
             f"{CHECKPOINTS!r}), or the default_root_dir of runs."
         )
     return folders
+
+
+def folders_below(path: str) -> list[StoragePath]:
+    """Return the folders of checkpoints at a path as `checkpoint_folders`, or of the runs at any depth below it.
+
+    Raises:
+        CheckpointError: the path does not exist or holds no checkpoint.
+    """
+    try:
+        return checkpoint_folders(path)
+    except CheckpointError:
+        given = as_storage_path(path)
+        runs = sorted(run_directories(given)) if isinstance(given, Path) and given.is_dir() else []
+        folders: list[StoragePath] = [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
+        if not folders:
+            raise
+        return folders
 
 
 def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
@@ -117,7 +136,8 @@ def choose(path: str, wanted: str | None) -> StoragePath:
     else:
         target = folder / str(wanted) if str(wanted) in names else None
     if target is None:
-        guess = did_you_mean(str(wanted), [*names, *POINTERS])
+        guess = "" if wanted in POINTERS else did_you_mean(str(wanted), [*names, *POINTERS])
+        guess += " Only ModelCheckpoint(monitor=...) chooses a best one." if wanted == "best" else ""
         raise CheckpointError(
             f"there is no checkpoint {wanted or 'last'!r} in {folder}.{guess} There are: {', '.join(names) or 'none'}."
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainer.arguments import local_path
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, overrides_of, reports_errors
+from trainer.cli.options import CommandParser, config_option, overrides_of, positive, reports_errors
 from trainer.config.tree import Diagnostics
 from trainer.errors import ConfigError
 from trainer.settings import Settings
@@ -66,7 +66,7 @@ def _parser() -> CommandParser:
     )
     config_option(parser, "a configuration to try, too")
     add = parser.add_argument
-    add("--devices", metavar="N", type=int, default=2, help="processes that exchange tensors (default: 2)")
+    add("--devices", metavar="N", type=positive, default=2, help="processes that exchange tensors (default: 2)")
     add("--root", metavar="FOLDER", help="where runs write (default: as the configuration says, or runs)")
     add("--timeout", metavar="SECONDS", type=float, default=900.0, help="for the step of the module (default: 900)")
     add("--json", action="store_true", help="print JSON, at the end")

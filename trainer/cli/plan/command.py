@@ -91,7 +91,7 @@ def _parser() -> CommandParser:
         epilog=f"examples:\n{EXAMPLES}",
     )
     model = parser.add_argument_group("the model: a decoder of equal layers").add_argument
-    model("--config", metavar="FILE", help="config.json of a Hugging Face model")
+    model("-c", "--config", metavar="FILE", help="config.json of a Hugging Face model")
     model("--params", metavar="N", type=quantity(1000), help="only the number of parameters; the shape is assumed")
     model("--layers", metavar="N", type=positive, help="blocks of attention and MLP")
     model("--hidden", metavar="N", type=positive, help="width of the model")

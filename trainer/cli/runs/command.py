@@ -116,7 +116,7 @@ def _main_metrics(found: list[RunSummary]) -> list[str]:
 
 def _condition(text: str, known: list[str]) -> tuple[str, Callable[[Any, Any], bool], str]:
     match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==|<|>|=)\s*(.*?)\s*", text)
-    if match is None:
+    if match is None or (match[3] == "" and match[2] not in ("=", "==", "!=")):
         raise ConfigError(f"--filter {text!r}: write NAME>VALUE, with one of <, <=, >, >=, =, !=.")
     return _known(match[1], known), COMPARISONS[match[2].replace("==", "=")], match[3]
 
