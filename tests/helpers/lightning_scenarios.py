@@ -1650,6 +1650,7 @@ SCENARIOS = [
         action=fit_with(lambda: loader(30), lambda: loader(seed=8)),
     ),
     Scenario("fast_dev_run with three batches", scheduled(lambda o: StepLR(o, 1, 0.5)), settings={"fast_dev_run": 3}),
+    Scenario("fast_dev_run beyond max_steps", settings={"fast_dev_run": 3, "max_steps": 1, "max_epochs": None}),
     Scenario(
         "early stopping after training epochs",
         values(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),

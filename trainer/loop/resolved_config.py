@@ -66,7 +66,9 @@ class ResolvedConfig:
 
     @property
     def max_steps(self) -> int | None:
-        """Steps to train; None: no limit."""
+        """Steps to train, in a fast_dev_run at most its batches; None: no limit."""
+        if self.settings.fast_dev_run:
+            return int(self.settings.fast_dev_run)
         return None if self.settings.max_steps == -1 else self.settings.max_steps
 
     @property

@@ -370,8 +370,9 @@ class Run:
         """Train from now on, by the methods that the module has after the first hooks."""
         self.times.begin()
         self.weights_loss_by_items = self.module.overrides("num_items")
-        if self.settings.max_steps is not None and self.settings.max_steps >= 0:
-            self.last_step = self.settings.max_steps
+        last_step = self.settings.max_steps
+        if last_step is not None and last_step >= 0 and not self.settings.fast_dev_run:
+            self.last_step = last_step
         self.divides_loss = self.weights_loss_by_items or self.strategy.processes.readers > 1
         seconds, every = self.settings.validation_seconds, self.settings.log_every_n_steps or 50
         if seconds is not None:

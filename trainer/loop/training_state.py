@@ -343,7 +343,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
             strategy.processes.readers,
         )
     last_step = run.settings.max_steps
-    if last_step is not None and -1 < last_step <= run.progress.step:
+    if last_step is not None and -1 < last_step <= run.progress.step and not run.settings.fast_dev_run:
         log.warning(
             "nothing is left to train: the checkpoint has %d steps, and max_steps=%d", run.progress.step, last_step
         )
