@@ -810,6 +810,18 @@ def normalized(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     return Module
 
 
+def stops_in(hook: str, epoch: int) -> Any:
+    """Define a module that asks for a stop in a hook of an epoch."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        def stop(self: Any) -> None:
+            self.trainer.should_stop = self.trainer.should_stop or self.current_epoch == epoch
+
+        return type("Module", (Net,), {hook: stop})
+
+    return define
+
+
 def stops_after_validation(library: Library, record: Record, folder: Path) -> list[Any]:
     class Stop(library.Callback):  # type: ignore[misc]
         def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -1217,6 +1229,19 @@ SCENARIOS = [
     Scenario("schedule by epoch", scheduled(lambda o: StepLR(o, 1, 0.5)), {"max_epochs": 3}),
     Scenario("schedule by step", scheduled(lambda o: StepLR(o, 2, 0.5), interval="step")),
     Scenario(
+        "schedule every second step with accumulation",
+        scheduled(lambda o: StepLR(o, 1, 0.5), interval="step", frequency=2),
+        {"accumulate_grad_batches": 2},
+        exact=False,
+        differs={
+            "losses": "frequency",
+            "rates": "frequency",
+            "logged": "frequency",
+            "metrics": "frequency",
+            "weights": "frequency",
+        },
+    ),
+    Scenario(
         "schedule every third step",
         scheduled(lambda o: StepLR(o, 1, 0.5), interval="step", frequency=3),
         differs={
@@ -1457,6 +1482,18 @@ SCENARIOS = [
         {"max_epochs": 3, "min_epochs": 2, "log_every_n_steps": 3},
         differs={"logged": "log at a stop"},
     ),
+    Scenario(
+        "a stop at an epoch's start",
+        stops_in("on_train_epoch_start", epoch=1),
+        {"max_epochs": 3},
+        differs=dict.fromkeys(ALL[:-1], "stop at an epoch's start"),
+    ),
+    Scenario(
+        "a stop before training",
+        stops_in("on_fit_start", epoch=0),
+        differs=dict.fromkeys(("hooks", "module_hooks"), "nothing to run"),
+    ),
+    Scenario("a stop at the start of training", stops_in("on_train_start", epoch=0)),
     Scenario("should_stop after a validation", settings={"max_epochs": 3}, callbacks=stops_after_validation),
     Scenario("gradients in hooks", gradients_seen, differs={"noted": "zero_grad"}),
     Scenario(

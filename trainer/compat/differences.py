@@ -131,8 +131,9 @@ _STEPS = (
     ),
     Difference(
         "frequency",
-        'a scheduler with `interval="step"` and `frequency=3` starts counting anew in each epoch',
-        "counts steps across epochs",
+        'a scheduler with `interval="step"` and `frequency=3` counts batches, also with accumulation, and anew in each '
+        "epoch",
+        "counts steps, across epochs",
     ),
     Difference(
         "stop inside an epoch",
@@ -140,8 +141,14 @@ _STEPS = (
         "no validation; `on_train_epoch_end` is called, and called again at the end of the epoch if the run is resumed",
     ),
     Difference(
+        "stop at an epoch's start",
+        "a stop asked for in `on_train_epoch_start`: the epoch has no batch, and counts",
+        "the epoch is left after its first step",
+    ),
+    Difference(
         "nothing to run",
-        "`max_epochs=0`, or 0 for a limit of batches: the hooks around the missing batches are not called",
+        "`max_epochs=0`, 0 for a limit of batches, or a stop before training begins: the hooks around the missing "
+        "batches are not called",
         "the hooks of the start and the end are called",
     ),
     Difference(
