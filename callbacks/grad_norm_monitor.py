@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import compress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,14 @@ import torch
 
 from trainer.callback import Callback
 from trainer.callbacks.lr_monitor import group_names, named_optimizers
+from trainer.errors import ConfigError
 from trainer.loop.gradient_norms import clipping_finds_it
 from trainer.strategy import own_parameters, total_norm
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from trainer.metrics.metric_log import Entry
     from trainer.module import TrainModule
     from trainer.settings import Settings
     from trainer.trainer import Trainer
@@ -53,9 +56,10 @@ class GradNormMonitor(Callback):
         self._before: list[torch.Tensor] | None = None
         self._groups: dict[tuple[int, int], list[list[str]]] = {}
         """The parameters of each group, by the `id` of the optimizer and the number of its groups."""
+        self._logged: set[str] = set()
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._norms, self._of_groups, self._before, self._groups = {}, {}, None, {}
+        self._norms, self._of_groups, self._before, self._groups, self._logged = {}, {}, None, {}, set()
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         if measured(trainer.settings, trainer.global_step + 1):
@@ -73,6 +77,9 @@ class GradNormMonitor(Callback):
             norms |= self._of_groups | self._of_weights(trainer)
         self._of_groups = {}
         for name, norm in norms.items():
+            if name not in self._logged:
+                _require_own_name(name, trainer.run.metrics.train.entries)
+                self._logged.add(name)
             # The largest of equal values is that value to the last bit; a mean need not be.
             trainer.log(name, norm, weight=1, on_step=True, on_epoch=False, reduce_fx="max")
 
@@ -129,6 +136,16 @@ class GradNormMonitor(Callback):
             for suffix, members in zip(group_names(optimizer), self._groups[key], strict=True):
                 found.setdefault("/".join(filter(None, (name.removeprefix("lr-"), suffix))), []).extend(members)
         return found if len(found) > 1 else {}
+
+
+def _require_own_name(name: str, entries: Mapping[str, Entry]) -> None:
+    """Raise ConfigError if a name that is logged already is that of another value, with which it would be mixed."""
+    entry = entries.get(name)
+    if entry is not None and (entry.options.reduction != "max" or entry.options.on_epoch):
+        raise ConfigError(
+            f"GradNormMonitor logs {name!r}, and so does the module or another callback: the values would be mixed. "
+            "Give the other one another name."
+        )
 
 
 def measured(settings: Settings, step: int) -> bool:

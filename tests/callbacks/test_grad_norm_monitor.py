@@ -12,7 +12,7 @@ from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from tests.tiers import selected
-from trainer import Callback, Trainer, TrainModule
+from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import GradNormMonitor
 
 NAMES = ("DDP x2", "FSDP x2", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2")
@@ -158,3 +158,14 @@ def test_with_loss_scaling_the_norm_is_unscaled() -> None:
     trainer.fit(Toy(), loader())
     assert trainer.strategy.scaler is not None
     assert 0 < float(trainer.callback_metrics["grad_norm"]) < 100 < trainer.strategy.scaler.get_scale()
+
+
+class LogsItsOwn(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("grad_norm", torch.tensor(1000.0))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_norm_is_not_mixed_with_a_value_of_the_module() -> None:
+    with pytest.raises(ConfigError, match="GradNormMonitor logs 'grad_norm', and so does the module"):
+        quiet(max_steps=1, callbacks=GradNormMonitor()).fit(LogsItsOwn(), loader())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, shown
 
 
 class LengthGroupedSampler(Sampler[int]):
@@ -56,10 +57,10 @@ def _length(sample: Any) -> int:
         sample = sample.get("input_ids")
     if isinstance(sample, torch.Tensor) and sample.dim() == 0:
         sample = sample.item()
-    if isinstance(sample, (int, float)) and not isinstance(sample, bool):
+    if isinstance(sample, (int, float)) and not isinstance(sample, bool) and math.isfinite(sample):
         return int(sample)
     if not hasattr(sample, "__len__"):
         raise ConfigError(
-            f"LengthGroupedSampler: a {type(sample).__name__} has no length: give the lengths as a list of numbers."
+            f"LengthGroupedSampler: a {type(sample).__name__} ({shown(sample)}) has no length: give the lengths as a list of numbers."
         )
     return len(sample)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, shown
 
 IGNORED = -100
 """The label that losses ignore."""
@@ -74,7 +75,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             piece = list(_tokens(self.documents[document])[start : start + count])
             if len(piece) != count:
                 raise ConfigError(f"PackedDataset: document {document} is shorter than its entry in lengths.")
-            tokens += [int(token) for token in piece]
+            tokens += [_number(token, document) for token in piece]
             positions += range(count)
             documents += [number] * count
         padding = self.length - len(tokens)
@@ -111,6 +112,20 @@ def _tokens(document: Any) -> Any:
             'with "input_ids" (tokenize texts before).'
         )
     return tokens
+
+
+def _number(token: Any, document: int) -> int:
+    """Return a token as an integer.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return operator.index(token)
+    except TypeError:
+        raise ConfigError(
+            f"PackedDataset: document {document} has the token {shown(token)}: give integers (tokenize texts before)."
+        ) from None
 
 
 def _pack(lengths: Iterable[int], length: int) -> list[list[tuple[int, int, int]]]:
