@@ -139,6 +139,27 @@ def quantity(thousand: int, words: str = "give a number such as 80G, 7e9 or 32k"
     return parse
 
 
+def byte_count(text: str, option: str, needs_unit: bool = False) -> int:
+    """Return the bytes of a size such as "8GB", "1.5 MiB", "3k" or, without a unit, "100".
+
+    Args:
+        option: the option, for the error.
+        needs_unit: refuse a number without a unit.
+
+    Raises:
+        ConfigError: the text is no such size.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(?:([kmgt])(i?))?(b?)", text.strip(), re.IGNORECASE)
+    size = 0.0
+    if match is not None and (match[2] or match[4] or not needs_unit):
+        thousand = 1024.0 if match[3] else 1000.0
+        size = float(match[1]) * thousand ** " kmgt".index((match[2] or " ").lower())
+    if not 1 <= size < 2**62:
+        number = "a number and a unit" if needs_unit else "a size"
+        raise ConfigError(f"{option} {text}: give {number}, such as 5GB, 500MB or 2GiB.")
+    return int(size)
+
+
 def reports_errors(run: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
     """Let a command return an exit code in place of an error: 2 after a ConfigError, 1 after another TrainerError."""
 

@@ -20,11 +20,11 @@ from trainer.checkpoint.schema import require
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
+from trainer.cli.options import byte_count
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
 from trainer.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from trainer.model.hugging_face import is_processing_file
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 HF_SHARD_SIZE = "5GB"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 """Endings of files that others would read by torch.load."""
@@ -40,7 +40,8 @@ def export(options: argparse.Namespace) -> int:
     out = local_path(options.out)
     if options.peft:
         return _export_adapters(options, out)
-    max_size = _bytes(options.max_shard_size or (HF_SHARD_SIZE if options.hf else None))
+    given = options.max_shard_size or (HF_SHARD_SIZE if options.hf else None)
+    max_size = None if given is None else byte_count(given, "--max-shard-size", needs_unit=True)
     if max_size is None and out.is_dir():
         raise ConfigError(
             f"{out} is a folder: give the name of a file, such as {out / 'model.safetensors'}, or --max-shard-size 5GB "
@@ -179,15 +180,6 @@ class Converted(StoredTensor):
 
     def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
         return self._stored.read(extent).to(self.dtype)
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
-    if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
-        raise ConfigError(f"--max-shard-size {text}: give a number and a unit, such as 5GB, 500MB or 2GiB.")
-    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[str, dict[str, Any]]:

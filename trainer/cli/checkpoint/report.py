@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import in_columns
+from trainer.errors import printable
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
 if TYPE_CHECKING:
@@ -174,8 +175,8 @@ def text_of(value: object) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape the characters that a terminal would interpret, since checkpoints may come from strangers."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    """Escape line ends and what a terminal would interpret, since checkpoints may come from strangers."""
+    return printable(text).replace("\n", "\\n")
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:

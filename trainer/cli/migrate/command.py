@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.checkpoint.disk import atomic_file
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import MissingPackageError, printable
 
@@ -192,13 +193,9 @@ def _yaml(source: bytes) -> tuple[bytes, list[Finding]]:
 def _write(file: Path, new: bytes) -> None:
     """Put new contents in the place of a file at once, with its permissions."""
     place = file.resolve()
-    part = place.with_name(f".{place.name}.migrate-{os.getpid()}")
-    try:
-        part.write_bytes(new)
-        shutil.copymode(place, part)
-        os.replace(part, place)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic_file(place) as temporary:
+        temporary.write_bytes(new)
+        shutil.copymode(place, temporary)
     print(f"written: {printable(str(file))}")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import local_path, make_folder
 from trainer.cli.main import usage_error
-from trainer.cli.options import CommandParser
+from trainer.cli.options import CommandParser, byte_count
 from trainer.cli.run import Job, run_command
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
@@ -50,7 +50,6 @@ options of throughput:
 
 examples:
 {EXAMPLES}"""
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def run(arguments: list[str]) -> int:
@@ -67,7 +66,8 @@ def run(arguments: list[str]) -> int:
         parser.add_argument(option, type=kind)
     try:
         own, others = parser.parse_known_args(rest)
-        limit = bytes_of(own.memory_limit) if which == "batch-size" else None
+        size = own.memory_limit if which == "batch-size" else None
+        limit = None if size is None else byte_count(size, "--memory-limit")
     except ConfigError as error:
         return usage_error(str(error))
     if which == "lr":
@@ -82,25 +82,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "batch-size": {"--mode": str, "--name": str, "--steps": int, "--first": int, "--max": int, "--memory-limit": str},
     "throughput": {"--steps": int},
 }
-
-
-def bytes_of(text: str | None) -> int | None:
-    """Return the bytes of a size such as "8GB"; None for None.
-
-    Raises:
-        ConfigError: the text is no size.
-    """
-    if text is None:
-        return None
-    number = text.rstrip("BKMGTiIbkmgt").strip()
-    unit = text[len(number) :].strip().upper() or "B"
-    try:
-        size = float(number) * UNITS[unit if unit.endswith("B") else f"{unit}B"]
-        if not 0 < size < 2**62:
-            raise ValueError
-    except (ValueError, KeyError):
-        raise ConfigError(f"--memory-limit {text}: give a size such as 8GB or 500MB.") from None
-    return int(size)
 
 
 def _given(options: Namespace, names: dict[str, str]) -> dict[str, Any]:
