@@ -38,7 +38,7 @@ class DeviceStatsMonitor(Callback):
         self.cpu_stats = cpu_stats
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if self._of_cpu(trainer.device) and find_spec("psutil") is None:
+        if self._includes_cpu(trainer.device) and find_spec("psutil") is None:
             raise MissingPackageError("psutil", "DeviceStatsMonitor of a CPU")
         if stage == "fit" and not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
             log.warning("DeviceStatsMonitor has no logger: the values are in trainer.callback_metrics only")
@@ -65,12 +65,12 @@ class DeviceStatsMonitor(Callback):
         if batch_idx == 0:
             self._log(trainer, "on_test_batch_end")
 
-    def _of_cpu(self, device: torch.device) -> bool:
+    def _includes_cpu(self, device: torch.device) -> bool:
         return device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
 
     def _log(self, trainer: Trainer, hook: str) -> None:
         stats = accelerator_stats(trainer.device)
-        if self._of_cpu(trainer.device):
+        if self._includes_cpu(trainer.device):
             stats |= cpu_stats()
         for name, value in stats.items():
             trainer.log(f"{type(self).__qualname__}.{hook}/{name}", float(value), weight=1)

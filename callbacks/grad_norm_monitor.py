@@ -72,9 +72,9 @@ class GradNormMonitor(Callback):
                 self._norms[id(optimizer)] = norm
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        norms = self._of_gradients(trainer)
+        norms = self._gradient_norms(trainer)
         if measured(trainer.settings, trainer.global_step):
-            norms |= self._of_groups | self._of_weights(trainer)
+            norms |= self._of_groups | self._weight_norms(trainer)
         self._of_groups = {}
         for name, norm in norms.items():
             if name not in self._logged:
@@ -83,7 +83,7 @@ class GradNormMonitor(Callback):
             # The largest of equal values is that value to the last bit; a mean need not be.
             trainer.log(name, norm, weight=1, on_step=True, on_epoch=False, reduce_fx="max")
 
-    def _of_gradients(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+    def _gradient_norms(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         norms = {}
         for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
             norm = self._norms.pop(id(optimizer), None)
@@ -96,7 +96,7 @@ class GradNormMonitor(Callback):
         total = torch.linalg.vector_norm(torch.stack([*norms.values()]))
         return {**(norms if len(norms) > 1 else {}), "grad_norm": total}
 
-    def _of_weights(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+    def _weight_norms(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         """Return the norms of the weights and of their update, and free the copy of before."""
         strategy, norms = trainer.strategy, {}
         before, self._before = self._before, None

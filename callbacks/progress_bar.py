@@ -93,11 +93,11 @@ class ProgressBar(Callback):
         steps_left = steps - trainer.global_step if steps is not None and steps >= 0 else None
         epochs_left = epochs - trainer.current_epoch - 1 if epochs is not None and epochs >= 0 else None
         total, beyond = batches_left(
-            _known(trainer.num_training_batches), done, trainer.accumulate_grad_batches, steps_left, epochs_left
+            _finite(trainer.num_training_batches), done, trainer.accumulate_grad_batches, steps_left, epochs_left
         )
         title = _epoch(trainer.current_epoch, trainer.config.max_epochs)
         self._draw(lambda display: display.start(title, total, done, keep=True, beyond=beyond))
-        self._say_compiling(trainer, done)
+        self._show_compiling(trainer, done)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -157,10 +157,10 @@ class ProgressBar(Callback):
     def _start_evaluation(self, trainer: Trainer, title: str, counts: Sequence[int | float], keep: bool = True) -> None:
         self._evaluated = 0
         total = sum(counts)
-        self._draw(lambda display: display.start(title, _known(total), 0, keep))
-        self._say_compiling(trainer, 0)
+        self._draw(lambda display: display.start(title, _finite(total), 0, keep))
+        self._show_compiling(trainer, 0)
 
-    def _say_compiling(self, trainer: Trainer, done: int) -> None:
+    def _show_compiling(self, trainer: Trainer, done: int) -> None:
         kind = "evaluation" if trainer.evaluating else "training"
         if trainer.settings.compile and kind not in self._compiled:
             self._draw(lambda display: display.update(done, ["compiling ..."]))
@@ -222,7 +222,7 @@ def batches_left(
     return batches, beyond if epochs is None else min(beyond, epochs * batches)
 
 
-def _known(batches: float) -> int | None:
+def _finite(batches: float) -> int | None:
     return None if batches == math.inf else int(batches)
 
 

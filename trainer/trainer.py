@@ -465,7 +465,7 @@ class Trainer:
                     if run.skipping.epoch_ended:
                         break
                     bad = self._update(run, window)
-                    if bad is not None and self._goes_back(run, bad):
+                    if bad is not None and self._rewinds(run, bad):
                         return
                 self._count(run, window, refused=bad is not None)
                 hooks.on_train_batch_end(outputs, data, progress.batch - 1)
@@ -610,7 +610,7 @@ class Trainer:
                 run.strategy.end_step()
         return bad if known else judge.judge(run.optimizers, window)
 
-    def _goes_back(self, run: Run, bad: BadStep) -> bool:
+    def _rewinds(self, run: Run, bad: BadStep) -> bool:
         """Let the guard decide about a bad step; return True if it takes the run back to a checkpoint."""
         assert run.step_guard is not None
         path = run.step_guard.refused(bad)
@@ -993,24 +993,24 @@ class Trainer:
     @property
     def train_dataloader(self) -> Any:
         """The training loader as it was given; None outside of `fit`."""
-        return self._given("train")
+        return self._given_loaders("train")
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader, or list or dict of loaders, as it was given; None without."""
-        return self._given("val")
+        return self._given_loaders("val")
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loaders as they were given; None without."""
-        return self._given("test")
+        return self._given_loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loaders as they were given; None without."""
-        return self._given("predict")
+        return self._given_loaders("predict")
 
-    def _given(self, kind: str) -> Any:
+    def _given_loaders(self, kind: str) -> Any:
         return None if self._run is None else self._run.loaders.given.get(kind)
 
     @property

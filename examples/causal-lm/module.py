@@ -1,4 +1,4 @@
-"""A causal language model of transformers: trained from scratch, or with adapters on a model that is there."""
+"""A causal language model of transformers: trained from scratch, or with adapters on an existing model."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class ResolvedDeepSpeed:
         found, notes = optimizer_section(self.config, settings.optimizer)
         self.problems += found + scheduler_problems(self.config, settings.optimizer, settings.schedulers)
         self.notes += notes
-        self._rest()
+        self._engine_keys()
 
     def _value(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path; the default if there is no value, or "auto"."""
@@ -312,7 +312,7 @@ class ResolvedDeepSpeed:
                 f"no part of the module has a config with a hidden_size: DeepSpeed's defaults for {autos}"
             )
 
-    def _rest(self) -> None:
+    def _engine_keys(self) -> None:
         """Set what the engine needs, and report what has no effect or cannot be."""
         if self._value("gradient_allreduce_op") == "sum":
             self.problems.append('gradient_allreduce_op="sum" would change the gradients: the trainer averages them.')
@@ -410,7 +410,7 @@ def scheduler_problems(
     values = {name: value for name, value in given.items() if value != AUTO}
     if schedulers is None or (schedulers and not values):
         return []
-    if any(type(schedule).__name__ == kind and _has(schedule, values) for schedule in schedulers):
+    if any(type(schedule).__name__ == kind and _made_with(schedule, values) for schedule in schedulers):
         return []
     returned = " and ".join(type(schedule).__name__ for schedule in schedulers) or "no schedule"
     if kind == AUTO:
@@ -445,7 +445,7 @@ def _is_of_type(kind: str, given: str) -> bool:
     return given in (plain, kind.lower()) or ({plain, given} == {"adam", "adamw"} and kind != "Adam")
 
 
-def _has(schedule: object, values: Mapping[str, Any]) -> bool:
+def _made_with(schedule: object, values: Mapping[str, Any]) -> bool:
     """Whether an object of DeepSpeed's schedule was made with these values, as far as it still has them."""
     renamed = {"lr_range_test_min_lr": "min_lr", "lr_range_test_step_size": "step_size"}
     renamed |= {"warmup_min_lr": "min_lrs", "warmup_max_lr": "max_lrs"}

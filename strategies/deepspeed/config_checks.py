@@ -99,7 +99,7 @@ def key_problems(config: Mapping[str, Any]) -> list[str]:
 def complete_config_problems(config: Mapping[str, Any]) -> list[str]:
     """Return why DeepSpeed refuses a configuration without `"auto"` of which each section is right by itself."""
     # DeepSpeed compares the global batch with the number of processes, which may not have been joined yet.
-    return _refused({key: value for key, value in config.items() if key != "train_batch_size"}, "")
+    return _objections({key: value for key, value in config.items() if key != "train_batch_size"}, "")
 
 
 def default_of(section: str, path: tuple[str, ...]) -> Any:
@@ -123,7 +123,7 @@ def _section_problems(key: str, value: Any) -> list[str]:
     if key == "gradient_clipping":
         number = type(value) in (int, float) and value >= 0
         return [] if number else [f"{key}={value!r}: give a number, 0 for no clipping, or 'auto'."]
-    return _refused({key: _without_auto(value)}, key)
+    return _objections({key: _without_auto(value)}, key)
 
 
 def _without_auto(value: Any) -> Any:
@@ -132,7 +132,7 @@ def _without_auto(value: Any) -> Any:
     return value
 
 
-def _refused(config: dict[str, Any], key: str) -> list[str]:
+def _objections(config: dict[str, Any], key: str) -> list[str]:
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 

@@ -236,7 +236,7 @@ class SplitAttention(TorchFunctionMode):
                 "length, features)."
             )
         options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-        mask = self._whole_mask(attn_mask, query.shape[2], key.shape[2])
+        mask = self._full_mask(attn_mask, query.shape[2], key.shape[2])
         by_heads = query.shape[1] % self.parts == 0
         if self.exchange == "heads" and not by_heads:
             raise ConfigError(
@@ -247,7 +247,7 @@ class SplitAttention(TorchFunctionMode):
             return self._by_heads(query, key, value, mask, is_causal, options)
         return self._by_keys(query, key, value, mask, is_causal, options)
 
-    def _whole_mask(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor | None:
+    def _full_mask(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor | None:
         """Return the mask for all tokens, also of one that the block has made from a part of a tensor of tokens."""
         if mask is not None and mask.shape[-1] == keys:
             mask = self._gathered(mask, mask.dim() - 1)

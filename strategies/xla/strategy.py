@@ -152,7 +152,7 @@ class XlaStrategy(Strategy):
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
-        self.module, self._full = module, SwappedParameters(self, _as_it_is)
+        self.module, self._full = module, SwappedParameters(self, _unchanged_module)
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         refuse_meta_tensors(module)
         if activation_checkpointing is not None:
@@ -349,7 +349,7 @@ class XlaFsdpStrategy(XlaStrategy):
             self._state_sharded.add(id(optimizer))
 
 
-def _as_it_is(module: nn.Module) -> AbstractContextManager[None]:
+def _unchanged_module(module: nn.Module) -> AbstractContextManager[None]:
     """Return the context in which a module computes with full parameters, as it does with XLA's."""
     return nullcontext()
 

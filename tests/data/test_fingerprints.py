@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.adapters import make_batch_loader
-from trainer.data.fingerprints import fingerprint, of_indices
+from trainer.data.fingerprints import fingerprint, indices_fingerprint
 
 
 def data(samples: int = 16) -> TensorDataset:
@@ -103,5 +103,5 @@ def test_a_sampler_that_is_replaced_or_shards_by_itself_may_differ() -> None:
 
 
 def test_nothing_is_chosen_without_a_subset() -> None:
-    assert of_indices(data()) is None
-    assert of_indices([1, 2]) is None
+    assert indices_fingerprint(data()) is None
+    assert indices_fingerprint([1, 2]) is None

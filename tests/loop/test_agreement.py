@@ -38,7 +38,7 @@ from trainer.callbacks import (
     WeightAveraging,
 )
 from trainer.data.combined_loader import CombinedLoader
-from trainer.data.fingerprints import of_function
+from trainer.data.fingerprints import function_fingerprint
 from trainer.distributed.process_group import TorchProcessGroup
 from trainer.loop import agreement_at_start
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
@@ -742,17 +742,21 @@ def torch_minimum() -> Any:
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_what_a_function_computes_has_a_fingerprint(kind: str) -> None:
     make = FUNCTIONS[kind]
-    assert of_function(make(1.0)) == of_function(make(1.0))
-    assert of_function(make(1.0)) != of_function(make(2.0))
+    assert function_fingerprint(make(1.0)) == function_fingerprint(make(1.0))
+    assert function_fingerprint(make(1.0)) != function_fingerprint(make(2.0))
 
 
 def test_a_fingerprint_is_that_of_another_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = of_function(by_global)
+    first = function_fingerprint(by_global)
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 7.0)
-    assert of_function(by_global) != first
-    assert of_function("text") is of_function(None) is None
-    names = "from torch.optim.swa_utils import get_ema_avg_fn; from trainer.data.fingerprints import of_function; "
-    source = names + "print(of_function(get_ema_avg_fn(0.5)), of_function(lambda x: x in {'a', 'b', 'c'}))"
+    assert function_fingerprint(by_global) != first
+    assert function_fingerprint("text") is function_fingerprint(None) is None
+    names = (
+        "from torch.optim.swa_utils import get_ema_avg_fn; from trainer.data.fingerprints import function_fingerprint; "
+    )
+    source = (
+        names + "print(function_fingerprint(get_ema_avg_fn(0.5)), function_fingerprint(lambda x: x in {'a', 'b', 'c'}))"
+    )
     assert len({run_python("-c", source, env={"PYTHONHASHSEED": seed}).check().stdout for seed in "12"}) == 1
 
 

@@ -47,12 +47,12 @@ def require(value: object, kind: Kind, where: str) -> None:
 def wrong(value: Any, kind: Kind, where: str) -> str | None:
     """Return a message for the first part of a value that is not of its kind; None if all fit."""
     if isinstance(kind, tuple):
-        return None if any(wrong(value, one, where) is None for one in kind) else _seen(value, where)
+        return None if any(wrong(value, one, where) is None for one in kind) else _found_value(value, where)
     if isinstance(kind, list) and isinstance(value, list):
         return _first(wrong(one, kind[0], f"{where}[{number}]") for number, one in enumerate(value))
     if isinstance(kind, dict) and str in kind:
         if not isinstance(value, dict) or not all(_is_text(key) for key in value):
-            return _seen(value, where)
+            return _found_value(value, where)
         return _first(wrong(one, kind[str], f"{where}[{key!r:.100}]") for key, one in value.items())
     if isinstance(kind, dict) and isinstance(value, dict):
         missing = next((name for name in kind if not name.endswith("?") and name not in value), None)
@@ -60,7 +60,7 @@ def wrong(value: Any, kind: Kind, where: str) -> str | None:
             return f"{where} has no {missing!r}"
         there = ((name.removesuffix("?"), one) for name, one in kind.items() if name.removesuffix("?") in value)
         return _first(wrong(value[name], one, f"{where}[{name!r}]") for name, one in there)
-    return None if _fits(value, kind) else _seen(value, where)
+    return None if _fits(value, kind) else _found_value(value, where)
 
 
 def _fits(value: Any, kind: Kind) -> bool:
@@ -88,7 +88,7 @@ def _first(found: Iterator[str | None]) -> str | None:
     return next((one for one in found if one is not None), None)
 
 
-def _seen(value: Any, where: str) -> str:
+def _found_value(value: Any, where: str) -> str:
     plain = value is None or (isinstance(value, (bool, float)) or (type(value) is int and abs(value) < _MAX))
     return f"{where} is {value if plain else f'of type {type(value).__name__}'}"
 
@@ -106,12 +106,12 @@ def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -
     if current is None or (saved is None and isinstance(current, bool)):
         return None
     if isinstance(current, bool):
-        return None if isinstance(saved, bool) else _seen(saved, where)
+        return None if isinstance(saved, bool) else _found_value(saved, where)
     if isinstance(current, (int, float)) or _is_number(current):
-        return None if _fits(saved, NUMBER) or _is_number(saved) else _seen(saved, where)
+        return None if _fits(saved, NUMBER) or _is_number(saved) else _found_value(saved, where)
     if isinstance(current, dict):
         if not isinstance(saved, dict):
-            return _seen(saved, where)
+            return _found_value(saved, where)
         if reserved is not None:
             taken = next((key for key in saved if key not in current and hasattr(reserved, str(key))), None)
             if taken is not None:
@@ -120,11 +120,11 @@ def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -
         return _first(unlike(saved[key], current[key], f"{where}[{key!r:.100}]", reserved) for key in both)
     if isinstance(current, (list, tuple)):
         if not isinstance(saved, (list, tuple)) or (isinstance(current, tuple) and len(saved) != len(current)):
-            return _seen(saved, where)
+            return _found_value(saved, where)
         kinds = current if isinstance(current, tuple) else [next(iter(current), None)] * len(saved)
         pairs = enumerate(zip(saved, kinds, strict=True))
         return _first(unlike(one, kind, f"{where}[{number}]", reserved) for number, (one, kind) in pairs)
-    return None if isinstance(saved, type(current)) else _seen(saved, where)
+    return None if isinstance(saved, type(current)) else _found_value(saved, where)
 
 
 def _is_number(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from trainer.data.fingerprints import functions_of, of_globals, of_sampler
+from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access
 from trainer.data.seeded_dataset import SeededIndices
@@ -160,7 +160,7 @@ class DistributedBatchSampler:
         return {
             name if len(samplers) == 1 else f"{type(sampler).__name__}.{name}": value
             for sampler, restored in zip(samplers, changed, strict=False)
-            for name, value in of_sampler(sampler).items()
+            for name, value in sampler_fingerprints(sampler).items()
             if name not in restored
         }
 
@@ -168,7 +168,7 @@ class DistributedBatchSampler:
         """Return the plain globals that the methods of the user's samplers read."""
         if self.random_access is not None:
             return {}
-        return of_globals(function for sampler in _nested(self.sampler) for function in functions_of(sampler))
+        return globals_fingerprints(function for sampler in _nested(self.sampler) for function in functions_of(sampler))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes that the user's samplers have changed since the run began, and their own states.

@@ -50,7 +50,7 @@ def fingerprint(value: Any) -> str | None:
     return f"{numbers.size} numbers ({hashlib.sha256(numbers.tobytes()).hexdigest()[:8]})"
 
 
-def of_indices(dataset: Any) -> str | None:
+def indices_fingerprint(dataset: Any) -> str | None:
     """Return a fingerprint of the indices of `Subset`s and the sizes of `ConcatDataset`s in a dataset, or None."""
     found: list[str] = []
     for one in _nested(dataset):
@@ -58,10 +58,10 @@ def of_indices(dataset: Any) -> str | None:
             found.append(fingerprint(one.indices) or "unknown")
         elif isinstance(one, ConcatDataset):
             found.append(fingerprint(one.cumulative_sizes) or "unknown")
-    return _of_all(found)
+    return _joint_fingerprint(found)
 
 
-def of_samples(dataset: Any) -> dict[str, str]:
+def samples_fingerprints(dataset: Any) -> dict[str, str]:
     """Return fingerprints of the lists that a dataset keeps with a whole number or text for each sample.
 
     By class and attribute. File names are compared without the folder that all of them are in.
@@ -70,9 +70,9 @@ def of_samples(dataset: Any) -> dict[str, str]:
     for one in _nested(dataset):
         if not isinstance(one, (Subset, ConcatDataset)):
             for name, value in attributes(one).items():
-                if (text := _of_each_sample(value, one)) is not None:
+                if (text := _sample_list_fingerprint(value, one)) is not None:
                     found.setdefault(f"{type(one).__name__}.{name}", []).append(text)
-    return {name: str(_of_all(texts)) for name, texts in found.items()}
+    return {name: str(_joint_fingerprint(texts)) for name, texts in found.items()}
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
@@ -91,17 +91,17 @@ def _nested(dataset: Any) -> Iterator[Any]:
             waiting += [inner for inner in attributes(one).values() if isinstance(inner, Dataset)]
 
 
-def _of_each_sample(value: Any, dataset: Any) -> str | None:
+def _sample_list_fingerprint(value: Any, dataset: Any) -> str | None:
     if not isinstance(value, (list, tuple, range, np.ndarray, torch.Tensor)) or getattr(value, "ndim", 1) != 1:
         return None
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):  # it has none
         return None
-    return _of_list(value) if 0 < len(value) == length <= _MOST_SAMPLES else None
+    return _list_fingerprint(value) if 0 < len(value) == length <= _MOST_SAMPLES else None
 
 
-def _of_list(value: Any) -> str | None:
+def _list_fingerprint(value: Any) -> str | None:
     if isinstance(value, np.ndarray) and value.dtype.kind == "U":
         value = value.tolist()
     if isinstance(value, (np.ndarray, torch.Tensor)):
@@ -114,7 +114,7 @@ def _of_list(value: Any) -> str | None:
     return fingerprint(value) if kinds <= {int, bool} else None
 
 
-def _of_all(found: list[str]) -> str | None:
+def _joint_fingerprint(found: list[str]) -> str | None:
     if len(found) < 2:
         return found[0] if found else None
     return f"{len(found)} lists ({_digest(' '.join(found))})"
@@ -124,7 +124,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
 
 
-def of_sampler(sampler: Any) -> dict[str, str]:
+def sampler_fingerprints(sampler: Any) -> dict[str, str]:
     """Return fingerprints of the numbers that a sampler holds, by the names of its attributes.
 
     Without `epoch`, which the trainer sets.
@@ -133,7 +133,7 @@ def of_sampler(sampler: Any) -> dict[str, str]:
     return {name: numbers for name, numbers in found.items() if numbers is not None}
 
 
-def of_globals(functions: Iterable[Any]) -> dict[str, str]:
+def globals_fingerprints(functions: Iterable[Any]) -> dict[str, str]:
     """Return the plain globals that functions read, and functions of the same module that they call, by name.
 
     Without those that they set: these count, or keep something.
@@ -158,7 +158,7 @@ def of_globals(functions: Iterable[Any]) -> dict[str, str]:
     return {name: text for name, text in found.items() if name.removeprefix("global ") not in written}
 
 
-def of_read(function: Any) -> dict[str, str]:
+def read_values_fingerprints(function: Any) -> dict[str, str]:
     """Return the plain values that a function reads from its object, from enclosed and from global objects, by name.
 
     Lists and dicts of plain values are such values too. `hparams` is looked into; no other property is called.
@@ -221,14 +221,14 @@ def functions_of(value: Any) -> list[Any]:
     return [one for kind in kinds for one in vars(kind).values()]
 
 
-def of_function(function: Any) -> str | None:
+def function_fingerprint(function: Any) -> str | None:
     """Return a fingerprint of what a function, partial or callable object computes; None if it is nothing to call.
 
     It depends on the code, defaults, enclosed values, attributes and plain globals, so on the version of Python too.
     """
     if not callable(function):
         return None
-    found = [_computed(function, _DEPTH), sorted(of_globals(functions_of(function)).items())]
+    found = [_computed(function, _DEPTH), sorted(globals_fingerprints(functions_of(function)).items())]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:8]
 
 

@@ -243,7 +243,7 @@ class IterableLoader(BatchLoader):
         elif not self._single_process:
             notes.append(
                 f"each process iterates {self._kind()} itself, because it is not a plain DataLoader over a dataset "
-                f"with indices: it must give each process its own part{_how_to_split(self._loader)}"
+                f"with indices: it must give each process its own part{_splitting_advice(self._loader)}"
             )
         if self._training and self.one_shot:
             notes.append(f"{self._kind()} can be iterated only once: one epoch")
@@ -306,7 +306,7 @@ def _shuffles_in_a_buffer(dataset: Any) -> bool:
     return False
 
 
-def _how_to_split(loader: Any) -> str:
+def _splitting_advice(loader: Any) -> str:
     """Return how to split a Hugging Face dataset; empty for others."""
     sources = (loader, getattr(loader, "dataset", None))
     if not any(kind.__module__.startswith("datasets.") for source in sources for kind in type(source).__mro__):

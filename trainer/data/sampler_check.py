@@ -34,8 +34,8 @@ def resumes_exactly(sampler: DistributedBatchSampler) -> bool | None:
     """
     if not hasattr(os, "fork") or sampler.random_access is not None:
         return None
-    unbroken = _in_copy(lambda: _unbroken(sampler))
-    resumed = None if unbroken is None else _in_copy(lambda: _resumed(sampler, unbroken["state"]))
+    unbroken = _in_forked_process(lambda: _unbroken(sampler))
+    resumed = None if unbroken is None else _in_forked_process(lambda: _resumed(sampler, unbroken["state"]))
     return None if unbroken is None or resumed is None else bool(unbroken["order"] == resumed["order"])
 
 
@@ -64,7 +64,7 @@ def _digest(order: list[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _in_copy(work: Callable[[], dict[str, Any]]) -> Any:
+def _in_forked_process(work: Callable[[], dict[str, Any]]) -> Any:
     """Return what `work` returns in a forked process; None if it fails or takes long."""
     read, write = os.pipe()
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer.data.batch_sampler import DistributedBatchSampler
-from trainer.data.fingerprints import of_indices, of_samples
+from trainer.data.fingerprints import indices_fingerprint, samples_fingerprints
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.micro_batches import parts_of
 from trainer.data.sampler_check import resumes_exactly
@@ -81,15 +81,15 @@ class ShardedDataLoader(BatchLoader):
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         if self.parts == 1:
-            yield from self._whole(epoch, start)
+            yield from self._unsplit_batches(epoch, start)
             return
         first, skip = divmod(start, self.parts)
-        for batch in self._whole(epoch, first):
+        for batch in self._unsplit_batches(epoch, first):
             assert self.batch_size is not None
             yield from islice(parts_of(batch, self.batch_size, self.parts), skip, None)
             skip = 0
 
-    def _whole(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _unsplit_batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Yield the batches as the user's DataLoader makes them."""
         self.sampler.seek(epoch, start, self.limit)
         # Persistent workers start once: with the same numbers, whichever epoch a resumed run begins with.
@@ -105,9 +105,9 @@ class ShardedDataLoader(BatchLoader):
         of_batches = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, "shuffled": sampler.shuffled}
         lengths = {"samples in an epoch": self.samples_per_epoch, "batches in an epoch": sampler.num_global_batches}
         numbers = {f"{name} of its {type(sampler.sampler).__name__}": one for name, one in sampler.numbers().items()}
-        of_dataset = {f"{name} of its dataset": one for name, one in of_samples(self._dataset).items()}
-        indices = {"indices of its dataset": of_indices(self._dataset)}
-        return facts | of_batches | lengths | numbers | indices | of_dataset
+        dataset_facts = {f"{name} of its dataset": one for name, one in samples_fingerprints(self._dataset).items()}
+        indices = {"indices of its dataset": indices_fingerprint(self._dataset)}
+        return facts | of_batches | lengths | numbers | indices | dataset_facts
 
     def keep_indices(self) -> None:
         self.sampler.keep_indices()
@@ -127,10 +127,10 @@ class ShardedDataLoader(BatchLoader):
         self.sampler.load_state_dict(state)
 
     def numbers(self) -> dict[str, dict[str, str]]:
-        indices = of_indices(self._dataset)
-        of_sampler = {**self.sampler.numbers(), **self.sampler.globals()}
-        of_dataset = of_samples(self._dataset) | ({} if indices is None else {"indices": indices})
-        return {"sampler": of_sampler, "dataset": of_dataset}
+        indices = indices_fingerprint(self._dataset)
+        sampler_facts = {**self.sampler.numbers(), **self.sampler.globals()}
+        dataset_facts = samples_fingerprints(self._dataset) | ({} if indices is None else {"indices": indices})
+        return {"sampler": sampler_facts, "dataset": dataset_facts}
 
     def identity(self, world_size: int) -> dict[str, str]:
         sampler, dataset = self.sampler, self._dataset

@@ -46,7 +46,7 @@ def waiting_in(folder: Path | None, rank: int) -> str:
                 file.write(text)
         return words
 
-    return _in_time(read, "")
+    return _within_limit(read, "")
 
 
 def position() -> Position:
@@ -64,7 +64,7 @@ def position() -> Position:
             _newest(recorded), None if pending is None else (*_number(pending), _kind(pending), _name(pending))
         )
 
-    return _in_time(read, Position({}, None))
+    return _within_limit(read, Position({}, None))
 
 
 def _newest(recorded: dict[str, Any]) -> dict[str, int]:
@@ -93,7 +93,7 @@ def _dump() -> bytes:
     return bytes(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
 
 
-def _in_time(read: Callable[[], T], otherwise: T) -> T:
+def _within_limit(read: Callable[[], T], otherwise: T) -> T:
     """Return what `read` returns, or `otherwise` if it takes long: a device or a disk that hangs would hold it up."""
     found: list[T] = []
     thread = threading.Thread(target=lambda: found.append(read()), name="flight-recorder", daemon=True)

@@ -49,7 +49,7 @@ class LocalProcessMonitor:
             rank = self._watched.pop(descriptor)
             self._events.unregister(descriptor)
             os.close(descriptor)
-            if not self._store.check([_done(rank)]):
+            if not self._store.check([_done_key(rank)]):
                 report_dead_process(self._store, rank, self._world_size)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class LocalProcessMonitor:
             try:
                 descriptor = os.pidfd_open(int(pid))
             except ProcessLookupError:
-                if not self._store.check([_done(rank)]):
+                if not self._store.check([_done_key(rank)]):
                     report_dead_process(self._store, rank, self._world_size)
             except OSError:
                 continue  # not supported by the kernel or its sandbox
@@ -79,10 +79,10 @@ class LocalProcessMonitor:
 
 def mark_done(store: Store, rank: int) -> None:
     """Record that a process leaves a run that ended well: from now on it may vanish."""
-    store.set(_done(rank), "1")
+    store.set(_done_key(rank), "1")
 
 
-def _done(rank: int) -> str:
+def _done_key(rank: int) -> str:
     return f"done/{rank}"
 
 

@@ -38,9 +38,9 @@ def checked_loss(
         if is_mapping(loss):
             loss = loss.get("loss", outputs)
         if not isinstance(loss, torch.Tensor):
-            raise ConfigError(f"{type(module).__name__}.{where} {_what_is_wrong(loss)}")
+            raise ConfigError(f"{type(module).__name__}.{where} {_loss_problem(loss)}")
     if loss.numel() != 1 or not loss.requires_grad or (detect_anomaly and not torch.isfinite(loss).all()):
-        raise ConfigError(f"{type(module).__name__}.{where} {_what_is_wrong(loss)}")
+        raise ConfigError(f"{type(module).__name__}.{where} {_loss_problem(loss)}")
     return loss
 
 
@@ -64,7 +64,7 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _what_is_wrong(loss: Any) -> str:
+def _loss_problem(loss: Any) -> str:
     """Return the problem of a value that is not a finite loss with a gradient."""
     if is_mapping(loss):
         return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer import __version__
 from trainer.arguments import local_path
-from trainer.data.fingerprints import of_function
+from trainer.data.fingerprints import function_fingerprint
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
 from trainer.hyperparameters import is_scalar
@@ -115,7 +115,7 @@ def _settings(run: Run) -> Iterator[tuple[str, object]]:
         for name in callback.agree_on or ():
             value = getattr(callback, name)
             yield f"{where}.{name}", value
-            if (computed := of_function(value)) is not None:
+            if (computed := function_fingerprint(value)) is not None:
                 yield f"{where}.{name}, fingerprint of its code and values", computed
     for where, callback in _named(run.checkpoint_callbacks if config.strategy.shards_state else ()):
         # All processes write into it, so it has to be one folder, and its path is compared.

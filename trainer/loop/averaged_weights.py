@@ -45,7 +45,7 @@ class AveragedWeights:
         """Take the weights of now into the averages; the first time they are the averages."""
         if self._current is None:
             self._current = self._entries()
-        pairs = [(self._of(name, entry), _local(entry)) for name, entry in self._current.items()]
+        pairs = [(self._average_of(name, entry), _local(entry)) for name, entry in self._current.items()]
         floating = [(average, now.to(average.device)) for average, now in pairs if average.is_floating_point()]
         averages, now = [average for average, _ in floating], [value.to(a.dtype) for a, value in floating]
         if self.count == 0:
@@ -77,7 +77,7 @@ class AveragedWeights:
         """Look up anew where the weights are, before the next update: parameters may have been replaced or unfrozen."""
         self._current = None
 
-    def _of(self, name: str, entry: TensorOrShard) -> torch.Tensor:
+    def _average_of(self, name: str, entry: TensorOrShard) -> torch.Tensor:
         """Return the average of a weight, begun with its value."""
         if name not in self._averages:
             local = _local(entry)
@@ -118,7 +118,7 @@ class AveragedWeights:
         self._synchronize_buffers()
         entries = self._entries()
         self._trained = {name: _like(entry, _local(entry).clone()) for name, entry in entries.items()}
-        self._write({name: _like(entry, self._of(name, entry)) for name, entry in entries.items()})
+        self._write({name: _like(entry, self._average_of(name, entry)) for name, entry in entries.items()})
 
     @torch.no_grad()
     def swap_out(self) -> None:
@@ -161,7 +161,7 @@ class AveragedWeights:
             return
         self._synchronize_buffers()
         entries = self._entries()
-        own = {name: _like(entry, self._of(name, entry)) for name, entry in entries.items()}
+        own = {name: _like(entry, self._average_of(name, entry)) for name, entry in entries.items()}
         trained = self._trained or {}
         checkpoint["average"] = self._under_all_names(own)
         checkpoint["model"] = {**checkpoint["model"], **self._under_all_names(trained)}
@@ -187,7 +187,7 @@ class AveragedWeights:
         for name, entry in self._entries(stored).items():
             if name not in stored:
                 continue
-            average = self._of(name, entry)
+            average = self._average_of(name, entry)
             if not isinstance(entry, Shard):
                 average.copy_(materialize(stored[name]))
             elif entry.extent.numel:

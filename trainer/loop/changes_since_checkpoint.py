@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer import __version__
-from trainer.data.fingerprints import functions_of, is_plain, of_globals, of_read
+from trainer.data.fingerprints import functions_of, globals_fingerprints, is_plain, read_values_fingerprints
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler_state import attributes
 from trainer.errors import ConfigError, did_you_mean, shown
@@ -122,8 +122,8 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
 
 def _facts_of_functions(functions: list[Any], option: str) -> dict[str, str]:
     """Return what a schedule's functions read, and the attributes of objects that are called instead of a function."""
-    read = of_globals(one for function in functions for one in functions_of(function))
-    read |= {what: text for function in functions for what, text in of_read(function).items()}
+    read = globals_fingerprints(one for function in functions for one in functions_of(function))
+    read |= {what: text for function in functions for what, text in read_values_fingerprints(function).items()}
     found = {f"{what} in {option}": text for what, text in read.items()}
     for one in functions:
         if not isinstance(one, (FunctionType, MethodType, partial)):  # torch restores these attributes

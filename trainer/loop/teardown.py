@@ -39,11 +39,11 @@ def finish(run: Run) -> None:
         require_saved(run)
     run.tear_down()
     if run.stage == "fit" and exit_code(run.stop_reason) and run.strategy.processes.is_global_zero:
-        print_text(run.callbacks, f"stopped after step {run.progress.step}: {run.stop_reason}. {_how_to_go_on(run)}\n")
+        print_text(run.callbacks, f"stopped after step {run.progress.step}: {run.stop_reason}. {_resume_advice(run)}\n")
     run.shut_down()
 
 
-def _how_to_go_on(run: Run) -> str:
+def _resume_advice(run: Run) -> str:
     if any(callback.last_model_path for callback in run.checkpoint_callbacks):
         return f"To go on, start it again with ckpt_path='last'; it writes into {run.session.run_dir}."
     if run.resumed_from is not None:

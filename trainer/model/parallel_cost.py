@@ -242,9 +242,9 @@ def process_memory(model: Architecture, layout: Layout, work: Work, stage: Stage
         parameters=numbers.stored * own,
         gradients=numbers.stored * own,
         optimizer=round(numbers.stored * work.states * own),
-        activations=_kept_activations(model, layout, work, stage),
+        activations=_stored_activations(model, layout, work, stage),
         temporary=max(
-            _kept_of_block(model, layout, work) if work.checkpointing else 0,
+            _block_activations(model, layout, work) if work.checkpointing else 0,
             work.tokens * model.vocabulary * (numbers.computed + 4 * _is_mixed(work)) if stage.last else 0,
         ),
         gathered=(numbers.computed * (around + together * block) if is_gathered else 0)
@@ -252,12 +252,12 @@ def process_memory(model: Architecture, layout: Layout, work: Work, stage: Stage
     )
 
 
-def _kept_activations(model: Architecture, layout: Layout, work: Work, stage: Stage) -> int:
+def _stored_activations(model: Architecture, layout: Layout, work: Work, stage: Stage) -> int:
     """Return the bytes that the forwards of all micro-batches in flight keep for their backwards."""
     computed = work.numbers.computed
     in_flight = min(work.window, layout.pipeline - stage.number)
     hidden = work.tokens // layout.context * model.hidden
-    blocks = stage.blocks * (hidden * computed if work.checkpointing else _kept_of_block(model, layout, work))
+    blocks = stage.blocks * (hidden * computed if work.checkpointing else _block_activations(model, layout, work))
     sent = 0 if stage.last else hidden * computed
     # The last norm's input and output, and the logarithms of the probabilities, which autocast computes in float32.
     logarithms = model.vocabulary * (4 if _is_mixed(work) else computed)
@@ -265,7 +265,7 @@ def _kept_activations(model: Architecture, layout: Layout, work: Work, stage: St
     return in_flight * (blocks + head + sent)
 
 
-def _kept_of_block(model: Architecture, layout: Layout, work: Work) -> int:
+def _block_activations(model: Architecture, layout: Layout, work: Work) -> int:
     """Return the bytes that a block keeps: the inputs of layers, of norms, of the attention and of the MLP."""
     numbers, queries = work.numbers, model.heads * model.head_dim
     keys, mask = _exchanged_keys(model, layout, work) * model.head_dim, 0
@@ -297,16 +297,16 @@ def _norm_bytes(work: Work) -> int:
 def collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> list[Collective]:
     """Return the collectives and messages of a process of a stage in one step."""
     found = [
-        *_of_shards(model, layout, work, stage),
-        *_of_tensor(model, layout, work, stage),
-        *_of_context(model, layout, work, stage),
-        *_of_stages(model, layout, work, stage),
-        *_of_norm(layout, work),
+        *_sharding_collectives(model, layout, work, stage),
+        *_tensor_collectives(model, layout, work, stage),
+        *_context_collectives(model, layout, work, stage),
+        *_pipeline_collectives(model, layout, work, stage),
+        *_norm_collectives(layout, work),
     ]
     return [one for one in found if one.count and one.processes > 1]
 
 
-def _of_shards(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
+def _sharding_collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     sharing, window = layout.sharing, work.window
     reduced = 1 if work.accumulate_unsharded else window
     block, around = (-(-elements // sharing) * sharing for elements in _elements(model, layout, stage))
@@ -321,7 +321,7 @@ def _of_shards(model: Architecture, layout: Layout, work: Work, stage: Stage) ->
         yield Collective("replicas", "all_reduce", units * reduced, gradients // sharing, layout.replicas)
 
 
-def _of_tensor(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
+def _tensor_collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     window, number, parts = work.window, work.numbers.computed, layout.tensor
     hidden = number * work.tokens * model.hidden
     # Forward: sums after attention and MLP, of which recomputation needs the first; backward: sums of the gradients
@@ -334,7 +334,7 @@ def _of_tensor(model: Architecture, layout: Layout, work: Work, stage: Stage) ->
     yield Collective("tensor", "all_gather", int(stage.last) * window, logits, parts)
 
 
-def _of_context(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
+def _context_collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     parts, forwards = layout.context, 2 if work.checkpointing else 1
     number = work.numbers.computed * work.tokens * model.head_dim // layout.tensor
     of_blocks = stage.blocks * work.window
@@ -361,7 +361,7 @@ def _exchanged_keys(model: Architecture, layout: Layout, work: Work) -> int:
     return model.heads if repeated else model.kv_heads
 
 
-def _of_stages(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
+def _pipeline_collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     # Outputs to the next stage, each after a header, and gradients to the one before.
     forwards, backwards = int(not stage.last) * work.window, int(not stage.first) * work.window
     hidden = work.numbers.computed * work.tokens // layout.context * model.hidden
@@ -372,7 +372,7 @@ def _of_stages(model: Architecture, layout: Layout, work: Work, stage: Stage) ->
         yield Collective("stages", "all_reduce", 1, table, 2)
 
 
-def _of_norm(layout: Layout, work: Work) -> Iterator[Collective]:
+def _norm_collectives(layout: Layout, work: Work) -> Iterator[Collective]:
     """Squares of norms are summed for weights that are split in the same way: by rows, by columns, or not."""
     by_plan = 2 if layout.tensor > 1 else 0
     for count, processes in (

@@ -62,14 +62,14 @@ def _write(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(PRESET_LINES))
         return 0
-    _check(options)
+    _check_options(options)
     file = "run.yaml" if options.output == "-" else options.output
     if options.source is not None:
         from trainer.cli.config.translate import translate
 
         report = translate(options.source)
         by = f"From {options.source}, by `trainer config --from {shlex.quote(options.source)}`."
-        _put(report.draft.text([by, *_how(report.start(_fit(file)))]), options)
+        _write_output(report.draft.text([by, *_usage_lines(report.start(_fit_command(file)))]), options)
         printed = options.output == "-"
         print(report.text(None if printed else file), end="", file=sys.stderr if printed else sys.stdout)
         return 0
@@ -78,14 +78,14 @@ def _write(options: argparse.Namespace) -> int:
         draft.add(PRESETS[options.preset][1])
     else:
         draft, by = ask_all(), "`trainer config`"
-    start = launch_line(_fit(file), draft.settings.get("num_nodes", 1), draft.settings.get("devices"))
-    _put(draft.text([f"Written by {by}: where and how to train.", *_how(start)]), options)
+    start = launch_line(_fit_command(file), draft.settings.get("num_nodes", 1), draft.settings.get("devices"))
+    _write_output(draft.text([f"Written by {by}: where and how to train.", *_usage_lines(start)]), options)
     if options.output != "-":
-        print(f"\nwritten: {options.output}\n{_next(draft.settings, start, _fit(file))}")
+        print(f"\nwritten: {options.output}\n{_next_steps(draft.settings, start, _fit_command(file))}")
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     """Raise a ConfigError for wrong options, before the first question."""
     if options.preset is not None and options.source is not None:
         raise ConfigError("--preset and --from are two ways to the same file: remove one.")
@@ -106,11 +106,11 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"{options.output} exists: give another name with --output, or --force to replace it.")
 
 
-def _fit(file: str) -> str:
+def _fit_command(file: str) -> str:
     return f"trainer fit --config {shlex.quote(file)} module.yaml"
 
 
-def _how(start: str) -> list[str]:
+def _usage_lines(start: str) -> list[str]:
     several = ["The same on each machine, with the name of the first one as HOST:", ""] if "HOST" in start else []
     return [
         "Put the model and its data into another file (module.yaml), or into this one, with the keys module and data.",
@@ -120,7 +120,7 @@ def _how(start: str) -> list[str]:
     ]
 
 
-def _next(settings: Mapping[str, Any], start: str, fit: str) -> str:
+def _next_steps(settings: Mapping[str, Any], start: str, fit: str) -> str:
     machines = settings.get("num_nodes", 1)
     where = "start it on each machine with" if machines > 1 else "use it with"
     if settings.get("accelerator") == "tpu":  # the one program for all its cores can be tried there only
@@ -129,7 +129,7 @@ def _next(settings: Mapping[str, Any], start: str, fit: str) -> str:
     return f"{where}: {start}\ncheck it with: {fit} --dry-run{number}"
 
 
-def _put(text: str, options: argparse.Namespace) -> None:
+def _write_output(text: str, options: argparse.Namespace) -> None:
     if options.output == "-":
         print(text, end="")
         return

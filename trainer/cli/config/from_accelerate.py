@@ -63,7 +63,7 @@ commands,command_file   > run it on the TPU machines before the training, as you
 
 [fsdp_config]
 *=?not_fsdp             - distributed_type is {kind}, which does not read it
-sharding_strategy,reshard_after_forward=TRUE,FULL_SHARD,1 - FULL_SHARD is the default: weights are given back after
+sharding_strategy,reshard_after_forward=TRUE,FULL_SHARD,1 - FULL_SHARD is the default: weights are freed after
                                                             the forward
 sharding_strategy,reshard_after_forward=FALSE             = <strategy.reshard_after_forward: false>
 sharding_strategy,reshard_after_forward=SHARD_GRAD_OP,2   = <strategy.sharding_strategy: SHARD_GRAD_OP>
@@ -167,7 +167,7 @@ fsdp_config,deepspeed_config,dynamo_config,parallelism_config,megatron_lm_config
     it is not a section; ignored | it is empty
 *=?sagemaker            ! SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit
                           --config ...`
-compute_environment     - it is found out at the start: trainer env shows it
+compute_environment     - it is detected at the start: trainer env shows it
 """)
 SECTIONS = {
     **dict.fromkeys(("deepspeed_config", "fp8_config", "mpirun_config"), ""),

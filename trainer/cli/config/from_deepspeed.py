@@ -67,7 +67,7 @@ offload_optimizer.nvme_path,offload_param.nvme_path = <strategy.nvme_path: {json
 optimizer.type        * configure_optimizers: torch.optim.{value}(self.parameters(){arguments})
 scheduler.type        * configure_optimizers: {{"scheduler": {scheduler}, "interval": "step"}}
 optimizer.*,scheduler.* * see above
-optimizer.params.torch_adam,optimizer.params.adam_w_mode * the class says it: torch's Adam or AdamW
+optimizer.params.torch_adam,optimizer.params.adam_w_mode * the class decides: torch's Adam or AdamW
 optimizer.params.*,scheduler.params.* * an argument of it
 *                     + DeepSpeed reads it (strategy.config)
 """)

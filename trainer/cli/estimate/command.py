@@ -56,8 +56,8 @@ def _report(arguments: list[str]) -> str:
             "trainer estimate --params 7e9. See trainer estimate --help."
         )
     configuration = None if given.params is not None else _configuration(given, overrides, findings)
-    _complete(given, {} if configuration is None else configuration.trainer)
-    estimate_input = _of_number(given) if configuration is None else _of_configuration(given, configuration)
+    _fill_in(given, {} if configuration is None else configuration.trainer)
+    estimate_input = _input_of_number(given) if configuration is None else _input_of_configuration(given, configuration)
     if given.zero:
         elements = sum(weight.elements for weight in estimate_input.size.weights)
         return zero_report(elements, given.devices[-1] * given.num_nodes)
@@ -121,7 +121,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _complete(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
+def _fill_in(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
     """Fill in what the command line leaves open, from the arguments of a trainer."""
     devices = planned.get("devices")
     devices = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else 8
@@ -180,7 +180,7 @@ def _shape(given: argparse.Namespace) -> dict[str, int]:
     return {name: value for name in NEEDED if (value := getattr(given, name)) is not None}
 
 
-def _of_number(given: argparse.Namespace) -> EstimateInput:
+def _input_of_number(given: argparse.Namespace) -> EstimateInput:
     total, trainable = given.params, given.params if given.trainable is None else given.trainable
     if trainable > total:
         raise ConfigError(f"--trainable {trainable} is more than --params {total}.")
@@ -207,7 +207,7 @@ def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], 
     return load(given.config, overrides, findings)
 
 
-def _of_configuration(given: argparse.Namespace, configuration: Configuration) -> EstimateInput:
+def _input_of_configuration(given: argparse.Namespace, configuration: Configuration) -> EstimateInput:
     from trainer.cli.estimate.module import examine, named_states
 
     estimate_input = examine(configuration, None if given.optimizer is None else named_states(given.optimizer))

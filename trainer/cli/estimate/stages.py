@@ -54,7 +54,7 @@ def largest_stage(
     """
     found = []
     for stage in range(layout.pipeline):
-        rank = stage * (setup.processes // layout.pipeline)  # of a stage the first process holds the largest parts
+        rank = stage * (setup.processes // layout.pipeline)  # the first process of a stage holds the largest parts
         memory = estimate_memory(layout, _size_of(rank, configuration, strategy, size, setup, precision), setup)
         kept = None if model is None else _activations(model, layout, setup, stage)
         found.append(StageMemory(stage, memory, kept))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 What is rewritten: imports of `lightning`, `lightning.pytorch`, `pytorch_lightning`; LightningModule and
-LightningDataModule; arguments of former versions that only have another name; `class_path:` and `_target_:` in YAML.
+LightningDataModule; arguments of earlier versions that only have another name; `class_path:` and `_target_:` in YAML.
 What changes in meaning stands in docs/migrating.md.
 
 examples:

@@ -46,7 +46,7 @@ FORMER_HOOKS = {
     "get_progress_bar_dict": "self.log(..., prog_bar=True)",
     "get_tqdm_dict": "self.log(..., prog_bar=True)",
 }
-"""Hooks of former versions, which are no longer called -> what to use instead."""
+"""Hooks of earlier versions, which are no longer called -> what to use instead."""
 
 OPTIMIZER_IDX = (
     "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
@@ -67,7 +67,7 @@ PARAMETERS: dict[tuple[str, str], str] = {
     ("on_train_batch_start", "dataloader_idx"): "the hook without this parameter",
     ("on_train_batch_end", "dataloader_idx"): "the hook without this parameter",
 }
-"""A hook and a parameter of former versions -> what to use instead."""
+"""A hook and a parameter of earlier versions -> what to use instead."""
 
 OF_THE_TRAINER = frozenset(WORDS["Trainer"]) - {"hparams", "batch_idx", "tuner"}
 """Attributes of Lightning's Trainer that are not here."""
@@ -111,7 +111,7 @@ class _DecisionFinder(cst.CSTVisitor):
         module = get_full_name_for_node(node.module) if node.module else ""
         if not node.relative and f"{module}.".startswith("trainer.") and not isinstance(node.names, cst.ImportStar):
             for alias in node.names:  # rewritten before
-                self._tell_name(alias, alias.evaluated_name)
+                self._report_name(alias, alias.evaluated_name)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         ours = any(self._path(base.value) or self._derived(base.value) for base in node.bases)
@@ -145,7 +145,7 @@ class _DecisionFinder(cst.CSTVisitor):
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, path = node.attr.value, self._path(node)
         if path is not None:
-            self._tell_path(node, path)
+            self._report_path(node, path)
             return
         written = get_full_name_for_node(node.value) or ""
         if name in OF_THE_TRAINER and re.fullmatch(r"(.*\.)?_?trainer", written):
@@ -190,7 +190,7 @@ class _DecisionFinder(cst.CSTVisitor):
     def _derived(self, base: cst.BaseExpression) -> bool:
         return isinstance(base, cst.Name) and base.value in self.known
 
-    def _tell_path(self, node: cst.CSTNode, path: str) -> None:
+    def _report_path(self, node: cst.CSTNode, path: str) -> None:
         before, _, name = path.rpartition(".")
         owner = before.rpartition(".")[2]
         if name == "__version__":
@@ -200,9 +200,9 @@ class _DecisionFinder(cst.CSTVisitor):
         elif (root := lightning_root(before)) and (package := before.removeprefix(f"{root}.")) in NOT_THERE:
             self._add(node, path, f"use {NOT_THERE[package]}")
         else:
-            self._tell_name(node, name)
+            self._report_name(node, name)
 
-    def _tell_name(self, node: cst.CSTNode, name: str) -> None:
+    def _report_name(self, node: cst.CSTNode, name: str) -> None:
         target = NAMES.get(name, "")
         if target and (" " in target or ":" not in target):
             self._add(node, name, f"use {target}")

@@ -40,7 +40,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "ModelCheckpoint": {"period": "every_n_epochs", "every_n_val_epochs": "every_n_epochs"},
 }
-"""Lightning's class -> an argument of a former version -> its name now, with the same values."""
+"""Lightning's class -> an argument of an earlier version -> its name now, with the same values."""
 
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("checkpoint_callback", "True"): ("enable_checkpointing", "True"),

@@ -61,7 +61,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
-def of_options(given: Namespace) -> Architecture:
+def architecture_of_options(given: Namespace) -> Architecture:
     """Return the sizes that the command line gives.
 
     Raises:

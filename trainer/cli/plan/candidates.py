@@ -89,13 +89,13 @@ def rank(model: Architecture, cluster: Cluster, batch: GlobalBatch) -> tuple[lis
         if reason:
             excluded.append(Excluded(layout, reason))
             continue
-        tried = [_candidate(model, cluster, layout, work) for work in _works(layout, batch)]
+        tried = [_candidate(model, cluster, layout, work) for work in _work_choices(layout, batch)]
         fits = [one for one in tried if one.memory.total <= cluster.memory]
         if fits:
             fitting.append(min(fits, key=lambda one: (one.seconds, one.memory.total)))
         else:
             smallest = min(tried, key=lambda one: one.memory.total)
-            excluded.append(Excluded(layout, _too_much(smallest, cluster), smallest.memory.total))
+            excluded.append(Excluded(layout, _shortage(smallest, cluster), smallest.memory.total))
     return sorted(fitting, key=lambda one: (one.seconds, one.memory.total)), excluded
 
 
@@ -133,7 +133,7 @@ def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layou
     return ""
 
 
-def _works(layout: Layout, batch: GlobalBatch) -> Iterator[Work]:
+def _work_choices(layout: Layout, batch: GlobalBatch) -> Iterator[Work]:
     """Yield the choices of micro-batches, activation checkpointing, and when gradients are reduced."""
     samples = batch.samples // layout.readers
     for micro_batch in (size for size in _divisors(samples) if size <= LARGEST_MICRO_BATCH):
@@ -143,7 +143,7 @@ def _works(layout: Layout, batch: GlobalBatch) -> Iterator[Work]:
                 yield Work(batch.sequence, micro_batch, window, batch.numbers, checkpointing, unsharded)
 
 
-def _too_much(smallest: Candidate, cluster: Cluster) -> str:
+def _shortage(smallest: Candidate, cluster: Cluster) -> str:
     memory = smallest.memory
     states = memory.parameters + memory.gradients + memory.optimizer
     parts = {

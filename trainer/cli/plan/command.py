@@ -7,7 +7,7 @@ import json
 
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, positive, quantity, reports_errors
-from trainer.cli.plan.architecture import NAMES, assumed, of_options, read_config
+from trainer.cli.plan.architecture import NAMES, architecture_of_options, assumed, read_config
 from trainer.cli.plan.candidates import Cluster, GlobalBatch, rank
 from trainer.cli.plan.report import as_data, report
 from trainer.errors import ConfigError, unknown_name_error
@@ -65,7 +65,7 @@ def _model(given: argparse.Namespace, notes: list[str]) -> Architecture:
     if given.params is not None:
         notes.append("the shape is assumed from --params; give --config or --layers, --hidden, --heads and --vocab")
         return assumed(given.params)
-    return of_options(given)
+    return architecture_of_options(given)
 
 
 def _samples(given: argparse.Namespace, notes: list[str]) -> int:

@@ -46,13 +46,13 @@ def run(arguments: list[str]) -> int:
         return 1
     rows = [(one, values_of(one)) for one in found]
     known = list(dict.fromkeys(name for _, values in rows for name in values))
-    metrics = [_known(name, known) for name in options.metric or _main_metrics(found)]
-    parameters = [_known(name, known) for name in options.hparam or differing(found)]
+    metrics = [_require_known(name, known) for name in options.metric or _main_metrics(found)]
+    parameters = [_require_known(name, known) for name in options.hparam or differing(found)]
     for text in options.filter:
         name, compare, wanted = _condition(text, known)
         rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
     if options.sort:
-        name = _known(options.sort.removeprefix("-"), known)
+        name = _require_known(options.sort.removeprefix("-"), known)
         there = [row for row in rows if row[1].get(name) is not None]
         there.sort(key=lambda row: _sortable(row[1][name]), reverse=options.sort.startswith("-"))
         rows = there + [row for row in rows if row[1].get(name) is None]
@@ -118,10 +118,10 @@ def _condition(text: str, known: list[str]) -> tuple[str, Callable[[Any, Any], b
     match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==|<|>|=)\s*(.*?)\s*", text)
     if match is None or (match[3] == "" and match[2] not in ("=", "==", "!=")):
         raise ConfigError(f"--filter {text!r}: write NAME>VALUE, with one of <, <=, >, >=, =, !=.")
-    return _known(match[1], known), COMPARISONS[match[2].replace("==", "=")], match[3]
+    return _require_known(match[1], known), COMPARISONS[match[2].replace("==", "=")], match[3]
 
 
-def _known(name: str, known: list[str]) -> str:
+def _require_known(name: str, known: list[str]) -> str:
     if name not in known:
         raise ConfigError(f"no run has {name!r}.{did_you_mean(name, known)} There are: {', '.join(known)}.")
     return name
