@@ -140,5 +140,5 @@ def test_wrong_lengths_are_found() -> None:
 
 @pytest.mark.parametrize("document", [[1.5, 2.5], ["a", "b"], torch.tensor([1.0])], ids=str)
 def test_tokens_that_are_no_integers_are_refused(document: Any) -> None:
-    with pytest.raises(ConfigError, match="document 1 has the token .*tokenize"):
+    with pytest.raises(ConfigError, match=r"document 1 has the token .*tokenize"):
         PackedDataset([[1, 2], document], 8)[0]
