@@ -61,7 +61,7 @@ def _length(sample: Any) -> int:
         return int(sample)
     if not hasattr(sample, "__len__"):
         raise ConfigError(
-            f"LengthGroupedSampler: a {type(sample).__name__} ({shown(sample)}) has no length: give the lengths as a list "
-            "of numbers."
+            f"LengthGroupedSampler: a {type(sample).__name__} ({shown(sample)}) has no length: give the lengths as a "
+            "list of numbers."
         )
     return len(sample)
