@@ -200,6 +200,34 @@ def test_names_are_mapped(tmp_path: Path) -> None:
     assert torch.equal(module.net.blocks[1].qkv.weight, weights_of()["blocks.1.qkv.weight"])
 
 
+class Mistaken(Frozen):
+    key_mapping: ClassVar = {"(": ""}
+
+
+def test_a_pattern_that_is_no_regular_expression_is_told(tmp_path: Path) -> None:
+    save_file(weights_of(), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="key_mapping has '\\('"):
+        train(Mistaken(tied=True), tmp_path)
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots").mkdir()
+    save_sharded(tmp_path / "blobs", weights_of())
+    for blob in (tmp_path / "blobs").iterdir():
+        name = blob.name
+        blob.rename(blob.with_name(f"{len(name)}{name[8:11]}"))
+        (tmp_path / "snapshots" / name).symlink_to(f"../blobs/{len(name)}{name[8:11]}")
+    found = open_weights(tmp_path / "snapshots")
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == {
+        name: list(value.shape) for name, value in weights_of().items()
+    }
+    module = Frozen(tied=True)
+    train(module, tmp_path / "snapshots")
+    assert module.net is not None
+    assert torch.equal(module.net.blocks[1].qkv.weight, weights_of()["blocks.1.qkv.weight"])
+
+
 class Lenient(Frozen):
     strict_loading = False
 

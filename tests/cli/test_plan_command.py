@@ -114,6 +114,13 @@ def test_a_number_of_parameters_alone_has_its_shape_printed(command: Command, pa
     assert f"{model.layers} layers, width {model.hidden}" in out
 
 
+def test_an_assumed_step_can_be_shared_by_any_number_of_gpus(command: Command) -> None:
+    for gpus in ("7", "12", "96"):
+        arguments = ("--gpus", gpus, "--gpus-per-node", gpus, "--memory", "80G", "--seq", "4k")
+        _, out, _ = command("plan", "--params", "1b", *arguments)
+        assert "cannot share" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -152,6 +159,17 @@ def _configs() -> list[Any]:
         ("Qwen3Config", {**small, "num_key_value_heads": 2, "intermediate_size": 160, "head_dim": 32}),
         ("MixtralConfig", {**small, "num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4}),
         ("GPT2Config", {"n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 128, "n_positions": 16}),
+        (
+            "Qwen2MoeConfig",
+            {**small, "moe_intermediate_size": 24, "num_experts": 8, "shared_expert_intermediate_size": 96},
+        ),
+        (
+            "Dots1Config",
+            {**small, "moe_intermediate_size": 48, "n_routed_experts": 4, "n_shared_experts": 2}
+            | {"first_k_dense_replace": 0, "head_dim": 16},
+        ),
+        ("FalconConfig", {**small, "multi_query": True}),
+        ("NemotronConfig", {**small, "num_key_value_heads": 2, "intermediate_size": 160}),
         ("GPTNeoXConfig", {**small, "intermediate_size": 256}),
         ("Gemma2Config", {**small, "num_key_value_heads": 2, "intermediate_size": 160, "head_dim": 16}),
         ("Phi3Config", {**small, "num_key_value_heads": 2, "intermediate_size": 160, "pad_token_id": 0}),

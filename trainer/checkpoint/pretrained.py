@@ -16,7 +16,7 @@ from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
 from trainer.checkpoint.serialization import from_json
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
-from trainer.errors import CheckpointError, first_of
+from trainer.errors import CheckpointError, ConfigError, first_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX = 100_000_000
@@ -68,7 +68,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _read_index(path: StoragePath) -> dict[str, Any]:
-    with reading(path), storage_of(path).open_file(path) as (file, size):
+    with reading(path), storage_of(path).open_file(_followed(path)) as (file, size):
         text = file.read(min(size, _MAX_INDEX))
     content = from_json(text, str(path))
     return content if isinstance(content, dict) else {}
@@ -76,7 +76,8 @@ def _read_index(path: StoragePath) -> dict[str, Any]:
 
 def _tensors_of(path: StoragePath) -> list[tuple[str, StoredTensor]]:
     """Return the tensors of a safetensors file, whose header has to describe places within it."""
-    with reading(path), storage_of(path).open_file(path) as (file, size):
+    file_path = _followed(path)
+    with reading(path), storage_of(path).open_file(file_path) as (file, size):
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
             raise CheckpointError(f"{path} is not a safetensors file, or is damaged")
@@ -84,7 +85,12 @@ def _tensors_of(path: StoragePath) -> list[tuple[str, StoredTensor]]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is not an object")
     header.pop("__metadata__", None)
-    return [(name, _tensor(path, 8 + length, size, name, entry)) for name, entry in header.items()]
+    return [(name, _tensor(file_path, 8 + length, size, name, entry)) for name, entry in header.items()]
+
+
+def _followed(path: StoragePath) -> StoragePath:
+    """Return the file that a link names: the cache of the Hugging Face hub has links to the files of a revision."""
+    return path.resolve() if isinstance(path, Path) else path
 
 
 def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> StoredTensor:
@@ -118,13 +124,10 @@ def weights_for(
 
     Raises:
         CheckpointError: names or shapes differ.
+        ConfigError: an entry of `key_mapping` is no regular expression.
     """
     own = module.state_dict(keep_vars=True)
-    renamed = {}
-    for name, value in weights.items():
-        for pattern, replacement in key_mapping.items():
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = value
+    renamed = {_renamed(name, key_mapping): value for name, value in weights.items()}
     prefix = _prefix(module, [*renamed], own)
     found = {name: renamed[name.removeprefix(prefix)] for name in own if name.removeprefix(prefix) in renamed}
     found = {name: value for name, value in found.items() if name.startswith(prefix)}
@@ -145,6 +148,18 @@ def weights_for(
             "in the module; to load the names that are there, with equal shapes, strict_loading = False."
         )
     return found
+
+
+def _renamed(name: str, key_mapping: Mapping[str, str]) -> str:
+    for pattern, replacement in key_mapping.items():
+        try:
+            name = re.sub(pattern, replacement, name)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"key_mapping has {pattern!r}: {replacement!r}, which is no regular expression with a replacement "
+                f"({error}). Give patterns of the weights' names, such as {{r'^transformer\\.': ''}}."
+            ) from error
+    return name
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:

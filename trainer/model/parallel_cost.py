@@ -34,6 +34,8 @@ class Architecture:
     """True if the head has the weights of the embedding."""
     experts: int = 1
     experts_per_token: int = 1
+    shared: int = 0
+    """Width of the experts of a mixture that compute every token, all together."""
 
     @property
     def attention(self) -> int:
@@ -46,9 +48,14 @@ class Architecture:
         return (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
+    def shared_mlp(self) -> int:
+        """Elements of the experts that compute every token."""
+        return (3 if self.gated else 2) * self.hidden * self.shared
+
+    @property
     def sharded(self) -> int:
         """Elements of a block in layers that tensor parallelism splits."""
-        return self.attention + self.experts * self.mlp
+        return self.attention + self.experts * self.mlp + self.shared_mlp
 
     @property
     def full(self) -> int:
@@ -58,7 +65,7 @@ class Architecture:
     @property
     def active(self) -> int:
         """Elements of a block with which a token is multiplied."""
-        return self.attention + self.experts_per_token * self.mlp
+        return self.attention + self.experts_per_token * self.mlp + self.shared_mlp
 
     @property
     def table(self) -> int:
@@ -276,7 +283,7 @@ def _block_activations(model: Architecture, layout: Layout, work: Work) -> int:
     elif layout.context > 1:
         # The keys and values of all tokens; a mask, since torch's causal attention is that of full sequences.
         attention, mask = 2 * queries + 2 * layout.context * keys, work.sequence // work.micro_batch
-    mlp = model.experts_per_token * (4 if model.gated else 2) * model.intermediate
+    mlp = (4 if model.gated else 2) * (model.experts_per_token * model.intermediate + model.shared)
     sharded = (attention + mlp) // layout.tensor
     of_token = numbers.computed * (2 * model.hidden + sharded + mask) + _norm_bytes(work) * 2 * model.hidden
     return work.tokens // layout.context * of_token

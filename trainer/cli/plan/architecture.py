@@ -24,7 +24,10 @@ NAMES = {
 }
 """Sizes, and the names that Hugging Face's configs have for them."""
 NEEDED = ("layers", "hidden", "heads", "vocabulary")
-NOT_GATED = ("gpt2", "gpt_neox", "gpt_neo", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2")
+NOT_GATED = (
+    *("gpt2", "gpt_neox", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "opt", "bloom", "falcon", "mpt", "phi", "xglm"),
+    *("starcoder2", "nemotron", "arcee", "apertus", "persimmon", "bert", "roberta", "xlm-roberta", "electra", "vit"),
+)
 """Model types whose MLP has two layers."""
 TIED = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3", "gemma3_text")
 """Model types whose head has the weights of the embedding, unless the config says otherwise."""
@@ -51,6 +54,11 @@ def read_config(path: str) -> Architecture:
             f"--config {path} does not say {', '.join(missing)} (by names such as {NAMES[missing[0]][0]}): give "
             "--layers, --hidden, --heads and --vocab instead."
         )
+    if found["kv_heads"] is None and config.get("multi_query") and not config.get("new_decoder_architecture"):
+        found["kv_heads"] = 1
+    each = found["intermediate"] if found["experts"] else None
+    shared = _first(config, ("shared_expert_intermediate_size", "shared_intermediate_size"))
+    found["shared"] = shared or (each or 0) * (_first(config, ("n_shared_experts", "num_shared_experts")) or 0)
     kind = config.get("model_type", "")
     tied = config.get("tie_word_embeddings", kind in TIED)
     return complete(found, gated=kind not in NOT_GATED, tied=bool(tied))
@@ -114,5 +122,6 @@ def describe(model: Architecture) -> str:
     heads += f" ({model.kv_heads} of keys)" if model.kv_heads != model.heads else ""
     mlp = f"{'gated ' if model.gated else ''}MLP of {model.intermediate}"
     mlp = f"{model.experts} experts ({model.experts_per_token} for a token), each a {mlp}" if model.experts > 1 else mlp
+    mlp += f", and one of {model.shared} for all tokens" if model.shared else ""
     words = f"{model.layers} layers, width {model.hidden}, {heads}, {mlp}, vocabulary {model.vocabulary}"
     return f"{model.parameters / 1e9:,.2f} billion parameters: {words}{', tied' if model.tied else ''}"

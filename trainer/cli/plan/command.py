@@ -76,6 +76,8 @@ def _samples(given: argparse.Namespace, notes: list[str]) -> int:
         return int(given.batch)
     tokens = given.global_batch_tokens or 4 * 2**20
     if given.global_batch_tokens is None:
+        # Sequences that all numbers of readers can share.
+        tokens = max(1, -(-tokens // given.seq // given.gpus)) * given.gpus * given.seq
         notes.append(f"a step of {tokens:,} tokens is assumed; give --batch or --global-batch-tokens")
     if tokens < given.seq:
         raise ConfigError(f"--global-batch-tokens {tokens} is less than one sequence of {given.seq} tokens.")
