@@ -38,6 +38,8 @@ def test_the_calls_of_a_step_are_counted() -> None:
     done = run_python("-m", "benchmarks", "functions", "--steps", "20").check().stdout
     assert "| +1.00 | " in done
     assert "`_train_step` (trainer/trainer.py) |" in done
+    assert "`_train_epoch` (trainer/trainer.py) |" in done  # called once, but a loop over all steps
+    assert "`hand_written` (benchmarks/_task.py) |" in done
     assert re.search(r"Of this trainer's own functions: \+\d", done)
 
 

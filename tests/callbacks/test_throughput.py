@@ -154,6 +154,12 @@ def test_a_loader_with_an_unknown_number_of_samples() -> None:
         ("Tesla T4", torch.bfloat16, None),
         ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
         ("NVIDIA RTX A1000", torch.bfloat16, None),
+        ("Tesla V100-PCIE-32GB", torch.float16, 112),
+        ("NVIDIA H200 NVL", torch.bfloat16, 835.5),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 3090 Ti", torch.bfloat16, None),
     ],
 )
 def test_peaks(name: str, dtype: torch.dtype, tflops: float | None) -> None:

@@ -27,6 +27,7 @@ class Peaks(NamedTuple):
 # Many data sheets give figures "with sparsity", which are twice the dense ones. Sought in the device's name in this
 # order, so a longer name comes first. fp64 is that of the tensor cores where there are any for it.
 PEAKS: dict[str, Peaks] = {
+    "h200 nvl": Peaks(835.5, 835.5, 417.7, 60, 60, f"{NVIDIA}/h200/"),
     "h200": Peaks(989.4, 989.4, 494.7, 66.9, 66.9, f"{NVIDIA}/h200/"),
     "h100 nvl": Peaks(835.5, 835.5, 417.7, 60, 60, f"{NVIDIA}/h100/"),
     "h100 pcie": Peaks(756, 756, 378, 51.2, 51.2, "https://resources.nvidia.com/en-us-tensor-core (H100 data sheet)"),
@@ -37,6 +38,7 @@ PEAKS: dict[str, Peaks] = {
     "l40s": Peaks(362, 362, 183, 91.6, 1.4, f"{NVIDIA}/l40s/"),
     "l40": Peaks(181, 181, 90.5, 90.5, 1.4, f"{NVIDIA}/l40/"),
     "l4": Peaks(121, 121, 60, 30.3, 0.5, f"{NVIDIA}/l4/"),
+    "v100 pcie": Peaks(112, None, None, 14, 7, f"{NVIDIA}/v100/"),
     "v100": Peaks(125, None, None, 15.7, 7.8, f"{NVIDIA}/v100/"),
     "t4": Peaks(65, None, None, 8.1, 0.25, f"{NVIDIA}/tesla-t4/"),
     "rtx 4090": Peaks(
@@ -57,6 +59,9 @@ PEAKS: dict[str, Peaks] = {
     ),
 }
 
+OTHER_CARDS = {"laptop", "ti", "super", "d", "mig"}
+"""Words after a card's name that make it another card, with another peak, or a part of one."""
+
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the vendor's dense peak of an NVIDIA card, FLOP/s, for products in `dtype`; None if it is not known."""
@@ -69,7 +74,7 @@ def peak_by_name(name: str, dtype: torch.dtype) -> float | None:
     """Return `peak_of` for a device called `name`. float32 counts as TF32 where torch may use that."""
     words = f" {name.lower()} ".replace("-", " ")
     peaks = next((peaks for card, peaks in PEAKS.items() if f" {card} " in words), None)
-    if peaks is None:
+    if peaks is None or OTHER_CARDS & set(words.split()):
         return None
     by_dtype = {
         torch.float16: peaks.fp16,
