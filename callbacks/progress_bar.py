@@ -53,6 +53,7 @@ class ProgressBar(Callback):
         """The kinds of steps, training or evaluation, that have begun: the first ones compile."""
         self._values: Mapping[str, float] = {}
         """The values as of the last flush, which the trainer has read from the device."""
+        self._run: tuple[Trainer, TrainModule] | None = None
 
     def print_text(self, text: str, file: TextIO | None = None) -> bool:
         """Print above the bar. What the terminal cannot show is replaced, and a closed one is ignored."""
@@ -73,6 +74,9 @@ class ProgressBar(Callback):
         self._switch_off()
         self._compiled = set()
         self._values = trainer.flushed_progress_bar_metrics
+        self._run = trainer, module
+        if not trainer.is_global_zero:
+            self.disable()
         if trainer.is_global_zero and self.refresh_rate:
             with suppress(Exception):
                 bars = draws_bars(sys.stderr) or shows_widgets()
@@ -82,8 +86,17 @@ class ProgressBar(Callback):
         """Return the display for a terminal or a notebook."""
         return _Bars(stream, self.leave)
 
+    def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
+        """Return the values to show, numbers or texts by name. A subclass may leave some out, and add its own."""
+        return dict(self._values)
+
+    def disable(self) -> None:
+        """Show nothing from now on. Called on other ranks than 0 before the first batch."""
+        self._switch_off()
+
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._switch_off()
+        self._run = None
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         self._switch_off()
@@ -105,13 +118,13 @@ class ProgressBar(Callback):
         self._update(batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        done = trainer.progress.batch
-        self._draw(lambda display: display.finish(done, self._metrics(), report=True))
+        done, metrics = trainer.progress.batch, self._metrics()
+        self._draw(lambda display: display.finish(done, metrics, report=True))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         # The epoch may have been left unfinished.
-        done = trainer.progress.batch
-        self._draw(lambda display: display.finish_all(done, self._metrics()))
+        done, metrics = trainer.progress.batch, self._metrics()
+        self._draw(lambda display: display.finish_all(done, metrics))
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         counts = trainer.num_val_batches
@@ -167,14 +180,18 @@ class ProgressBar(Callback):
         self._compiled.add(kind)
 
     def _end_evaluation(self, report: bool = True) -> None:
-        self._draw(lambda display: display.finish(self._evaluated, self._metrics(), report))
+        metrics = self._metrics()
+        self._draw(lambda display: display.finish(self._evaluated, metrics, report))
 
     def _update(self, done: int) -> None:
         if time.monotonic() >= self._next and done % self.refresh_rate == 0:
-            self._draw(lambda display: display.update(done, self._metrics()))
+            metrics = self._metrics()
+            self._draw(lambda display: display.update(done, metrics))
 
     def _metrics(self) -> list[str]:
-        return [f"{name}={value:.4g}" for name, value in self._values.items()]
+        # An error in a subclass's get_metrics ends the run: it is none of the terminal's.
+        shown = self.get_metrics(*self._run) if self._display is not None and self._run is not None else {}
+        return [f"{name}={value}" if isinstance(value, str) else f"{name}={value:.4g}" for name, value in shown.items()]
 
     def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""

@@ -479,7 +479,7 @@ def test_helpers_above_the_trainer_take_values(name: str) -> None:
     assert functions_of_the_trainer(ast.unparse(ast.Module(functions, []))) == []
 
 
-FOR_USERS = {"write_on_batch_end", "write_on_epoch_end"}
+FOR_USERS = {"get_metrics", "write_on_batch_end", "write_on_epoch_end"}
 """Methods that users override, with the arguments of hooks."""
 
 

@@ -15,6 +15,8 @@ __all__ = [
     "DataModule",
     "Engine",
     "LengthGroupedSampler",
+    "LightningDataModule",
+    "LightningModule",
     "Logger",
     "PackedDataset",
     "Precision",

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from trainer.compat.answers import argument_words
+from trainer.compat.answers import argument_words, is_default
 from trainer.errors import ArgumentError, ConfigError, TrainerError, did_you_mean, raise_problems
 
 LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
@@ -84,6 +84,7 @@ def check_constructor(cls: type) -> None:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         args, options = with_python_numbers(args), with_python_numbers(options)
+        options = {name: value for name, value in options.items() if not is_default(cls.__name__, name, value)}
         try:
             given = signature.bind(self, *args, **options).arguments
         except TypeError:

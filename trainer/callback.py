@@ -103,7 +103,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 
 from trainer.arguments import check_constructor
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.compat.answers import answer_members
+from trainer.compat.answers import answer_members, uncalled_overrides
 from trainer.distributed.environment import detect_environment
 from trainer.errors import RENAMED, ConfigError, did_you_mean, raise_problems, unknown_name_error
 from trainer.metrics.background_calls import BackgroundCalls
@@ -921,6 +921,8 @@ def callback_problems(callback: Callback) -> list[str]:
         if _overrides(callback, hook)
     ]
     problems = [*check_hooks(callback, HOOKS), *filter(None, wrong)]
+    if not isinstance(callback, Logger):
+        problems += uncalled_overrides(callback)
     if hasattr(callback, "after_module"):
         problems.append(
             f"{type(callback).__name__}.after_module has no effect.{did_you_mean('after_module', ['runs_last'])}"

@@ -26,6 +26,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
+from trainer.compat.answers import answer_members
 from trainer.data.adapters import make_batch_loader
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.transfer import map_leaves
@@ -79,11 +80,23 @@ _OF_THE_TRAINER = {
     "accumulate_grad_batches": "engine.no_backward_sync(model, enabled=...) around forward and backward",
     "gradient_accumulation_steps": "engine.no_backward_sync(model, enabled=...) around forward and backward",
     "mixed_precision": "precision='bf16-mixed' or '16-mixed'",
+    "cpu": "accelerator='cpu'",
+    "plugins": "precision= and strategy=",
+    "fsdp_plugin": "strategy=FSDPStrategy(...) of trainer.strategies",
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "strategy=DeepSpeedStrategy(...) of trainer.strategies"),
+    "kwargs_handlers": "options of the strategy, such as DDPStrategy(find_unused_parameters=True)",
+    "split_batches": "a DataLoader with the batch_size of one process",
+    **dict.fromkeys(("log_with", "project_dir"), "a logger of your own, if engine.is_global_zero"),
+    **dict.fromkeys(
+        ("max_restarts", "watchdog_seconds"),
+        "a Trainer, or `trainer launch --max-restarts`: the Engine restarts nothing",
+    ),
     "max_epochs": "the loop is yours: for epoch in range(loader.epoch, ...)",
 }
 """Arguments of other classes -> what to do instead."""
 
 
+@partial(answer_members, lightning="Engine")
 class Engine:
     """The trainer's strategies, precisions, processes, loaders and checkpoints, for a loop of your own.
 

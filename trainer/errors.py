@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dis import opmap
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -183,7 +184,11 @@ def no_such_name(package: ModuleType, name: str, instead: str = "", depth: int =
     text = str(unknown_name_error(f"name in {package.__name__}:", name, known, {name: instead} if instead else None))
     caller = sys._getframe(depth)  # Python's import system asks for an attribute, and then for a submodule
     in_import = caller.f_code.co_name == "_handle_fromlist" and caller.f_globals["__name__"] == "importlib._bootstrap"
-    if in_import and not name.startswith("__") and find_spec(f"{package.__name__}.{name}") is None:
+    if not hasattr(package, "__path__"):  # a module without further ones: the importing code itself asks
+        in_import = caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
+    elif in_import:
+        in_import = find_spec(f"{package.__name__}.{name}") is None
+    if in_import and not name.startswith("__"):
         return ImportError(text, name=package.__name__, path=vars(package).get("__file__"))
     return AttributeError(text)
 

@@ -6,13 +6,14 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.arguments import local_path
+from trainer.compat.answers import is_default
 from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.errors import ConfigError, did_you_mean
 
@@ -235,10 +236,10 @@ NONE_IS_DEFAULT = (
 """Arguments with the default None in Lightning: None stands for the default of this class."""
 
 
-def wrong_names(positional: Collection[object], unknown: Iterable[str]) -> list[str]:
+def wrong_names(positional: Collection[object], unknown: Mapping[str, object]) -> list[str]:
     """Return a problem for positional arguments, and one for each name that `Trainer` does not take."""
     problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if positional else []
-    for name in unknown:
+    for name in (name for name, value in unknown.items() if not is_default("Trainer", name, value)):
         hint = did_you_mean(name, ARGUMENTS, TRAINER_ARGUMENTS) or " trainer fit --help lists them all."
         problems.append(f"Trainer has no argument {name!r}.{hint}")
     return problems

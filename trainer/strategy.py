@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from trainer.arguments import check_constructor, with_python_numbers
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, materialize, read_when_used
-from trainer.compat.answers import Absent, answer_members, argument_words
-from trainer.compat.names import EARLIER_NAMES
+from trainer.compat.answers import Absent, answer_members, argument_words, member_words, strategy_member
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
@@ -426,6 +425,11 @@ class Strategy:
     def teardown(self) -> None:
         """Remove the wrapper and leave the process group. The module keeps its weights, on its device."""
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return strategy_member(self, name)
+
     def __str__(self) -> str:
         """Return the strategy and its options in one line."""
         return self.name
@@ -566,7 +570,12 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 # -- by name -----------------------------------------------------------------------------------------------------------
 
 LIGHTNING_EQUIVALENTS = {
-    "dp": "'ddp'",
+    **dict.fromkeys(("dp", "ddp2", "ddp_cpu", "horovod", "bagua", "hivemind", "collaborative"), "'ddp'"),
+    **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn"), "'deepspeed_stage_2' or 'fsdp', which shard the state"),
+    **dict.fromkeys(("fsdp_native", "ddp_fully_sharded", "model_parallel"), "'fsdp'"),
+    "colossalai": "'deepspeed_stage_3' or 'fsdp', which shard the weights",
+    "fsdp_cpu_offload": "FSDPStrategy(cpu_offload=True) from trainer.strategies",
+    "ddp_fork": "'ddp': it starts its processes itself",
     "ddp_spawn": "'ddp': it starts its processes itself",
     "ddp_notebook": "trainer.launch(function, devices=...), with strategy='ddp' in the function",
     "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
@@ -616,19 +625,20 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
 
 
 def unknown_methods(strategy: Strategy) -> list[str]:
-    """Return a problem for each public name in a user's strategy that is an earlier or misspelt name of `Strategy`'s.
+    """Return a problem for each public name in a user's strategy that is an earlier or misspelt name of `Strategy`'s,
+    or one of Lightning's strategies.
 
     Other names are the user's own.
     """
-    earlier = EARLIER_NAMES["ParallelStrategy"]
     known = [name for name, value in vars(Strategy).items() if not name.startswith("_") and type(value) is not Absent]
     users = [cls for cls in type(strategy).__mro__ if not cls.__module__.startswith("trainer.") and cls is not object]
     names = {name for cls in users for name in vars(cls) if not name.startswith("_") and name not in known}
+    advice = {name: words for name in names if (words := member_words("ParallelStrategy", name)) is not None}
     return [
-        f"{type(strategy).__name__}.{name} is never used: Strategy has no such name.{advice}"
+        f"{type(strategy).__name__}.{name} is never used: Strategy has no such name."
+        + did_you_mean(name, known, advice)
         for name in sorted(names)
-        if name in earlier or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        for advice in [did_you_mean(name, known, earlier)]
+        if name in advice or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
     ]
 
 

@@ -74,6 +74,33 @@ def test_a_bar_on_a_terminal(attach: Attach) -> None:
     assert text.endswith("\n")
 
 
+class Chosen(ProgressBar):
+    """Lightning's own example of a bar of one's own."""
+
+    disabled = False
+
+    def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+        shown = super().get_metrics(trainer, module)
+        shown.pop("v_num", None)
+        return {"phase": "warm", "val": shown["val_loss"], "step": trainer.global_step} if "val_loss" in shown else {}
+
+
+def test_a_subclass_chooses_the_values(attach: Attach) -> None:
+    terminal = attach()
+    fit(Chosen())
+    assert re.search(r"it/s, phase=warm, val=[\d.e-]+, step=12\]", screen(terminal.text())[0])
+
+
+def test_an_error_in_the_choice_of_values_ends_the_run(attach: Attach) -> None:
+    class Wrong(ProgressBar):
+        def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+            raise KeyError("v_num")
+
+    attach()
+    with pytest.raises(KeyError, match="v_num"):
+        fit(Wrong())
+
+
 class Talkative(Toy):
     """Logs more than 80 columns have room for."""
 

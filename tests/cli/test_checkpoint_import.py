@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import trainer as trainer_package
 from tests.helpers.project import Command
 from trainer import CheckpointError, TrainModule
+from trainer.checkpoint.format import read_checkpoint
 from trainer.cli.checkpoint.from_lightning import convert
 
 
@@ -65,6 +67,25 @@ def test_a_file_of_lightnings_is_taken(command: Command, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="new"):
         convert("old.ckpt", "new", force=False)
     convert("old.ckpt", "new", force=True)
+
+
+def test_what_is_taken_of_a_file_and_what_is_left_is_told() -> None:
+    of_module = {"folder": Path("a/b"), "rate": numpy.float32(0.5), "shape": torch.Size([1, 2]), "kind": torch.float32}
+    entries = {
+        "state_dict": torch.nn.Linear(2, 1).state_dict(),
+        "hyper_parameters": of_module,
+        "datamodule_hyper_parameters": {"batch_size": 4},
+        "Data": {"position": 3},
+        "ema_state_dict": {"weight": torch.ones(1)},
+        "callbacks": {},
+        "loops": {},
+        "pytorch-lightning_version": "2.6",
+    }
+    torch.save(entries, "old.ckpt")
+    said = convert("old.ckpt", "new", force=False)
+    assert said.endswith("not taken: hyperparameter kind (a dtype), Data, ema_state_dict")
+    stored = read_checkpoint("new")["hyperparameters"]
+    assert stored == {"module": {"folder": "a/b", "rate": 0.5, "shape": (1, 2)}, "data": {"batch_size": 4}}
 
 
 def test_what_would_run_code_is_refused_and_does_not_run(command: Command, tmp_path: Path) -> None:
@@ -153,11 +174,17 @@ def test_a_training_that_does_not_map_is_told(tmp_path: Path) -> None:
     [
         ("state_dict", {"weight": [1.0]}, "the weight 'weight' in 'state_dict' is a list"),
         ("state_dict", {1: torch.ones(1)}, "called 1, which is no text"),
+        (
+            "state_dict",
+            {"a": torch.eye(2).to_sparse()},
+            "the weight 'a' in 'state_dict' is a tensor of torch.sparse_coo",
+        ),
         ("epoch", "a", "its 'epoch' is 'a'"),
         ("epoch", -1, "its 'epoch' is '-1'"),
         ("global_step", [1], "its 'global_step' is"),
         ("hyper_parameters", 3, "no dict of names"),
         ("hyper_parameters", {1: 2}, "no dict of names"),
+        ("datamodule_hyper_parameters", [2], "its 'datamodule_hyper_parameters' are no dict of names"),
     ],
 )
 def test_an_entry_of_another_kind_is_refused(entry: str, value: object, words: str) -> None:

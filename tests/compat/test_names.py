@@ -13,8 +13,22 @@ from typing import Any
 import pytest
 from torch import nn
 
-from trainer.compat.names import ALIASES, EARLIER_NAMES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
+from trainer import ConfigError, Engine, Trainer, TrainModule
+from trainer.callbacks import ModelCheckpoint, StochasticWeightAveraging, TQDMProgressBar
+from trainer.compat.names import (
+    ALIASES,
+    COLLECTIVES,
+    EARLIER_NAMES,
+    HOMES,
+    MODULES,
+    NAMES,
+    SURFACE,
+    TRAINER_ARGUMENTS,
+    WORDS,
+)
 from trainer.compat.page import page
+from trainer.precision import resolve_precision
+from trainer.strategies import SingleDeviceStrategy
 
 lightning = pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
@@ -67,6 +81,8 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
     words = {**WORDS.get(name, {}), **({f"({one})": "" for one in TRAINER_ARGUMENTS} if name == "Trainer" else {})}
     if row in words or method in words or method in ALIASES.get(name, {}):
         return True
+    if name == "ParallelStrategy" and (method in COLLECTIVES or method in ALIASES["Strategy"]):
+        return True
     if not argument:
         return hasattr(kind, method) or method in vars(kind) or method in assigned(kind)
     parameters = inspect.signature(getattr(kind, method) if method else kind.__init__).parameters
@@ -88,8 +104,8 @@ def test_every_row_is_true(name: str) -> None:
 
 
 def test_words_are_given_by_attribute_errors() -> None:
-    from trainer import DataModule, Trainer, TrainModule
-    from trainer.callbacks import ModelCheckpoint, PredictionWriter
+    from trainer import DataModule
+    from trainer.callbacks import PredictionWriter
 
     objects: dict[str, Any] = {
         "Trainer": Trainer(logger=False),
@@ -121,6 +137,118 @@ def test_pages_that_words_name_show_the_class() -> None:
         class_name, page_name = re.findall(r"[A-Z]\w+", text)[0], text.split("'")[1]
         shown = (PAGE.parent / f"{page_name}.md").read_text()
         assert f"({class_name})" in shown or f"{class_name}(" in shown, text
+
+
+def members_of(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_every_member_of_lightnings_strategies_is_here_or_answered_in_words() -> None:
+    theirs = import_module("pytorch_lightning.strategies")
+    kinds = [one for name in theirs.__all__ if inspect.isclass(one := getattr(theirs, name)) and "Registry" not in name]
+    strategy = SingleDeviceStrategy()
+    strategy.setup_environment("cpu", resolve_precision("32-true"))
+    strategy.module = TrainModule()
+    unanswered = []
+    for name in sorted(set().union(*map(members_of, kinds))):
+        try:
+            getattr(strategy, name)
+        except AttributeError as error:
+            unanswered += [] if "Use " in str(error) else [name]
+    assert unanswered == []
+    assert (strategy.world_size, strategy.is_global_zero, strategy.root_device.type) == (1, True, "cpu")
+    with pytest.raises(AttributeError, match=r"^'SingleDeviceStrategy' object has no attribute 'colour'$"):
+        _ = strategy.colour
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (TQDMProgressBar, "init_train_tqdm"),
+        (ModelCheckpoint, "format_checkpoint_name"),
+        (StochasticWeightAveraging, "update_parameters"),
+    ],
+)
+def test_an_override_that_lightning_would_call_is_refused(kind: Any, name: str) -> None:
+    def method(self: Any, *args: Any) -> None: ...
+
+    plug = type("Mine", (kind,), {name: method})(**({"swa_lrs": 0.1} if kind is StochasticWeightAveraging else {}))
+    with pytest.raises(ConfigError, match=f"Mine.{name} would never be called. Use "):
+        Trainer(callbacks=[plug], logger=False)
+
+
+def test_overrides_of_strategies_and_plugins_are_refused() -> None:
+    def method(self: Any, *args: Any) -> None: ...
+
+    strategy = type("Mine", (SingleDeviceStrategy,), {"model_to_device": method, "own_helper": method})()
+    with pytest.raises(ConfigError, match=r"^Mine.model_to_device is never used: .* Use strategy.setup_module"):
+        Trainer(strategy=strategy, logger=False)
+    plugin = type("Mine", (import_module("trainer.plugins").MixedPrecision,), {"optimizer_step": method})
+    with pytest.raises(ConfigError, match="optimizer_step would never be called"):
+        Trainer(plugins=[plugin("bf16-mixed", "cpu")], logger=False)
+
+
+def test_members_of_plugins_are_answered_in_words() -> None:
+    for name in ("MixedPrecision", "LightningEnvironment"):
+        plugin = getattr(import_module("trainer.plugins"), name)("bf16-mixed")
+        assert not hasattr(plugin, "teardown")
+        with pytest.raises(AttributeError, match=f"{name} has no attribute 'teardown': .* Use trainer"):
+            plugin.teardown()
+
+
+def test_the_engine_answers_the_names_of_fabric_and_accelerate() -> None:
+    fabric = import_module("lightning_fabric").Fabric
+    engine = Engine(accelerator="cpu", devices=1)
+    accelerate = ("prepare", "accumulate", "gather_for_metrics", "unwrap_model", "is_main_process", "save_state")
+    for name in {*members_of(fabric), *accelerate}:
+        if not hasattr(Engine, name) and name not in vars(engine):
+            with pytest.raises(AttributeError, match="Use "):
+                getattr(engine, name)
+
+
+def test_lightnings_defaults_of_what_is_not_here_may_be_given() -> None:
+    Trainer(barebones=False, model_registry=None, enable_autolog_hparams=True, logger=False)  # type: ignore[arg-type]
+    ModelCheckpoint(enable_version_counter=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="barebones"):
+        Trainer(barebones=True, logger=False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="enable_version_counter"):
+        ModelCheckpoint(enable_version_counter=False)  # type: ignore[call-arg]
+
+
+OLD = {
+    "from trainer.metrics import Accuracy": "torchmetrics",
+    "from trainer.metrics.functional import accuracy": "torchmetrics",
+    "from trainer.utilities.apply_func import apply_to_collection": "tree_map",
+    "from trainer.utilities.cloud_io import load": "torch.load",
+    "from trainer.utilities.imports import _TORCH_GREATER_EQUAL_1_10": "find_spec",
+    "from trainer.utilities.device_parser import parse_gpu_ids": "devices=",
+    "from trainer.strategies import DDPShardedStrategy": "fsdp",
+    "from trainer.strategies.launchers.subprocess_script import _SubprocessScriptLauncher": "torchrun",
+    "from trainer.callbacks.timer import Interval": "interval='step' or 'epoch'",
+    "from trainer.overrides.data_parallel import LightningParallelModule": "the strategy wraps the module",
+}
+
+
+@pytest.mark.parametrize("line", OLD)
+def test_names_of_former_versions_are_answered_in_words(line: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(OLD[line])):
+        exec(line, {})
+
+
+@pytest.mark.parametrize("name", ["accelerator", "strategy"])
+def test_values_of_former_versions_are_answered_in_words(name: str) -> None:
+    for value in ("dp", "ddp2", "horovod", "ddp_cpu"):
+        with pytest.raises(ConfigError, match=f"unknown {name} '{value}'. Use .*ddp'"):
+            Trainer(**{name: value}, logger=False)
+
+
+@pytest.mark.parametrize("package", ["", ".loggers", ".profilers", ".utilities", ".pytorch", ".callbacks"])
+def test_an_import_of_all_names_takes_those_that_lightning_exports(package: str) -> None:
+    found: dict[str, Any] = {}
+    exec(f"from trainer{package} import *", found)
+    theirs = set(import_module(f"pytorch_lightning{package.replace('.pytorch', '')}").__all__)
+    here = {name for name in theirs if " " not in NAMES.get(name, "") and ":" in NAMES.get(name, ":")}
+    assert here - found.keys() <= {"Checkpoint", *MODULES.split()}  # a base class without members, and modules
 
 
 def test_every_module_of_lightning_can_be_imported() -> None:

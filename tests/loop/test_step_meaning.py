@@ -703,3 +703,10 @@ def test_max_steps_at_the_end_of_an_epoch_of_unknown_length_validates() -> None:
         trainer.fit(module, DataLoader(Stream(), batch_size=4), loader(1))
         assert module.calls == 1
         assert ("val_loss" in trainer.callback_metrics) == validated
+
+
+def test_the_steps_of_a_fit_are_known_after_an_evaluation() -> None:
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Toy(), loader(6), loader(3))
+    trainer.validate(Toy(), loader(3))
+    assert (trainer.num_training_batches, trainer.estimated_stepping_batches) == (6, 12)

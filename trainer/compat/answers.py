@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from inspect import getattr_static
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, TypeVar
 
-from trainer.compat.names import ALIASES, EARLIER_NAMES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import ALIASES, COLLECTIVES, DEFAULTS, EARLIER_NAMES, TRAINER_ARGUMENTS, WORDS
 
 Class = TypeVar("Class", bound=type)
 
@@ -49,7 +52,48 @@ def answer_members(kind: Class, lightning: str) -> Class:
 
 def member_words(lightning: str, name: str) -> str | None:
     """Return what to use instead of a member of Lightning's class; None for a name without words."""
+    if lightning == "ParallelStrategy" and name in COLLECTIVES:
+        return COLLECTIVES[name]
+    if lightning == "ParallelStrategy" and name in ALIASES["Strategy"]:
+        return f"strategy.{ALIASES['Strategy'][name]}"
     return _words_of(lightning).get(name)
+
+
+def strategy_member(strategy: Any, name: str) -> Any:
+    """Return the value of a member of Lightning's strategies that a strategy does not have.
+
+    Raises:
+        AttributeError: it has no value here; the message says what to use.
+    """
+    if name in ALIASES["Strategy"]:
+        return attrgetter(ALIASES["Strategy"][name])(strategy)
+    if name in COLLECTIVES:
+        from trainer.compat import collectives
+
+        return partial(getattr(collectives, name), strategy.processes)
+    kind, words = type(strategy).__name__, member_words("ParallelStrategy", name)
+    raise AttributeError(
+        f"{kind!r} object has no attribute {name!r}"
+        if words is None
+        else f"{kind} has no attribute {name!r}. Use {words}."
+    )
+
+
+def uncalled_overrides(plug: object) -> list[str]:
+    """Return a problem for each method of a user's class that overrides one of Lightning's that is not here."""
+    kinds = type(plug).__mro__
+    answers = {name: one for kind in kinds for name, one in vars(kind).items() if isinstance(one, Absent)}
+    return [
+        f"{type(plug).__name__}.{name} would never be called. Use {answer.words}."
+        for name, answer in sorted(answers.items())
+        if isinstance(getattr_static(plug, name), FunctionType)
+    ]
+
+
+def is_default(lightning: str, name: object, value: object) -> bool:
+    """Whether an argument that the class does not have is given with Lightning's default, which changes nothing."""
+    defaults = DEFAULTS.get(lightning, {})
+    return name in defaults and type(value) is type(defaults[str(name)]) and value == defaults[str(name)]
 
 
 def argument_words(lightning: str) -> dict[str, str]:

@@ -13,6 +13,8 @@ NAMESAKE = "trainer.pytorch"
 """Another name of the package, for `lightning.pytorch`."""
 OWN = (f"{PACKAGE}.callbacks.", f"{PACKAGE}.strategies.")
 """Packages with files of this package's whose names are Lightning's, too: these have further names in them."""
+OWN_PACKAGES = (f"{PACKAGE}.metrics",)
+"""Packages of this package's that were another one of Lightning's."""
 PACKAGES = ("callbacks", "strategies", "cli", "tuner")
 """Packages that are an attribute of `trainer`, though nothing has imported them yet."""
 
@@ -31,7 +33,7 @@ class LightningModules:
         """Return the spec of one of Lightning's modules; None for any other name."""
         if not fullname.startswith(f"{PACKAGE}.") or fullname.startswith(f"{PACKAGE}.compat"):
             return None
-        if self.namesakes and fullname.startswith(OWN):
+        if self.namesakes and (fullname.startswith(OWN) or fullname in OWN_PACKAGES):
             return _with_lightnings_names(fullname, path)
         from trainer.compat.names import MODULES
 
@@ -46,7 +48,11 @@ class LightningModules:
         return LightningPath(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put this package's own module in the place of one below `trainer.pytorch`."""
+        """Put this package's own module in the place of one below `trainer.pytorch`, or name what `import *` takes."""
+        from trainer.compat.names import EXPORTS
+
+        if inside := EXPORTS.get(module.__name__.partition(".")[2]):
+            vars(module)["__all__"] = inside.split()
         if f"{module.__name__}.".startswith(f"{NAMESAKE}."):
             sys.modules[module.__name__] = import_module(PACKAGE + module.__name__.removeprefix(NAMESAKE))
 
@@ -107,7 +113,7 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     inside = f"{package.__name__}.{name}".partition(".")[2]
     if inside in MODULES.split() or (package.__name__ == PACKAGE and name in PACKAGES):
         return import_module(f"{PACKAGE}.{inside}")
-    if not target and not name.startswith("_"):
+    if not target:
         of_files = (vars(import_module(f"{PACKAGE}.{one}")) for one in ("callbacks", "strategies"))
         found = next((names[name] for names in of_files if isinstance(names.get(name), type)), None)
         if found is not None and (isinstance(package, LightningPath) or package.__name__.startswith(OWN)):

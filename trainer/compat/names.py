@@ -70,6 +70,22 @@ NAMES: dict[str, str] = {
     "is_cuda_out_of_memory": "isinstance(error, torch.OutOfMemoryError)",
     "recursive_detach": "torch.utils._pytree.tree_map over the values; outputs for hooks are detached already",
     "get_torchvision_model": "torchvision.models.get_model",
+    "apply_to_collection": "torch.utils._pytree.tree_map, or lightning_utilities.core.apply_func",
+    "apply_to_collections": "torch.utils._pytree.tree_map(function, one, other)",
+    "load": "torch.load(path, map_location='cpu', weights_only=True)",
+    "atomic_save": "torch.save",
+    "get_filesystem": "fsspec.core.url_to_fs(path)[0]",
+    "has_len": "hasattr(loader, '__len__')",
+    "parse_gpu_ids": "Trainer(devices=...)",
+    "rank_zero_module": "trainer.utilities, which has rank_zero_only and the like",
+    "_METRIC": "typing:Any",
+    "_DEVICE": "typing:Any",
+    "_MAP_LOCATION_TYPE": "typing:Any",
+    "_LRScheduler": "torch.optim.lr_scheduler:LRScheduler",
+    "_TORCH_LRSCHEDULER": "torch.optim.lr_scheduler:LRScheduler",
+    "LRSchedulerTypeTuple": "(torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)",
+    "DistributedType": "the name of the strategy: trainer.strategy.name == 'ddp'",
+    "DeviceType": "trainer.device.type",
     "extract_batch_size": "self.log(batch_size=): by default as many as the DataLoader put into the batch",
     "has_len_all_ranks": "trainer.num_training_batches, which is math.inf where no length is known",
     "LayerSummary": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text",
@@ -124,8 +140,22 @@ NAMES: dict[str, str] = {
     "XLAFSDPStrategy": "trainer.strategies:XlaFsdpStrategy",
     "SingleDeviceXLAStrategy": "trainer.strategies:XlaStrategy",
     "DDPSpawnStrategy": "trainer.strategies:DDPStrategy",
-    "DataParallelStrategy": "strategy='ddp'",
-    "HorovodStrategy": "strategy='ddp'",
+    **dict.fromkeys(
+        ("DataParallelStrategy", "HorovodStrategy", "BaguaStrategy", "HivemindStrategy", "CollaborativeStrategy"),
+        "strategy='ddp'",
+    ),
+    **dict.fromkeys(("DDP2Strategy", "DataParallelPlugin", "DDP2Plugin", "DDPSpawnPlugin"), "strategy='ddp'"),
+    "DDPFullyShardedStrategy": "trainer.strategies:FSDPStrategy",
+    "DDPFullyShardedNativeStrategy": "trainer.strategies:FSDPStrategy",
+    **dict.fromkeys(
+        ("DDPShardedStrategy", "DDPSpawnShardedStrategy", "DDPShardedPlugin", "ShardedPlugin"),
+        "strategy='deepspeed_stage_2' or 'fsdp', which shard the state",
+    ),
+    "ColossalAIStrategy": "strategy='deepspeed_stage_3' or 'fsdp', which shard the weights",
+    "TPUSpawnStrategy": "trainer.strategies:XlaStrategy",
+    "SingleTPUStrategy": "trainer.strategies:XlaStrategy",
+    **dict.fromkeys(("IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy"), "accelerator='auto'"),
+    **dict.fromkeys(("ApexMixedPrecisionPlugin", "NativeMixedPrecision"), "Trainer(precision='16-mixed')"),
     "Profiler": "trainer.callbacks:Profiler",
     "SimpleProfiler": "trainer.callbacks:SimpleProfiler",
     "AdvancedProfiler": "trainer.callbacks:AdvancedProfiler",
@@ -177,7 +207,7 @@ NAMES: dict[str, str] = {
     **dict.fromkeys(
         ("get_cpu_stats", "get_nvidia_gpu_stats", "get_device_stats"), "trainer.callbacks.DeviceStatsMonitor"
     ),
-    "ReduceLROnPlateau": "torch.optim.lr_scheduler.ReduceLROnPlateau, with 'monitor' in configure_optimizers",
+    "ReduceLROnPlateau": "torch.optim.lr_scheduler:ReduceLROnPlateau",
     "do_nothing_closure": "lambda: None",
     "ModuleType": "types:ModuleType",
     "merge_dicts": "dict | dict",
@@ -196,7 +226,35 @@ NAMES: dict[str, str] = {
     "PossibleUserWarning": "UserWarning",
 }
 
+_PROCESSES = "`trainer launch`, torchrun or srun: the processes are started by the run"
+_PLUGINS = "Trainer(strategy=..., precision=...)"
+
 PACKAGES_IN_WORDS = {
+    "metrics": "torchmetrics, which these metrics have become",
+    "strategies.launchers": _PROCESSES,
+    "plugins": _PLUGINS,
+    "accelerators": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu')",
+    "trainer.connectors": "the public attributes of the Trainer, such as callback_metrics, callbacks, train_dataloader",
+    "utilities.apply_func": "torch.utils._pytree.tree_map",
+    "utilities.argparse": "`trainer fit --config FILE`, or argparse with Trainer(**vars(args))",
+    "utilities.auto_restart": "fit(ckpt_path='last'), which goes on at the next batch",
+    "utilities.cli": "`trainer fit --config FILE`",
+    "utilities.cloud_io": "torch.load and torch.save, or fsspec",
+    "utilities.data": "the DataLoader itself",
+    "utilities.debugging": "Trainer(fast_dev_run=True)",
+    "utilities.device_parser": "Trainer(devices=...)",
+    "utilities.distributed": "torch.distributed, or trainer.strategy.processes",
+    "utilities.enums": "the text of the value, such as strategy='ddp'",
+    "utilities.exceptions": "trainer.ConfigError",
+    "utilities.fetching": "the DataLoader itself",
+    "utilities.finite_checks": "EarlyStopping(check_finite=True), or Trainer(detect_anomaly=True)",
+    "utilities.imports": "importlib.util.find_spec(name), or torch.__version__",
+    "utilities.memory": "torch.cuda.empty_cache, or trainer.callbacks.DeviceStatsMonitor",
+    "utilities.metrics": "torchmetrics",
+    "utilities.seed": "trainer.seed_everything",
+    "utilities.testing": "pytest",
+    "utilities.types": "typing.Any",
+    "utilities.xla_device": "trainer.device.type",
     "callbacks.progress": "RichProgressBarTheme for the looks of the bar, or a subclass of ProgressBar",
     "core.saving": "save_hyperparameters and load_from_checkpoint(hparams_file=), or yaml.safe_load",
     "demos": "a module or dataset of your own, such as those of `trainer init`",
@@ -223,11 +281,10 @@ _BARS = {
         (
             *("sanity_check_description", "train_description", "validation_description", "test_description"),
             *("predict_description", "has_dataloader_changed", "reset_dataloader_idx_tracker", "BAR_FORMAT"),
-            *("process_position", "is_disabled", "is_enabled", "disable", "enable"),
+            *("process_position", "is_disabled", "is_enabled", "enable"),
         ),
         "refresh_rate=0 to show nothing, or a callback of your own",
     ),
-    "get_metrics": "trainer.progress_bar_metrics, and self.log(..., prog_bar=False) to leave a value out",
     "trainer": "the argument of each hook",
     "print": "trainer.print",
     "total_train_batches": "trainer.num_training_batches",
@@ -235,6 +292,66 @@ _BARS = {
     "total_val_batches_current_dataloader": "trainer.num_val_batches",
     "total_test_batches_current_dataloader": "trainer.num_test_batches",
     "total_predict_batches_current_dataloader": "trainer.num_predict_batches",
+}
+
+_ENGINE = {
+    # of Fabric
+    "launch": "with Engine(...) as engine: the processes are started there",
+    "run": "with Engine(...) as engine: the loop stands in this block",
+    **dict.fromkeys(("setup_module", "setup_optimizers"), "engine.setup(module, optimizer)"),
+    **dict.fromkeys(("sharded_model", "empty_init", "init_tensor"), "engine.init_module()"),
+    "load_raw": "engine.load(path, {'model': model})",
+    "rank_zero_first": "if engine.is_global_zero: ..., and engine.barrier() after it",
+    "seed_everything": "Engine(seed=...)",
+    "node_rank": "engine.global_rank and local_rank",
+    "accelerator": "engine.device",
+    "call": "a call in the loop; callbacks belong to a Trainer",
+    **dict.fromkeys(("log", "log_dict"), "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer"),
+    **dict.fromkeys(
+        ("logger", "loggers"), "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer"
+    ),
+    # of Accelerate
+    "prepare": "engine.setup(module, optimizer) and engine.setup_dataloaders(loader)",
+    "prepare_model": "engine.setup(module)",
+    "prepare_data_loader": "engine.setup_dataloaders(loader)",
+    **dict.fromkeys(
+        ("prepare_optimizer", "prepare_scheduler"), "engine.setup(module, optimizer); step a scheduler yourself"
+    ),
+    **dict.fromkeys(
+        ("accumulate", "no_sync", "sync_gradients", "gradient_accumulation_steps"),
+        "engine.no_backward_sync(model, enabled=...) around forward and backward, and step after the last one",
+    ),
+    "clip_grad_norm_": "engine.clip_gradients(model, optimizer, max_norm=...)",
+    "clip_grad_value_": "engine.clip_gradients(model, optimizer, clip_val=...)",
+    "gather": "engine.all_gather",
+    "gather_for_metrics": "engine.setup_dataloaders(loader, training=False), and engine.all_reduce",
+    "pad_across_processes": "engine.all_gather, of tensors of one shape",
+    "reduce": "engine.all_reduce",
+    **dict.fromkeys(("is_main_process", "is_last_process"), "engine.is_global_zero, or engine.global_rank"),
+    **dict.fromkeys(("is_local_main_process", "local_process_index"), "engine.local_rank"),
+    "process_index": "engine.global_rank",
+    "num_processes": "engine.world_size",
+    "wait_for_everyone": "engine.barrier()",
+    "unwrap_model": "model.module, and engine.full_state_dict(model) for its weights",
+    "get_state_dict": "engine.full_state_dict(model)",
+    **dict.fromkeys(("save_state", "save_model"), "engine.save(path, {'model': model, 'optimizer': optimizer})"),
+    **dict.fromkeys(("load_state", "register_for_checkpointing"), "engine.load(path, state), and the object in state"),
+    "skip_first_batches": "engine.load: loaders go on at their next batch",
+    "split_between_processes": "engine.global_rank and world_size, or a loader of the inputs",
+    **dict.fromkeys(
+        ("main_process_first", "local_main_process_first", "on_main_process"),
+        "if engine.is_global_zero: ..., and engine.barrier() after it",
+    ),
+    **dict.fromkeys(("distributed_type", "state"), "engine.strategy"),
+    "mixed_precision": "engine.strategy.precision",
+    "scaler": "engine.strategy.scaler",
+    "optimizer_step_was_skipped": "engine.strategy.scaler",
+    **dict.fromkeys(
+        ("init_trackers", "get_tracker", "trackers", "project_dir"),
+        "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer",
+    ),
+    **dict.fromkeys(("end_training", "free_memory"), "the end of the block of `with Engine(...)`"),
+    **dict.fromkeys(("set_trigger", "check_trigger"), "engine.all_reduce(flag, reduce_op='max')"),
 }
 
 WORDS: dict[str, dict[str, str]] = {
@@ -431,6 +548,7 @@ WORDS: dict[str, dict[str, str]] = {
         "(table_kwargs)": "nothing: the table has the most expensive operators",
         "(dirpath)": "dirpath=",
     },
+    "Engine": _ENGINE,
     "TensorBoardLogger": {
         "LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'",
         "NAME_HPARAMS_FILE": "config.yaml of the run directory",
@@ -440,47 +558,34 @@ WORDS: dict[str, dict[str, str]] = {
     "ParallelStrategy": {
         "accelerator": "strategy.device",
         "all_gather": "TrainModule.all_gather, or strategy.processes.all_gather_object for data",
-        "barrier": "strategy.processes.barrier",
         "batch_to_device": "strategy.to_device",
         "block_backward_sync": "strategy.gradient_sync",
-        "broadcast": "strategy.processes.broadcast_object, or strategy.processes.broadcast for tensors",
         "checkpoint_io": "trainer.save_checkpoint, and ModelCheckpoint(dirpath=) for storage of another kind",
         "connect": "Trainer.fit, which gives the strategy its module",
         "distributed_sampler_kwargs": "nothing: a plain DataLoader is made to read its process's share",
-        "global_rank": "strategy.processes.rank",
         "handles_gradient_accumulation": "Trainer(accumulate_grad_batches=), under every strategy",
         "is_distributed": "strategy.processes.world_size > 1",
-        "is_global_zero": "strategy.processes.is_global_zero",
         "launcher": "Trainer(devices=) or trainer launch, which start the processes",
-        "lightning_module": "strategy.module",
         "lightning_module_state_dict": "strategy.module_state",
         "lightning_restore_optimizer": "strategy.load_optimizer_state",
         "load_checkpoint": "fit(ckpt_path=), or TrainModule.load_from_checkpoint",
         "load_model_state_dict": "strategy.load_module_state",
         "load_optimizer_state_dict": "strategy.load_optimizer_state",
-        "local_rank": "strategy.processes.local_rank",
-        "model": "strategy.module",
         "model_sharded_context": "strategy.init_context",
         "model_to_device": "strategy.setup_module",
         "node_rank": "trainer.node_rank",
-        "num_nodes": "strategy.processes.num_nodes",
-        "num_processes": "strategy.processes.world_size",
         "optimizer_step": "strategy.step",
         "optimizers": "trainer.optimizers",
         "parallel_devices": "strategy.device, that of this process",
         "post_backward": "on_after_backward, or an override of strategy.backward",
         "post_training_step": "an override of strategy.call_step",
         "pre_backward": "on_before_backward, or an override of strategy.backward",
-        "precision_plugin": "strategy.precision",
         "predict_step": "strategy.call_step",
         "process_dataloader": "on_after_batch_transfer, or the DataLoader itself",
         "process_group_backend": "nothing: gloo on CPUs, and NCCL too on GPUs",
-        "reduce": "strategy.processes.sum, or self.log, which averages over the processes",
-        "reduce_boolean_decision": "strategy.processes.all_gather_object, with all() or any()",
         "register_strategies": "Trainer(strategy=) with an object of the class",
         "remove_checkpoint": "ModelCheckpoint(save_top_k=)",
         "restore_checkpoint_after_setup": "nothing: every strategy restores after its set-up",
-        "root_device": "strategy.device",
         "save_checkpoint": "trainer.save_checkpoint",
         "setup": "an override of strategy.setup_module or strategy.setup_optimizers",
         "setup_precision_plugin": "Trainer(precision=)",
@@ -488,7 +593,20 @@ WORDS: dict[str, dict[str, str]] = {
         "test_step": "strategy.call_step",
         "training_step": "strategy.call_step",
         "validation_step": "strategy.call_step",
-        "world_size": "strategy.processes.world_size",
+        "cluster_environment": "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each process",
+        "configure_ddp": "strategy.setup_module",
+        "deepspeed_engine": "strategy.module_state and optimizer_state",
+        "DEEPSPEED_ENV_VAR": "DeepSpeedStrategy(config=...)",
+        "device_mesh": "self.device_mesh of the module",
+        "init_deepspeed": "strategy.setup_optimizers",
+        "lr_scheduler_configs": "trainer.scheduler_configs",
+        "mixed_precision_config": "Trainer(precision=)",
+        "no_backward_sync": "strategy.gradient_sync",
+        "zero_stage_3": "strategy.shards_state",
+        **dict.fromkeys(
+            ("setup_distributed", "set_world_ranks", "determine_ddp_device_ids", "get_registered_strategies"),
+            "strategy.setup_environment; a strategy of your own is given as an object: Trainer(strategy=MyStrategy())",
+        ),
         "(accelerator)": "Trainer(accelerator=)",
         "(checkpoint_io)": "ModelCheckpoint(dirpath=), for storage of another kind too",
         "(cluster_environment)": "nothing: the environment is found by its variables",
@@ -523,7 +641,6 @@ EARLIER_NAMES = {
     },
     "ModelCheckpoint": {"asynchronous": "async_save"},
     "ParallelStrategy": {
-        "barrier": "strategy.processes.barrier",
         "broadcast_object": "strategy.processes.broadcast_object",
         "call": "strategy.call_step",
         "checkpoint_activations": "strategy.setup_module, which gets the choice of blocks",
@@ -571,8 +688,29 @@ ALIASES: dict[str, dict[str, str]] = {
             )
         },
     },
+    "Strategy": {  # by an object only: its strategies may have attributes of their own of these names
+        "root_device": "device",
+        "lightning_module": "module",
+        "model": "module",
+        "precision_plugin": "precision",
+        "strategy_name": "name",
+        "global_rank": "processes.rank",
+        "local_rank": "processes.local_rank",
+        "world_size": "processes.world_size",
+        "num_nodes": "processes.num_nodes",
+        "num_processes": "processes.world_size",
+        "is_global_zero": "processes.is_global_zero",
+    },
 }
 """Lightning's class -> a name that has another name here -> the path of the attribute here."""
+
+COLLECTIVES = {
+    "barrier": "strategy.processes.barrier",
+    "broadcast": "strategy.processes.broadcast_object",
+    "reduce": "strategy.processes.sum",
+    "reduce_boolean_decision": "strategy.processes.all_gather_object",
+}
+"""Methods of Lightning's strategies that `trainer.compat.collectives` has -> what the trainer calls."""
 
 HOMES: dict[str, str] = {
     "LightningModule": "trainer.module:TrainModule",
@@ -833,46 +971,68 @@ SURFACE: dict[str, str] = {
 """Lightning's class -> its public names; arguments of its constructor as "(name)", of a method as "method(name)"."""
 
 MODULES = (
-    "accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps accelerators.xla "
-    "app callbacks.base callbacks.batch_size_finder callbacks.callback callbacks.device_stats_monitor "
-    "callbacks.finetuning callbacks.gpu_stats_monitor callbacks.gradient_accumulation_scheduler "
-    "callbacks.lambda_function callbacks.lr_finder callbacks.model_checkpoint callbacks.on_exception_checkpoint "
-    "callbacks.progress callbacks.progress.base callbacks.progress.progress_bar "
-    "callbacks.progress.rich_progress callbacks.progress.tqdm_progress callbacks.pruning callbacks.quantization "
-    "callbacks.rich_model_summary callbacks.spike callbacks.stochastic_weight_avg callbacks.throughput_monitor "
-    "callbacks.weight_averaging callbacks.xla_stats_monitor core core.datamodule core.hooks core.lightning "
-    "core.memory core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving demos "
-    "demos.boring_classes demos.lstm demos.mnist_datamodule demos.transformer fabric fabric.loggers "
-    "fabric.plugins fabric.plugins.environments fabric.strategies fabric.utilities fabric.utilities.rank_zero "
-    "fabric.utilities.seed fabric.utilities.types lite loggers loggers.base loggers.comet loggers.csv_logs "
-    "loggers.litlogger loggers.logger loggers.mlflow loggers.neptune loggers.tensorboard loggers.utilities "
-    "loggers.wandb loops loops.evaluation_loop loops.fetchers loops.fit_loop loops.loop loops.optimization "
-    "loops.optimization.automatic loops.optimization.closure loops.optimization.manual loops.prediction_loop "
-    "loops.progress loops.training_epoch_loop loops.utilities overrides overrides.distributed plugins "
+    "accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps "
+    "accelerators.xla app callbacks.base callbacks.batch_size_finder callbacks.callback "
+    "callbacks.device_stats_monitor callbacks.finetuning callbacks.gpu_stats_monitor "
+    "callbacks.gradient_accumulation_scheduler callbacks.lambda_function callbacks.lr_finder "
+    "callbacks.model_checkpoint callbacks.on_exception_checkpoint callbacks.progress callbacks.progress.base "
+    "callbacks.progress.progress_bar callbacks.progress.rich_progress callbacks.progress.tqdm_progress "
+    "callbacks.pruning callbacks.quantization callbacks.rich_model_summary callbacks.spike "
+    "callbacks.stochastic_weight_avg callbacks.throughput_monitor callbacks.weight_averaging "
+    "callbacks.xla_stats_monitor core core.datamodule core.hooks core.lightning core.memory core.mixins "
+    "core.mixins.hparams_mixin core.module core.optimizer core.saving demos demos.boring_classes demos.lstm "
+    "demos.mnist_datamodule demos.transformer fabric fabric.loggers fabric.plugins fabric.plugins.environments "
+    "fabric.strategies fabric.utilities fabric.utilities.rank_zero fabric.utilities.seed fabric.utilities.types "
+    "lite loggers loggers.base loggers.comet loggers.csv_logs loggers.litlogger loggers.logger loggers.mlflow "
+    "loggers.neptune loggers.tensorboard loggers.utilities loggers.wandb loops loops.evaluation_loop loops.fetchers "
+    "loops.fit_loop loops.loop loops.optimization loops.optimization.automatic loops.optimization.closure "
+    "loops.optimization.manual loops.prediction_loop loops.progress loops.training_epoch_loop loops.utilities "
+    "metrics.classification metrics.functional metrics.metric metrics.regression overrides overrides.base "
+    "overrides.data_parallel overrides.distributed overrides.fairscale plugins plugins.ddp_plugin "
     "plugins.environments plugins.environments.cluster_environment plugins.environments.lightning_environment "
     "plugins.environments.slurm_environment plugins.environments.torchelastic_environment plugins.io "
     "plugins.io.async_plugin plugins.io.checkpoint_plugin plugins.io.torch_plugin plugins.io.wrapper "
-    "plugins.io.xla_plugin plugins.layer_sync plugins.precision plugins.precision.amp "
+    "plugins.io.xla_plugin plugins.layer_sync plugins.precision plugins.precision.amp plugins.precision.apex_amp "
     "plugins.precision.bitsandbytes plugins.precision.deepspeed plugins.precision.double plugins.precision.fsdp "
-    "plugins.precision.half plugins.precision.precision plugins.precision.transformer_engine "
-    "plugins.precision.xla plugins.training_type profiler profilers profilers.advanced profilers.base "
-    "profilers.profiler profilers.pytorch profilers.simple profilers.xla pytorch serve serve.servable_module "
-    "serve.servable_module_validator strategies.launchers strategies.model_parallel strategies.parallel "
-    "strategies.single_device strategies.single_xla strategies.strategy trainer.call "
+    "plugins.precision.half plugins.precision.native_amp plugins.precision.precision "
+    "plugins.precision.precision_plugin plugins.precision.transformer_engine plugins.precision.xla "
+    "plugins.sharded_plugin plugins.training_type plugins.training_type.ddp plugins.training_type.ddp_spawn "
+    "plugins.training_type.deepspeed plugins.training_type.parallel plugins.training_type.training_type_plugin "
+    "profiler profilers profilers.advanced profilers.base profilers.profiler profilers.pytorch profilers.simple "
+    "profilers.xla pytorch serve serve.servable_module serve.servable_module_validator strategies.ddp_spawn "
+    "strategies.dp strategies.fully_sharded strategies.fully_sharded_native strategies.launchers "
+    "strategies.launchers.launcher strategies.launchers.multiprocessing strategies.launchers.subprocess_script "
+    "strategies.launchers.xla strategies.model_parallel strategies.parallel strategies.sharded "
+    "strategies.sharded_spawn strategies.single_device strategies.single_xla strategies.strategy trainer.call "
     "trainer.configuration_validator trainer.connectors trainer.connectors.accelerator_connector "
     "trainer.connectors.callback_connector trainer.connectors.checkpoint_connector "
-    "trainer.connectors.data_connector trainer.connectors.logger_connector trainer.connectors.signal_connector "
-    "trainer.setup trainer.states trainer.supporters trainer.trainer tuner tuner.batch_size_scaling "
-    "tuner.lr_finder tuner.tuning utilities utilities.apply_func utilities.argparse utilities.cli "
-    "utilities.cloud_io utilities.combined_loader utilities.compile utilities.consolidate_checkpoint "
-    "utilities.data utilities.deepspeed utilities.distributed utilities.enums utilities.exceptions "
-    "utilities.grads utilities.imports utilities.memory utilities.migration utilities.migration.migration "
+    "trainer.connectors.data_connector trainer.connectors.logger_connector "
+    "trainer.connectors.logger_connector.fx_validator trainer.connectors.logger_connector.logger_connector "
+    "trainer.connectors.logger_connector.result trainer.connectors.signal_connector trainer.setup trainer.states "
+    "trainer.supporters trainer.trainer tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning utilities "
+    "utilities.apply_func utilities.argparse utilities.auto_restart utilities.cli utilities.cloud_io "
+    "utilities.combined_loader utilities.compile utilities.consolidate_checkpoint utilities.data "
+    "utilities.debugging utilities.deepspeed utilities.device_parser utilities.distributed utilities.enums "
+    "utilities.exceptions utilities.fetching utilities.finite_checks utilities.grads utilities.imports "
+    "utilities.memory utilities.meta utilities.metrics utilities.migration utilities.migration.migration "
     "utilities.migration.utils utilities.model_helpers utilities.model_registry utilities.model_summary "
-    "utilities.model_summary.model_summary utilities.model_summary.model_summary_deepspeed "
+    "utilities.model_summary.model_summary utilities.model_summary.model_summary_deepspeed utilities.optimizer "
     "utilities.parameter_tying utilities.parsing utilities.rank_zero utilities.seed utilities.signature_utils "
-    "utilities.testing utilities.types utilities.upgrade_checkpoint utilities.warnings"
+    "utilities.testing utilities.types utilities.upgrade_checkpoint utilities.warnings utilities.xla_device"
 )
 """Lightning's modules, without the name of its package; modules of the same name here are found first."""
+
+EXPORTS = {
+    "loggers": "CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
+    "profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler",
+    "profiler": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler",
+    "utilities": "AttributeDict CombinedLoader LightningEnum GradClipAlgorithmType grad_norm move_data_to_device "
+    "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
+    "utilities.types": "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig "
+    "LRSchedulerConfigType",
+    "utilities.rank_zero": "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
+}
+"""A module of Lightning's -> the names here that `from ... import *` takes from it."""
 
 TRAINER_ARGUMENTS = {
     "gpus": "accelerator='cuda', devices=",
@@ -931,3 +1091,9 @@ TRAINER_ARGUMENTS = {
     "split_batches": "a DataLoader with the batch_size of one process",
 }
 """Arguments of other trainers' Trainer -> what to use instead."""
+
+DEFAULTS: dict[str, dict[str, object]] = {
+    "Trainer": {"barebones": False, "model_registry": None, "enable_autolog_hparams": True},
+    "ModelCheckpoint": {"enable_version_counter": True},
+}
+"""Lightning's class -> an argument that is not here -> its default there, with which it may be given."""

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from trainer.compat.names import ALIASES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import ALIASES, COLLECTIVES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
+
+OTHERS = ("Engine",)
+"""Classes with a table of their own: of the names of Fabric and Accelerate."""
 
 HEAD = """# Lightning's names
 
@@ -23,7 +26,7 @@ Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails
 
 def page() -> str:
     """Return the page as Markdown."""
-    parts = [HEAD, *(_section(name) for name in SURFACE if _rows(name))]
+    parts = [HEAD, *(_section(name) for name in (*SURFACE, *OTHERS) if _rows(name))]
     exported = [f"| `{name}` | {_target(target)} |" for name, target in NAMES.items() if not name.startswith("_")]
     parts.append("\n".join(["## Names that modules export", "", "| Lightning | here |", "|---|---|", *exported]) + "\n")
     served = ", ".join(f"`trainer.{name}`" for name in MODULES.split() if "." not in name)
@@ -38,7 +41,10 @@ def _section(name: str) -> str:
 
 def _rows(name: str) -> list[str]:
     """Return the rows of a class: names that are other ones here, and names that are not here."""
-    rows = [f"| `{one}` | `{path}` |" for one, path in ALIASES.get(name, {}).items()]
+    aliases = ALIASES.get("Strategy" if name == "ParallelStrategy" else name, {})
+    rows = [f"| `{one}` | `{path}` |" for one, path in aliases.items()]
+    if name == "ParallelStrategy":
+        rows += [f"| `{one}` | the same, by `strategy.processes` |" for one in COLLECTIVES]
     words = dict(WORDS.get(name, {}))
     if name == "Trainer":
         words |= {f"({one})": text for one, text in TRAINER_ARGUMENTS.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any
 
 
@@ -13,6 +15,14 @@ class PrecisionOf:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute {name!r}: it only stands for Trainer(precision=...). "
+            "Use trainer.precision during a run."
+        )
 
 
 class MixedPrecision(PrecisionOf):
@@ -62,6 +72,14 @@ class ClusterEnvironment:
 
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute {name!r}: environments are found by the run. "
+            "Use trainer.global_rank, local_rank, node_rank and world_size."
+        )
+
 
 class LightningEnvironment(ClusterEnvironment):
     """The processes that the trainer itself starts."""
@@ -91,6 +109,11 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
     """
     problems, sync_batchnorm = [], False
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
+        if own := [name for name in dir(plugin) if isinstance(plugin, PrecisionOf) and _is_own(plugin, name)]:
+            problems.append(
+                f"plugins=[{type(plugin).__name__}(...)]: {', '.join(own)} would never be called. For numbers of your "
+                "own give Trainer(precision=) an object of trainer.Precision, or override the module's hooks."
+            )
         if isinstance(plugin, PrecisionOf):
             if not default_precision(precision):
                 problems.append(f"precision={precision!r} and plugins={type(plugin).__name__}(...): give one of them.")
@@ -100,6 +123,12 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
         elif type(plugin) not in FOUND:
             problems.append(_problem(plugin))
     return precision, sync_batchnorm, problems
+
+
+def _is_own(plugin: PrecisionOf, name: str) -> bool:
+    """Whether a public method is that of a user's class."""
+    method = getattr_static(plugin, name)
+    return isinstance(method, FunctionType) and method.__module__ != __name__ and not name.startswith("_")
 
 
 def _problem(plugin: Any) -> str:

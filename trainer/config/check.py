@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer.arguments import options_of
 from trainer.callback import Callback, Logger, available_callbacks
 from trainer.checkpoint.storage import as_storage_path
+from trainer.compat.answers import is_default
 from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.config.classes import find_class, one_line_error
 from trainer.config.tree import (
@@ -299,7 +300,7 @@ class Checker:
                 values[name] = self.value(child, parameters.named[name].annotation, (*path, name))
             elif parameters.open:
                 values[name] = child.plain()
-            else:
+            elif not is_default(cls.__name__, name, child.value):
                 hint = hint_for(str(name), parameters, cls)
                 self.findings.add(child.source, f"{who} has no argument {name!r}.{hint}")
         return values

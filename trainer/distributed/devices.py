@@ -12,10 +12,18 @@ from trainer.distributed.tpu import choose_tpu_stack, tpu_is_there
 from trainer.errors import ConfigError, unknown_name_error
 
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
-_OTHER_ACCELERATORS = dict.fromkeys(
-    ("npu", "xpu", "hpu", "mlu", "musa", "sdaa"),
-    "'auto', or this name where torch itself knows the accelerator (torch.accelerator), which is not so here",
-)
+_FORMER = "ddp ddp_spawn ddp2 dp horovod"
+"""Values of Lightning 1 that name a way to train on several devices."""
+_OTHER_ACCELERATORS = {
+    **dict.fromkeys(
+        ("npu", "xpu", "hpu", "mlu", "musa", "sdaa"),
+        "'auto', or this name where torch itself knows the accelerator (torch.accelerator), which is not so here",
+    ),
+    **dict.fromkeys(_FORMER.split(), "strategy='ddp', and 'auto' as the accelerator"),
+    "ddp_cpu": "'cpu', with strategy='ddp'",
+    "ddp_sharded": "strategy='fsdp', and 'auto' as the accelerator",
+}
+"""Devices that torch may know, and accelerators of Lightning 1 -> what to use instead."""
 _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
 
 

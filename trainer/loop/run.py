@@ -517,7 +517,8 @@ class Run:
         """Total steps of `fit`, for schedules; `math.inf` without a known end."""
         if self.stage == "fit":
             self.loaders.needed()
-        max_epochs, max_steps, batches = self.config.max_epochs, self.config.max_steps, self.num_training_batches
+        max_epochs, max_steps = self.config.max_epochs, self.config.max_steps
+        batches = self.num_training_batches if self.stage == "fit" else self.session.training_batches
         limit = math.inf if max_steps is None else max_steps
         if batches is None or max_epochs is None:
             return limit

@@ -22,8 +22,19 @@ INSTEAD = (
     "Where you trust it, in the environment that wrote it: torch.save({'state_dict': torch.load(path, "
     "weights_only=False)['state_dict']}, 'weights.ckpt'), and import that file."
 )
-NOT_TAKEN = ("callbacks", "native_amp_scaling_state", "MixedPrecision")
-"""Entries of Lightning's that have no place here."""
+TAKEN = (
+    *("state_dict", "hyper_parameters", "hparams", "datamodule_hyper_parameters", "epoch", "global_step", "loops"),
+    *("optimizer_states", "lr_schedulers"),
+)
+"""Entries that are taken, as far as they have a place here."""
+OF_THE_FILE = (
+    "pytorch-lightning_version",
+    "hparams_name",
+    "hparams_type",
+    "datamodule_hparams_name",
+    "hparams_signature",
+)
+"""Entries that only describe the file."""
 
 
 def import_lightning(options: argparse.Namespace) -> int:
@@ -68,16 +79,22 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
 
     read = _read(file)
     _check(read)
-    weights, hyperparameters = read["state_dict"], read.get("hyper_parameters") or {}
+    weights, hyperparameters = read["state_dict"], read.get("hyper_parameters") or read.get("hparams") or {}
+    of_data = read.get("datamodule_hyper_parameters") or {}
+    no_data: list[str] = []
+    of_owners = (("module", hyperparameters), ("data", of_data))
+    kept = {owner: _storable(values, no_data) for owner, values in of_owners if values}
     epoch, step = read.get("epoch", 0), read.get("global_step", 0)
-    state = {"model": weights, "hyperparameters": {"module": dict(hyperparameters)} if hyperparameters else {}}
+    state = {"model": weights, "hyperparameters": kept}
     progress: dict[str, Any] = {"epoch": epoch, "step": step}
     try:
         training, reason = training_of(read, optimizer), None
     except NotMappedError as error:
         training, reason = {"progress": progress}, str(error)
     write_checkpoint(out, {**training, **state}, info=progress, overwrite=force)
-    left = [name for name in NOT_TAKEN if read.get(name)]
+    others = [str(name) for name, value in read.items() if name not in TAKEN + OF_THE_FILE and _is_something(value)]
+    left = [*no_data, *others]
+    named = sum(map(len, kept.values()))
     if reason is None:
         goes_on = f"or fit(ckpt_path={out!r}): with the state of {training['optimizers'][0]['kind']} and of "
         goes_on += f"{len(training['schedulers'])} schedulers; the order of the samples is another"
@@ -85,12 +102,31 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
         goes_on = f"a training starts anew with these weights: {reason}"
     return "\n".join(
         [
-            f"{out}: {len(weights)} weights and {len(hyperparameters)} hyperparameters, of epoch {epoch}, step {step}",
+            f"{out}: {len(weights)} weights and {named} hyperparameters, of epoch {epoch}, step {step}",
             f"for Module.load_from_checkpoint({out!r})",
             goes_on,
             *([f"not taken: {', '.join(left)}"] if left else []),
         ]
     )
+
+
+def _storable(hyperparameters: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
+    """Return the hyperparameters as a checkpoint stores them; add to `left` those that it cannot store."""
+    from trainer.checkpoint.serialization import serialize
+    from trainer.hyperparameters import as_stored
+
+    stored = {}
+    for name, value in hyperparameters.items():
+        try:
+            serialize(as_stored(value), name)
+            stored[name] = as_stored(value)
+        except CheckpointError:
+            left.append(f"hyperparameter {name} (a {type(value).__name__})")
+    return stored
+
+
+def _is_something(value: Any) -> bool:
+    return not isinstance(value, (type(None), dict, list, tuple, str)) or bool(value)
 
 
 def _check(read: Mapping[str, Any]) -> None:
@@ -105,9 +141,15 @@ def _check(read: Mapping[str, Any]) -> None:
             raise CheckpointError(f"a weight in 'state_dict' is called {name!r}, which is no text.")
         if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
             raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, and no tensor.")
-    hyperparameters = read.get("hyper_parameters") or {}
-    if not isinstance(hyperparameters, Mapping) or not all(isinstance(name, str) for name in hyperparameters):
-        raise CheckpointError("its 'hyper_parameters' are no dict of names, as save_hyperparameters() makes it.")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CheckpointError(
+                f"the weight {name!r} in 'state_dict' is a tensor of {value.layout}, which no checkpoint here holds: "
+                "store value.to_dense()."
+            )
+    for key in ("hyper_parameters", "hparams", "datamodule_hyper_parameters"):
+        values = read.get(key) or {}
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+            raise CheckpointError(f"its {key!r} are no dict of names, as save_hyperparameters() makes it.")
     for name in ("epoch", "global_step"):
         number = read.get(name, 0)
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
@@ -121,7 +163,8 @@ def _read(file: str) -> Mapping[str, Any]:
     import torch
 
     try:
-        read = torch.load(file, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_harmless()):
+            read = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise CheckpointError(f"to read it would run code ({_cause(str(error))}). {INSTEAD}") from None
     except Exception as error:  # of any kind, from a file that is no pickle
@@ -129,6 +172,24 @@ def _read(file: str) -> Mapping[str, Any]:
     if not isinstance(read, dict):
         raise CheckpointError(f"it contains a {type(read).__name__}, where files of Lightning have a dict.")
     return read
+
+
+def _harmless() -> list[Any]:
+    """Return the classes beside torch's that may be made from a file: those of paths, and of numpy's numbers.
+
+    They only hold what they are given. A path has the class of the machine that wrote it, which Python 3.13 and earlier
+    versions call differently, and becomes one of this machine.
+    """
+    import pathlib
+
+    import numpy as np
+
+    kinds = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    paths = [(pathlib.Path, f"{module}.{kind}") for module in ("pathlib", "pathlib._local") for kind in kinds]
+    numbers = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?")]
+    scalar = np.float64(0).__reduce__()[0]
+    names = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    return [*paths, *names, np.dtype, *numbers]
 
 
 def _cause(message: str) -> str:

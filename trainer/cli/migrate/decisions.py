@@ -11,7 +11,7 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from trainer.cli.migrate.names import NOT_THERE, lightning_root
-from trainer.compat.answers import argument_words
+from trainer.compat.answers import argument_words, is_default
 from trainer.compat.names import NAMES, SURFACE, WORDS
 
 KEEP_OUTPUTS = "append what is needed to a list of the module in the step, read it here, and clear it"
@@ -162,6 +162,9 @@ class _DecisionFinder(cst.CSTVisitor):
             line = self.get_metadata(PositionProvider, arg).start.line
             if arg.keyword and arg.keyword.value in words and (line, arg.keyword.value) not in self.rewritten:
                 name = arg.keyword.value
+                written = {"True": True, "False": False, "None": None}.get(getattr(arg.value, "value", ""), "")
+                if is_default(kind, name, written):
+                    continue
                 self._add(arg, f"{kind}({name}=)", f"use {words[name]}")
 
     def visit_Subscript(self, node: cst.Subscript) -> None:

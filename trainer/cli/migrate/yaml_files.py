@@ -8,7 +8,7 @@ import yaml
 
 from trainer.cli.migrate.decisions import Finding
 from trainer.cli.migrate.names import ARGUMENTS, lightning_root, name_here
-from trainer.compat.answers import argument_words
+from trainer.compat.answers import argument_words, is_default
 
 CLASS_KEYS = ("class_path", "_target_")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
@@ -81,11 +81,11 @@ def _rewrite_cli_keys(document: yaml.MappingNode, changes: list[Change], finding
 def _rewrite_arguments(kind: str, arguments: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
     words = argument_words(kind)
     given = {key.value for key, _ in arguments.value}
-    for key, _ in arguments.value:
+    for key, value in arguments.value:
         new = ARGUMENTS.get(kind, {}).get(key.value)
         if new is not None and new not in given:
             changes.append(_scalar(key, new))
-        elif key.value in words:
+        elif key.value in words and not is_default(kind, key.value, yaml.safe_load(yaml.serialize(value))):
             findings.append(Finding(_line(key), f"{kind}({key.value}=)", f"use {words[key.value]}"))
 
 
