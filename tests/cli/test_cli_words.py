@@ -230,6 +230,13 @@ def test_a_reader_that_leaves_early_ends_the_command_quietly() -> None:
     assert ended.stderr == ""
 
 
+def test_output_that_is_closed_ends_nothing() -> None:
+    for closed in (">&-", ">&- 2>&-", "2>&-"):
+        command = f"{sys.executable} -m trainer help {closed}"
+        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr) == (0, ""), closed
+
+
 def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
     validator = pytest.importorskip("jsonschema").Draft202012Validator
     code, out, _ = command("schema")

@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name; default: `sys.argv[1:]`.
     """
+    _open_closed_streams()
     try:
         code = _main(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -102,6 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _open_closed_streams() -> None:
+    """Let output go nowhere where the caller has closed it, as `>&-` does: Python has no stream there then."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _main(arguments: list[str]) -> int:
