@@ -265,9 +265,14 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
         pytest.skip(f"{shell} is not installed: the script is not run")
     (tmp_path / "script").write_text(out)
     if shell == "bash":
-        words = "COMP_WORDS=(trainer fit --trainer.max_e); COMP_CWORD=2; _trainer; echo ${COMPREPLY[@]}"
+        typed = ("fit --trainer.max_e", "checkpoint ex", "checkpoint export --pr", "tune b", "help est")
+        words = "".join(
+            f"COMP_WORDS=(trainer {line}); COMP_CWORD={len(line.split())}; _trainer; echo ${{COMPREPLY[@]}};"
+            for line in typed
+        )
         ended = subprocess.run(["bash", "-c", f". ./script; {words}"], cwd=tmp_path, capture_output=True, text=True)
-        assert ended.stdout.split() == ["--trainer.max_epochs"]
+        found = ["--trainer.max_epochs", "export", "--prefix", "batch-size", "estimate"]
+        assert ended.stdout.split() == found
 
 
 def test_a_typo_is_answered_without_torch(project: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 
 from trainer.cli.main import COMMANDS, main
@@ -16,6 +17,14 @@ examples:
   trainer completion zsh >> ~/.zshrc
   trainer completion fish > ~/.config/fish/completions/trainer.fish
 """
+SECOND_WORDS = {
+    "checkpoint": ("ls", "show", "verify", "export", "import"),
+    "runs": ("ls",),
+    "tune": ("lr", "batch-size", "throughput"),
+    "completion": SHELLS,
+    "help": tuple(COMMANDS),
+}
+"""Commands whose second word is one of a few."""
 
 BASH = """\
 _trainer() {{
@@ -25,6 +34,10 @@ _trainer() {{
     elif [[ $current == -* ]]; then
         case ${{COMP_WORDS[1]}} in
 {cases}
+        esac
+    elif [ "$COMP_CWORD" -eq 2 ]; then
+        case ${{COMP_WORDS[1]}} in
+{second_words}
         esac
     fi
     COMPREPLY=($(compgen -W "$words" -- "$current"))
@@ -51,20 +64,26 @@ def run(arguments: list[str]) -> int:
 
 def options_of_help(command: str) -> list[str]:
     """Return every option that the help of a command names: with the trainer's arguments, which argparse never sees."""
-    if command == "completion":
+    if command in ("completion", "help"):
         return []
     with redirect_stdout(io.StringIO()) as text:
+        for word in SECOND_WORDS.get(command, ()):
+            main([command, word, "--help"])
         main([command, "--help"])
     return sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?:\.[a-z]\w*)?(?![\w.])", text.getvalue())))
 
 
 def _bash(options: dict[str, list[str]]) -> str:
-    cases = "\n".join(f'            {command}) words="{" ".join(names)}" ;;' for command, names in options.items())
-    return BASH.format(commands=" ".join(options), cases=cases)
+    def cases(words: Mapping[str, Iterable[str]]) -> str:
+        return "\n".join(f'            {command}) words="{" ".join(names)}" ;;' for command, names in words.items())
+
+    return BASH.format(commands=" ".join(options), cases=cases(options), second_words=cases(SECOND_WORDS))
 
 
 def _fish(options: dict[str, list[str]]) -> str:
     lines = [f"complete -c trainer -n __fish_use_subcommand -f -a {name} -d '{COMMANDS[name][1]}'" for name in options]
+    for command, words in SECOND_WORDS.items():
+        lines.append(f"complete -c trainer -n '__fish_seen_subcommand_from {command}' -f -a '{' '.join(words)}'")
     for command, names in options.items():
         seen = f"'__fish_seen_subcommand_from {command}'"
         lines += [f"complete -c trainer -n {seen} -l {name.removeprefix('--')}" for name in names]
