@@ -369,6 +369,16 @@ ASSIGNED_BY_THE_LOOP = {
 """By file: attributes of parts of a run that are assigned to at every step or batch, where a call would cost time."""
 
 
+RUN_TYPES = {
+    "Run": [],
+    "MetricLog": ["metrics"],
+    "Session": ["session"],
+    "StopCoordinator": ["stop_coordinator"],
+    "Watchdog": ["watchdog"],
+}
+"""By annotation of a parameter: the attributes from a run to it."""
+
+
 def assignments_to_a_run(source: str) -> list[str]:
     """Return the attributes of a run, and of its parts, that are assigned to from outside."""
     tree, found = parsed(source), []
@@ -388,8 +398,8 @@ def _names_of_runs(scope: ast.AST) -> dict[str, list[str]]:
     """Return the variables that are a run (an empty path), or a part of one (the path to it)."""
     names: dict[str, list[str]] = {"run": [], "_run": []}
     for node in ast.walk(scope):
-        if isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) == "Run":
-            names[node.arg] = []
+        if isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) in RUN_TYPES:
+            names[node.arg] = RUN_TYPES[ast.unparse(node.annotation)]
         pairs: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -441,6 +451,7 @@ def test_what_the_loop_assigns_is_listed_once() -> None:
         ("def f(self): self._run.x = 1", "x"),
         ("def f(trainer): trainer.run.x = 1", "x"),
         ("def f(current: Run): current.x = 1", "x"),
+        ("def f(values: MetricLog): values.x = 1", "metrics.x"),
         ("def f(run):\n    session, other = run.session, run.other\n    session.seed = 1", "session.seed"),
         ("with start() as run:\n    run.x = 1", "x"),
     ],

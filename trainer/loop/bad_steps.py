@@ -149,7 +149,7 @@ class BadSteps:
         self._measures, self._limit = measures, math.inf
         self._buffers = KeptBuffers(strategy.module)
         loader.keep_indices()
-        metrics.watches_losses = False  # they are judged here
+        metrics.ignore_losses()  # they are judged here
 
     def leaves_out(self) -> bool:
         """Whether the next window is passed over, because it was bad before the run went back.

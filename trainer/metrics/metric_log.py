@@ -212,6 +212,12 @@ class MetricLog:
         self.window += 1
         self.batch, self.samples = batch, samples
 
+    def unflushed_entry(self, name: str, options: LogOptions) -> Entry:
+        """Return the entry for values of a checkpoint: of a step before the next one, and not yet in the loggers."""
+        entry = self.train.entries.setdefault(name, Entry(name, options))
+        entry.window, self.window = 0, 1
+        return entry
+
     def start_batch(self, batch: Any, samples: int | None) -> None:
         """Weight values by the samples of this batch from now on; None: the loader does not know their number.
 
@@ -252,6 +258,10 @@ class MetricLog:
         self._losses.append((step, kept.clone() if self.copies_losses or loss._is_view() else kept, divisor))
         if len(self._losses) == 1000:
             self.read_losses()
+
+    def ignore_losses(self) -> None:
+        """Watch no losses in this run."""
+        self.watches_losses = False
 
     def _keep_nonfinite(self, step: int, loss: float, divisor: Number | None) -> None:
         """Keep the first loss that is not finite."""

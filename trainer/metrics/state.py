@@ -120,8 +120,7 @@ def _add_unflushed(metrics: MetricLog, state: dict[str, Any], device: torch.devi
         numbers = [number for one in saved["values"] for number in one if isinstance(number, torch.Tensor)]
         if any(one.dim() or one.is_complex() for one in numbers) or any(len(one) != 2 for one in saved["values"]):
             raise CheckpointError("a logged value of the checkpoint is not a number: it is damaged")
-        entry = metrics.train.entries.setdefault(name, Entry(name, LogOptions(**saved["options"])))
-        entry.window, metrics.window = 0, 1
+        entry = metrics.unflushed_entry(name, LogOptions(**saved["options"]))
         for value, weight in saved["values"]:
             moved = (one.to(device) if isinstance(one, torch.Tensor) else one for one in (value, weight))
             entry.window_values.append((next(moved), next(moved)))
