@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +304,30 @@ def test_mistakes_in_the_loop_are_told_with_their_fix(tmp_path: Path) -> None:
             net.bias.fill_(float("nan"))
         with pytest.raises(CheckpointError, match="bias not finite"):
             engine.save(tmp_path / "c", {"model": model})
+
+
+def test_numbers_that_were_infinite_in_setup_are_saved_and_others_are_not(tmp_path: Path) -> None:
+    with Engine(**CPU) as engine:
+        net = make_net()
+        net.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        model, optimizer = engine.setup(net, AdamW(net.parameters()))
+        parts = {"model": model, "adam": optimizer}
+
+        def assert_refused(name: str) -> None:
+            with pytest.raises(CheckpointError, match=f"^{re.escape(name)} not finite: the checkpoint is not written"):
+                engine.save(tmp_path / "c", parts)
+
+        engine.backward(model(torch.ones(3, FEATURES)).mean())
+        optimizer.step()
+        engine.save(tmp_path / "c", parts)
+        net.mask.fill_(math.nan)
+        assert_refused("mask")
+        net.mask.zero_()
+        optimizer.param_groups[0]["lr"] = math.nan
+        assert_refused("adam.param_groups.0.lr")
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.state[net[0].bias]["exp_avg_sq"].fill_(math.inf)
+        assert_refused("adam.state.0.bias.exp_avg_sq")
 
 
 def test_collectives_of_one_process_return_what_they_get() -> None:

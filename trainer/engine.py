@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from trainer.checkpoint.finite import floating_tensors, not_finite
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.optimizer_state import check_shapes, with_dtypes_of
@@ -32,7 +31,15 @@ from trainer.data.loader import Batch, BatchLoader
 from trainer.data.transfer import map_leaves
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.all_gather import gather_nested
-from trainer.errors import CheckpointError, ConfigError, did_you_mean, explain_torch_error, raise_problems, restoring
+from trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    did_you_mean,
+    explain_torch_error,
+    first_of,
+    raise_problems,
+    restoring,
+)
 from trainer.errors import shown as shown_value
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.ended_processes import explain_lost_connection
@@ -43,6 +50,7 @@ from trainer.loop.accumulation import even_window
 from trainer.loop.agreement_at_start import compare_loaders
 from trainer.loop.compare_ranks import compare
 from trainer.loop.loaders import refuse_data
+from trainer.loop.nonfinite import StateMonitor
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.setup import configure_logging, start_processes
 from trainer.loop.training_state import SHARDED_KEYS, counterpart, place_in_epoch
@@ -273,7 +281,7 @@ class Engine:
         for optimizer in optimizers:
             _take_parameters(optimizer, names, dict(module.named_parameters()))
         prepared = strategy.setup_optimizers([*optimizers], steps) if optimizers else []
-        model = EngineModule(module, strategy, self, trains=bool(optimizers))
+        model = EngineModule(module, strategy, self, StateMonitor(adapter, strategy, prepared), bool(optimizers))
         wrapped = [EngineOptimizer(optimizer, model, self) for optimizer in prepared]
         self._models.append(model)
         self._optimizers += wrapped
@@ -593,7 +601,8 @@ class Engine:
 
         Raises:
             ConfigError: something in `state` is not set up, or gradients are waiting for a step.
-            CheckpointError: a weight is not finite, or the checkpoint could not be written; a former one stays.
+            CheckpointError: a weight, or a number in an optimizer's state, has become NaN or infinite; or the
+                checkpoint could not be written; a former one stays.
         """
         self._require_entered("save")
         self._wait_for_all(f"engine.save({path})")
@@ -605,10 +614,11 @@ class Engine:
         parts, strategy = _Parts(state, self), self.strategy
         tensors = parts.tensors()
         processes, shards = strategy.processes, strategy.shards_state
-        own = not_finite(floating_tensors(tensors["model"], "", shards_only=shards and not processes.is_global_zero))
-        broken = sorted({name for names in processes.all_gather_object(own) for name in names})
-        if broken:
-            raise CheckpointError(f"{', '.join(broken[:5])} not finite: the checkpoint is not written, {path} stays.")
+        if parts.nonfinite:
+            raise CheckpointError(
+                f"{first_of(parts.nonfinite)} not finite: the checkpoint is not written, and an earlier one at {path} "
+                "stays."
+            )
         checkpoint = self._state(parts, tensors)
         about = {"step": self.steps, "epoch": self._loaders[0].epoch if self._loaders else 0}
         about |= {"captured": time.time_ns(), **(info or {})}
@@ -764,12 +774,14 @@ class EngineModule(nn.Module):
     module: nn.Module
     """The module that was given to `setup`."""
 
-    def __init__(self, module: nn.Module, strategy: Strategy, engine: Engine, trains: bool) -> None:
+    def __init__(
+        self, module: nn.Module, strategy: Strategy, engine: Engine, finite: StateMonitor, trains: bool
+    ) -> None:
         super().__init__()
         own = vars(self)
         # Shared, not registered as a child, so that all names stay as they are.
         own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
-        own |= {"module": module, "_strategy": strategy, "_engine": engine, "_trains": trains}
+        own |= {"module": module, "_strategy": strategy, "_engine": engine, "_finite": finite, "_trains": trains}
         own |= {"training": module.training, "_accumulates": None, "_called": False}
         own["_evaluated"] = False
         own["_low"] = strategy.precision.autocast
@@ -1067,6 +1079,8 @@ class _Parts:
         self.optimizers: dict[str, EngineOptimizer] = {}
         self.stateful: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
+        self.nonfinite: list[str] = []
+        """The names of what `tensors` has found not to be finite; the same on all processes."""
         for key, value in state.items():
             if not isinstance(key, str) or not key:
                 raise ConfigError(f"the state has the key {key!r}: give texts.")
@@ -1100,22 +1114,22 @@ class _Parts:
 
     def tensors(self) -> dict[str, Any]:
         """Return weights and optimizers' states; of sharded tensors this process's shards. Collective."""
-        state: dict[str, Any] = {}
-        prefixes = self._prefixes(self.models)
-        for key, model in self.models.items():
-            synchronize_buffers(model._strategy)
-            state |= _without_prefix(model._strategy.module_state(), prefixes[key])
-        return {
-            "model": state,
-            "optimizers": [self._optimizer_state(one, prefixes) for one in self.optimizers.values()],
-        }
-
-    def _optimizer_state(self, optimizer: EngineOptimizer, prefixes: dict[str, str]) -> dict[str, Any]:
-        key = next((key for key, model in self.models.items() if model is optimizer.model), None)
-        if key is None:
+        models = [one.model for one in self.optimizers.values()]
+        if any(all(model is not known for known in self.models.values()) for model in models):
             raise ConfigError('an optimizer is in the state without its model: give {"model": model, ...}, too.')
-        own = optimizer.model._strategy.optimizer_state(optimizer.optimizer)
-        return _renamed(own, partial(_without, prefix=prefixes[key]))
+        weights: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        for key, prefix in self._prefixes(self.models).items():
+            model = self.models[key]
+            synchronize_buffers(model._strategy)
+            of_model = model._strategy.module_state()
+            optimizers = {name: one.optimizer for name, one in self.optimizers.items() if one.model is model}
+            own = {name: model._strategy.optimizer_state(one) for name, one in optimizers.items()}
+            found = model._finite.nonfinite({"model": of_model, "optimizers": list(own.values())})
+            self.nonfinite += [_of_user(name, prefix, list(own)) for name in found]
+            weights |= _without_prefix(of_model, prefix)
+            states |= {name: _renamed(one, partial(_without, prefix=prefix)) for name, one in own.items()}
+        return {"model": weights, "optimizers": [states[name] for name in self.optimizers]}
 
     def data(self) -> dict[str, Any]:
         """Return the rest of the state, and how to find the models and optimizers."""
@@ -1218,6 +1232,14 @@ def _with(name: str, prefix: str) -> str:
 def _without(name: str, prefix: str) -> str:
     """Return the name in a checkpoint for one of the strategy's names."""
     return prefix + name.removeprefix(_MODEL)
+
+
+def _of_user(name: str, prefix: str, optimizers: list[str]) -> str:
+    """Return the name in messages for what a `StateMonitor` has found in a model and its optimizers."""
+    if name.startswith("model."):
+        return _without(name.removeprefix("model."), prefix)
+    _, number, rest = name.split(".", 2)
+    return f"{optimizers[int(number)]}.{rest.replace(_MODEL, prefix, 1)}"
 
 
 def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:

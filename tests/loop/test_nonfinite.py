@@ -123,6 +123,8 @@ class SetInfinite(Callback):
             elif self.what == "average":
                 first = next(iter(trainer.optimizers[0].state.values()))["momentum_buffer"]
                 first.view(-1)[0] = math.inf
+            elif self.what == "option":
+                trainer.optimizers[0].param_groups[0]["weight_decay"] = math.nan
             else:
                 next(module.parameters()).view(-1)[0] = -math.inf
 
@@ -142,6 +144,7 @@ class WithMomentum(Toy):
         ("buffer", "model.seen"),
         ("average", "optimizers.0.state.layer.weight.momentum_buffer"),
         ("weight", "model.layer.weight"),
+        ("option", "optimizers.0.param_groups.0.weight_decay"),
     ],
 )
 def test_each_part_of_the_state_is_looked_at(what: str, name: str, tmp_path: Path) -> None:

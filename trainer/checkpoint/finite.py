@@ -14,26 +14,31 @@ _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that torch can sum on every device; others, such as float8, are converted first."""
 
 
-def floating_tensors(state: Any, prefix: str, shards_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def floating_tensors(
+    state: Any, prefix: str, shards_only: bool = False, numbers: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the floating-point and complex tensors of a state by name; of a sharded one the local shard.
 
     Args:
         state: nested dicts, lists and tuples.
         prefix: name of `state`, with which the names begin.
         shards_only: skip the replicated tensors, which another process writes.
+        numbers: Python's floats count as tensors.
     """
     if isinstance(state, Shard):
         state = state.local
     elif isinstance(state, dict):
         for key, value in state.items():
-            yield from floating_tensors(value, f"{prefix}.{key}" if prefix else str(key), shards_only)
+            yield from floating_tensors(value, f"{prefix}.{key}" if prefix else str(key), shards_only, numbers)
         return
     elif isinstance(state, (list, tuple)):
         for number, value in enumerate(state):
-            yield from floating_tensors(value, f"{prefix}.{number}", shards_only)
+            yield from floating_tensors(value, f"{prefix}.{number}", shards_only, numbers)
         return
     elif shards_only:
         return
+    elif numbers and isinstance(state, float):
+        state = torch.tensor(state, dtype=torch.float64)
     if isinstance(state, torch.Tensor) and (state.is_floating_point() or state.is_complex()) and not state.is_meta:
         yield prefix, state.detach()
 

@@ -170,8 +170,8 @@ class NonFiniteMonitor:
 
 
 class StateMonitor:
-    """Finds tensors of weights, optimizers and callbacks that are not finite, except those that were not finite when
-    training began.
+    """Finds tensors of weights, optimizers and callbacks, and options of optimizers, that are not finite, except
+    those that were not finite when training began.
 
     Also excepted is a buffer that is registered while training, such as a mask of -inf made in the first forward. In
     the excepted tensors further NaNs are reported, but not further infinities, because masks may grow.
@@ -217,4 +217,5 @@ class StateMonitor:
         """Yield the tensors, by name, that this process writes into a checkpoint."""
         others = not self._strategy.processes.is_global_zero
         for key in ("model", "optimizers", "callbacks"):
-            yield from floating_tensors(state.get(key), key, shards_only=others)
+            # A NaN in an option of an optimizer, such as its learning rate, makes the weights NaN.
+            yield from floating_tensors(state.get(key), key, shards_only=others, numbers=key == "optimizers")
