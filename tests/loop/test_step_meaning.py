@@ -20,6 +20,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     TensorDataset,
+    default_collate,
 )
 
 from tests.helpers.processes import run_distributed
@@ -666,6 +667,20 @@ class Short(BatchSampler):
 def test_a_dataset_that_raises_stop_iteration_is_reported(workers: int) -> None:
     with pytest.raises(ConfigError, match=r"raised StopIteration for the indices .*write next\(iterator, None\)"):
         quiet(max_epochs=1).fit(Toy(), DataLoader(RunsOut(), batch_size=2, num_workers=workers))
+
+
+class LeavesOut(RunsOut):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(torch.ones(4), torch.ones(1)) for index in indices if index != 3]
+
+
+@pytest.mark.parametrize("seed_per_sample", [False, True])
+def test_a_dataset_that_gives_fewer_samples_than_it_is_asked_for_is_reported(seed_per_sample: bool) -> None:
+    trainer = quiet(max_epochs=1, seed_per_sample=seed_per_sample)
+    with pytest.raises(ConfigError, match=r"LeavesOut\.__getitems__ returned \d samples for \d ind.*one for each"):
+        trainer.fit(Toy(), DataLoader(LeavesOut(), batch_size=2))
+    as_batch = DataLoader(LeavesOut(), batch_size=2, collate_fn=lambda samples: default_collate(samples))
+    quiet(max_epochs=1).fit(Toy(), as_batch)
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate"])

@@ -67,7 +67,7 @@ class SeededDataset(Dataset[Batch]):
         return self.dataset[request.indices]
 
     def _fetch_batch(self, request: SeededIndices) -> Any:
-        fetch = getattr(self.dataset, "__getitems__", None)
+        fetch = self._fetch_all if hasattr(self.dataset, "__getitems__") else None
         if request.position is None or not self._seeds:
             self._seed(request.seed)
             return fetch(request.indices) if fetch else [self.dataset[index] for index in request.indices]
@@ -75,6 +75,16 @@ class SeededDataset(Dataset[Batch]):
         for position, index in enumerate(request.indices, request.position):
             self._seed(mix_seed(request.seed, position))
             samples += fetch([index]) if fetch else [self.dataset[index]]
+        return samples
+
+    def _fetch_all(self, indices: Any) -> Any:
+        samples = self.dataset.__getitems__(indices)
+        # With a collate_fn of the user's, it may be a batch: a list of tensors.
+        if type(samples) is list and self._collate is default_collate and len(samples) != len(indices):
+            raise ConfigError(
+                f"{type(self.dataset).__name__}.__getitems__ returned {len(samples)} samples for {len(indices)} "
+                "indices: return one for each, or leave samples out beforehand."
+            )
         return samples
 
     def _seed(self, seed: int) -> None:
