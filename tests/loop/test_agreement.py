@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 import trainer
 from tests.helpers.processes import once_per_module, run_distributed, run_python
@@ -49,6 +49,17 @@ from trainer.optimizers import SchedulerConfig
 pytestmark = pytest.mark.timeout(600)
 
 NAMES = ("DDP x2", "FSDP x2", "ZeRO-2 x2", "ZeRO-3 x2")
+
+
+class OfASet(Sampler[int]):
+    """Begins with an index that depends on the process, as the order of a set of texts does; no attribute shows it."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        first = int(os.environ["RANK"])
+        return iter([(first + number) % 16 for number in range(16)])
 
 
 class Chosen(MLP):
@@ -82,6 +93,8 @@ class Chosen(MLP):
             self.layers[2].bias = self.layers[0].bias
         elif other == "manual":
             self.automatic_optimization = False
+        elif other == "eval mode":
+            self.layers[2].eval()
         elif other == "dropout":
             self.layers[1] = nn.Dropout(0.5)
 
@@ -184,6 +197,7 @@ MODULES = {
     "strides": "and '[16, 16] torch.float32, strides [1, 16], trained' on rank 1",
     "tied": "'layers.0.bias', 'layers.2.weight', 'layers.4.weight'",
     "dropout": "layer layers.1: 'Tanh()' on rank 0, and 'Dropout(p=0.5, inplace=False)' on rank 1",
+    "eval mode": "layers in eval mode: [] on rank 0, and ['layers.2'] on rank 1",
     "manual": "automatic_optimization: True on rank 0, and False on rank 1",
     "option of its own": "AdamW, rho: missing on rank 0, and 0.5 on rank 1",
 }
@@ -320,6 +334,10 @@ def run_all(name: str) -> dict[str, str | None]:
         found["loader", case] = fit(way, Chosen(""), other() if rank else data(), None, {})
     combined = CombinedLoader([data(), data()], ("min_size", "max_size")[rank])
     found["loader", "combined"] = fit(way, Chosen(""), combined, None, {})
+    in_order = DataLoader(MLP.data(16), 4, sampler=OfASet())
+    found["loader", "order"] = fit(way, Chosen(""), in_order, None, {})
+    found["loader", "order of a part"] = fit(way, Chosen(""), CombinedLoader([data(), in_order]), None, {})
+    found["loader", "order of validation"] = fit(way, Chosen(""), data(), in_order, {})
     other = Way(way.strategy, 2, (*way.options, ("timeout_seconds", 900.0 + rank)))
     found["strategy", "option"] = fit(other, Chosen(""), data(), None, {})
     if way.engine == "torch":
@@ -347,6 +365,9 @@ EXPECTED = {
     "options of a callback": "SGD, momentum: 0.0 on rank 0, and 0.1 on rank 1\nBy step 1 the",
     "loader validation": VALIDATION,
     "loader combined": "the training loader, mode: 'min_size' on rank 0, and 'max_size' on rank 1",
+    "loader order": "the training loader, order of its OfASet: '",
+    "loader order of a part": "the training loader, loader 1, order of its OfASet: '",
+    "loader order of validation": "the evaluation loader '', order of its OfASet: '",
     "strategy option": OPTION,
     "strategy class": KIND,
     **{f"versions of {name}": expected for name, expected in VERSIONS.items()},

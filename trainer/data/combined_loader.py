@@ -164,6 +164,10 @@ class CombinedBatches(BatchLoader):
         each = enumerate(part.equal_everywhere() for part in self.parts)
         return {"mode": self.mode} | {f"loader {number}, {fact}": one[fact] for number, one in each for fact in one}
 
+    def orders(self) -> dict[str, str]:
+        each = enumerate(part.orders() for part in self.parts)
+        return {f"loader {number}, {what}": one[what] for number, one in each for what in one}
+
     def identity(self, world_size: int) -> dict[str, str]:
         each = [part.identity(world_size) for part in self.parts]
         names = {name: None for one in each for name in one}

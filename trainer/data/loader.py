@@ -94,6 +94,13 @@ class BatchLoader(ABC):
         """Return what has to be equal on all processes, by name; of an iterable only that it is one."""
         return {"kind": "iterated by each process"}
 
+    def orders(self) -> dict[str, str]:
+        """Return fingerprints of the orders of samples that have to be equal on all processes, where they are known.
+
+        It may take seconds on one process, and fail there.
+        """
+        return {}
+
     @abstractmethod
     def identity(self, world_size: int) -> dict[str, str]:
         """Return descriptions that have to be equal to resume inside an epoch.

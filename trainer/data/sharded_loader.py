@@ -15,7 +15,7 @@ from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.fingerprints import indices_fingerprint, samples_fingerprints
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.micro_batches import parts_of
-from trainer.data.sampler_check import resumes_exactly
+from trainer.data.sampler_check import order_of, resumes_exactly
 from trainer.data.seeded_dataset import SeededDataset, ShowDataset, identity_collate
 from trainer.errors import ConfigError
 from trainer.seed import PrivateRng, drop_cached_normal, mix_seed
@@ -108,6 +108,10 @@ class ShardedDataLoader(BatchLoader):
         dataset_facts = {f"{name} of its dataset": one for name, one in samples_fingerprints(self._dataset).items()}
         indices = {"indices of its dataset": indices_fingerprint(self._dataset)}
         return facts | of_batches | lengths | numbers | indices | dataset_facts
+
+    def orders(self) -> dict[str, str]:
+        order = None if self.sampler.shards_itself or self.sampler.world_size == 1 else order_of(self.sampler)
+        return {} if order is None else {f"order of its {type(self.sampler.sampler).__name__}": order}
 
     def keep_indices(self) -> None:
         self.sampler.keep_indices()

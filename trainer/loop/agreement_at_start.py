@@ -64,7 +64,7 @@ def check_module(run: Run) -> None:
     Strategies send tensors in this order. See `compare` for the error.
     """
     processes, module = run.strategy.processes, run.module
-    compare(processes, _tensors(module), "Build the same module on all processes.")
+    compare(processes, _tensors(module, run.stage == "fit"), "Build the same module on all processes.")
     # By itself, because a parameter that only some have changes the order, too.
     fix = "Register layers in the same order on all processes: the order of a set differs from process to process."
     compare(processes, _orders(module), fix)
@@ -85,9 +85,15 @@ def compare_loaders(processes: SingleProcess, loaders: dict[str, BatchLoader], t
     """Do what `check_loaders` does, with loaders by their names in messages, one of which may be for training."""
     fix = "Give every process the full dataset: the trainer splits it."
     length = None if training is None else training.length
-    lengths = compare(processes, _facts_of_loaders(loaders), fix, also=length)
+    orders = _orders_of_samples(loaders) if processes.world_size > 1 else {}
+    gathered = compare(processes, _facts_of_loaders(loaders), fix, also=(length, orders))
+    # A process that could not try its sampler has no part in this.
+    known = [name for name in orders if all(name in of_rank for _, of_rank in gathered)]
+    if known:
+        fix = "Samplers have to give the same order on all processes, which the trainer splits."
+        compare(processes, ((name, orders[name]) for name in known), fix)
     if training is not None:
-        training.shorten(lengths)
+        training.shorten([length for length, _ in gathered])
 
 
 def check_optimizers(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
@@ -135,7 +141,7 @@ def _json_content(value: object) -> Any:
         return None
 
 
-def _tensors(module: TrainModule) -> Iterator[tuple[str, object]]:
+def _tensors(module: TrainModule, training: bool) -> Iterator[tuple[str, object]]:
     yield "automatic_optimization", module.automatic_optimization
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield f"parameter {name}", f"{describe_tensor(parameter)}, {'trained' if parameter.requires_grad else 'frozen'}"
@@ -144,6 +150,8 @@ def _tensors(module: TrainModule) -> Iterator[tuple[str, object]]:
     for name, layer in module.named_modules():
         # Those with parameters of other shapes are named above already.
         yield f"layer {name}", describe_layer(layer)
+    if training:
+        yield "layers in eval mode", [name for name, layer in module.named_modules() if not layer.training]
 
 
 def _orders(module: TrainModule) -> Iterator[tuple[str, object]]:
@@ -165,6 +173,10 @@ def _facts_of_loaders(loaders: dict[str, BatchLoader]) -> Iterator[tuple[str, ob
     for name, loader in loaders.items():
         for fact, value in loader.equal_everywhere().items():
             yield f"{name}, {fact}", value
+
+
+def _orders_of_samples(loaders: dict[str, BatchLoader]) -> dict[str, str]:
+    return {f"{name}, {what}": order for name, loader in loaders.items() for what, order in loader.orders().items()}
 
 
 def optimizer_facts(
