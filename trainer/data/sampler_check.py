@@ -49,7 +49,7 @@ def order_of(sampler: DistributedBatchSampler) -> str | None:
     """
     if not hasattr(os, "fork") or sampler.random_access is not None:
         return None
-    found = _in_copy(lambda: {"order": _digest(_order(sampler, 0, 0))[:8]})
+    found = _in_forked_process(lambda: {"order": _digest(_order(sampler, 0, 0))[:8]})
     return None if found is None else str(found["order"])
 
 
