@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,43 @@ def test_checkpoints_of_one_name(tmp_path: Path) -> None:
         ]
         run(library, Scenario("", callbacks=callbacks, action=fit, settings={"max_epochs": 2}), tmp_path)
         assert {path.name for path in folder.iterdir() if path.suffix != ".json"} == expected
+
+
+@pytest.mark.parametrize("of", ["the loader", "the sampler"])
+def test_a_generator_of_a_loader_or_sampler_gives_lightnings_order_only(of: str, tmp_path: Path) -> None:
+    orders = {}
+    for library in (LIGHTNING, OURS):
+        for seed in (1, 2):
+            seen: list[int] = []
+
+            class Dataset(torch.utils.data.Dataset[Any]):
+                def __len__(self) -> int:
+                    return 8
+
+                def __getitem__(self, index: int, to: list[int] = seen) -> Any:
+                    to.append(index)
+                    return torch.ones(4), torch.ones(1)
+
+            own = {"generator": torch.Generator().manual_seed(seed)}
+            sampler = torch.utils.data.RandomSampler(range(8), **own)
+            options: Any = {"shuffle": True, **own} if of == "the loader" else {"sampler": sampler}
+            data = torch.utils.data.DataLoader(Dataset(), batch_size=2, **options)
+            torch.manual_seed(3)
+            run(library, Scenario("", action=lambda t, m, d=data: t.fit(m, d), settings={"max_epochs": 1}), tmp_path)
+            orders[library.name, seed] = seen
+    assert orders[LIGHTNING.name, 1] != orders[LIGHTNING.name, 2]
+    assert sorted(orders[OURS.name, 1]) == [*range(8)]
+    assert orders[OURS.name, 1] not in (orders[LIGHTNING.name, 1], [*range(8)])
+
+
+def test_the_folder_of_a_logger(tmp_path: Path) -> None:
+    found = {}
+    for library in (LIGHTNING, OURS):
+        loggers = import_module(f"{library.Module.__module__.partition('.')[0]}.loggers")
+        for name in ({}, {"name": "mine"}):
+            logger = loggers.CSVLogger(tmp_path / library.name, **name)
+            run(library, Scenario("", action=fit, settings={"max_epochs": 1, "logger": logger}), tmp_path)
+            found[library.name, *name] = Path(logger.log_dir).relative_to(tmp_path / library.name).as_posix()
+    assert found[LIGHTNING.name,] == "lightning_logs/version_0"
+    assert found[OURS.name,] == "."
+    assert (found[LIGHTNING.name, "name"], found[OURS.name, "name"]) == ("mine/version_0", "mine/version_1")

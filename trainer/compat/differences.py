@@ -275,6 +275,18 @@ _LOGGING = (
         "is reset after each loader; with one loader, after the epoch-end hooks",
     ),
     Difference(
+        "folder of a logger",
+        '`CSVLogger("logs")`, `TensorBoardLogger("logs")` write into `logs/lightning_logs/version_0`',
+        "into `logs`, or `logs/version_1` where an earlier run has left files; with `name=` into "
+        "`logs/name/version_n`, where n is the number of the run directory if it is free; `logger.log_dir` is the "
+        "folder",
+    ),
+    Difference(
+        "values of a bar",
+        "`get_metrics` of a progress bar has `v_num`, the number of the logger's version",
+        'has not: leave it out by `pop("v_num", None)`',
+    ),
+    Difference(
         "calls of log_metrics",
         "one call of `Logger.log_metrics` for an evaluation with several loaders",
         "one for each loader, and one for the values over all loaders",
@@ -292,6 +304,13 @@ _DATA = (
         "DistributedSampler: every n-th sample, the last batches padded with repeated ones",
         "contiguous parts of the same global batch, no repeated sample; the last batch may have one "
         "sample on some process",
+    ),
+    Difference(
+        "order of shuffling",
+        "`shuffle=True` and random samplers draw the order from torch's global generator, or from a `generator` of "
+        "their own",
+        "the order follows from `Trainer(seed=)` or `seed_everything`, and the epoch, so that a resumed run has the "
+        "same; a `generator` of a loader or sampler is seeded anew for each epoch",
     ),
     Difference(
         "overfit_batches", "`overfit_batches` limits the validation loader", "validates on the same training batches"
