@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, CheckpointError, DataModule
 from trainer.callbacks import EarlyStopping, ModelCheckpoint
+from trainer.model.weights import load_weights
 
 
 class Counts(Callback):
@@ -220,3 +222,9 @@ def test_states_of_bitsandbytes_are_stored(tmp_path: Path) -> None:
     fit(2).save_checkpoint(tmp_path / "saved")
     resumed = fit(4, tmp_path / "saved").full_state_dict()
     assert all(value.equal(whole[name]) for name, value in resumed.items())
+
+
+def test_weights_that_do_not_fit_are_told_in_words_that_a_terminal_shows() -> None:
+    with pytest.raises(CheckpointError) as told:
+        load_weights(nn.Linear(1, 1), {})
+    assert '    Missing key(s) in state_dict: "weight", "bias"' in str(told.value)

@@ -59,7 +59,7 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: b
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
-            f"the checkpoint does not fit {type(module).__name__}: {error!s:.4000}\n"
+            f"the checkpoint does not fit {type(module).__name__}: {str(error).expandtabs(4):.4000}\n"
             "It was written for another model, or with other hyperparameters."
         ) from None
 
