@@ -1,7 +1,7 @@
 """`trainer checkpoint import`: write a Lightning checkpoint as one of this package.
 
-The file is a pickle. It is read by torch's restricted unpickler, which makes tensors and plain data and calls nothing
-else, in a process of its own: `python -m trainer.cli.checkpoint.from_lightning FILE OUT`.
+The file is a pickle. It is read by torch's restricted unpickler, which makes tensors, plain data, paths and numpy's
+numbers and calls nothing else, in a process of its own: `python -m trainer.cli.checkpoint.from_lightning FILE OUT`.
 """
 
 from __future__ import annotations
