@@ -261,8 +261,9 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
 
 def _owned(layer: nn.Module, args: Any, output: Any) -> Any:
     """Return the output of a layer as no view, so that it can be changed in place, as by `nn.ReLU(inplace=True)`."""
-    is_view = isinstance(output, torch.Tensor) and output._is_view() and torch.is_grad_enabled()
-    return _Owned.apply(output) if is_view and not torch.compiler.is_compiling() else None
+    if torch.compiler.is_compiling() or not isinstance(output, torch.Tensor):
+        return None
+    return _Owned.apply(output) if torch.is_grad_enabled() and output._is_view() else None
 
 
 class _Owned(torch.autograd.Function):
