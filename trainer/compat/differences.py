@@ -433,7 +433,7 @@ _CHECKPOINTS = (
         "statistics of an average",
         "`StochasticWeightAveraging` with BatchNorms has one more epoch for their statistics, with hooks, logged "
         "values and a validation",
-        "a pass over the training data at the end of the last epoch, which calls `training_step` only",
+        "a pass over the training data at the end of the training, which calls `training_step` only",
     ),
     Difference(
         "max_time and Timer",
