@@ -217,6 +217,19 @@ def test_a_divided_model_keeps_no_outputs(layout: str, alive_of_divided: Any) ->
         assert looked > 20
 
 
+class StepsItself(Toy):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.losses = [*getattr(self, "losses", []), optimizer_closure()]
+        optimizer.step()
+
+
+def test_the_loss_that_a_closure_returns_has_no_graph() -> None:
+    """It stays until the next step."""
+    module = StepsItself()
+    quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, loader(4))
+    assert [loss.requires_grad for loss in module.losses] == [False, False]
+
+
 def test_an_iterables_first_batch_is_not_kept() -> None:
     module = Remembers()
     batches = ({"x": torch.ones(2, 4)} for _ in range(3))
