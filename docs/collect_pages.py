@@ -23,12 +23,15 @@ LANGUAGES = {".py": "python", ".yaml": "yaml"}
 def collect() -> None:
     """Write a page for each page of docs/, and for each file of the repository that these lead to."""
     shutil.rmtree(PAGES, ignore_errors=True)
-    waiting = [path for path in DOCS.rglob("*") if path.suffix in (".md", ".svg", ".css", ".ipynb")]
+    waiting = [path for path in DOCS.rglob("*") if path.suffix in (".md", ".svg", ".png", ".css", ".ipynb")]
     seen = set(waiting) | {ROOT / "README.md"}  # docs/index.md takes the place of README.md
     while waiting:
         file = waiting.pop()
         page = PAGES / site_path(file)
         page.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".png":
+            shutil.copyfile(file, page)
+            continue
         page.write_text(as_page(file))
         linked = linked_files(file)
         waiting += linked - seen
