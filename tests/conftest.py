@@ -75,10 +75,14 @@ def _same_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before, path, folder = set(sys.modules), [*sys.path], tmp_path_factory.getbasetemp()
     yield
     sys.path[:] = path
-    for name in sys.modules.keys() - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        places = [file] if file is not None else [*getattr(sys.modules[name], "__path__", [])]
-        if any(Path(place).is_relative_to(folder) for place in places):
+    found = {name: sys.modules[name] for name in sys.modules.keys() - before}
+    # The path of a package without a file is looked up in its parent: all are found before one is forgotten.
+    places = {
+        name: [file] if (file := getattr(one, "__file__", None)) else [*getattr(one, "__path__", [])]
+        for name, one in found.items()
+    }
+    for name in found:
+        if any(Path(place).is_relative_to(folder) for place in places[name]):
             del sys.modules[name]
 
 

@@ -46,14 +46,15 @@ class Indices(Items, Sampler[Any]):
 
 
 class LaterWrong(Indices):
-    """Gives other indices on rank 1, of which its attributes say nothing."""
+    """Gives other indices on rank 1, but not in the forked copy in which its order is tried before the run."""
 
     def __init__(self, more: int) -> None:
         super().__init__(SAMPLES, SAMPLES)
         self.more = more
 
     def items(self) -> Iterator[Any]:
-        given = self.given + (self.more if os.environ.get("RANK") == "1" else 0)
+        wrong = os.environ["RANK"] == "1" and os.environ["RANK_PID"] == str(os.getpid())
+        given = self.given + (self.more if wrong else 0)
         return (index % SAMPLES for index in range(given))
 
 
@@ -180,6 +181,7 @@ ON_ONE_RANK = {
 
 
 def fit(strategy: str) -> None:
+    os.environ["RANK_PID"] = str(os.getpid())
     where, kind, off, _ = ON_ONE_RANK[strategy]
     wrong = a_loader(kind, off if "on one" in kind or os.environ.get("RANK") == "1" else 0)
     train, val = (wrong, None) if where == "train" else (a_loader("dataset", 0), wrong)
