@@ -75,14 +75,15 @@ def _same_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before, path, folder = set(sys.modules), [*sys.path], tmp_path_factory.getbasetemp()
     yield
     sys.path[:] = path
-    found = {name: sys.modules[name] for name in sys.modules.keys() - before}
-    # The path of a package without a file is looked up in its parent: all are found before one is forgotten.
-    places = {
-        name: [file] if (file := getattr(one, "__file__", None)) else [*getattr(one, "__path__", [])]
-        for name, one in found.items()
-    }
-    for name in found:
-        if any(Path(place).is_relative_to(folder) for place in places[name]):
+    for name in sorted(sys.modules.keys() - before):  # packages before their parts
+        module, parent = sys.modules[name], name.rpartition(".")[0]
+        if file := getattr(module, "__file__", None):
+            own = Path(file).is_relative_to(folder)
+        elif parent and parent not in sys.modules:  # by which the path of a package without a file is found
+            own = True
+        else:
+            own = any(Path(place).is_relative_to(folder) for place in getattr(module, "__path__", []))
+        if own:
             del sys.modules[name]
 
 
