@@ -146,7 +146,8 @@ def test_engines_without_it_refuse_it_in_words(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "answer"), [("transformer-engine", "'fp8' or 'fp8-rowwise'"), ("nvfp4", "'mxfp8', or 'fp8'")]
+    ("other", "answer"),
+    [("transformer-engine", "'fp8', 'fp8-rowwise' or 'mxfp8'"), ("nvfp4", "'mxfp8', or 'fp8'")],
 )
 def test_other_names_are_answered(other: str, answer: str) -> None:
     with pytest.raises(ConfigError, match=answer):

@@ -88,7 +88,7 @@ def test_none_for_a_number_that_is_needed_is_refused_at_once(name: str) -> None:
         ("precision", "no", "'32-true'"),
         ("precision", "fp64", "'64-true'"),
         ("precision", "float16", "'16-mixed'"),
-        ("precision", "transformer-engine", "'fp8' or 'fp8-rowwise'"),
+        ("precision", "transformer-engine", "'fp8', 'fp8-rowwise' or 'mxfp8'"),
         ("strategy", "megatron", "'fsdp' or 'deepspeed_stage_3'"),
         ("strategy", "zero2", "'deepspeed_stage_2'"),
         ("strategy", "tpu", "'xla' or 'xla_fsdp', with accelerator='tpu'"),

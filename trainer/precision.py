@@ -136,7 +136,9 @@ OTHERS_EQUIVALENTS = {
     **dict.fromkeys(("fp64", "float64", "double"), "'64-true'"),
     **dict.fromkeys(("float16", "half"), "'16-mixed', or '16-true' for weights in float16, too"),
     "bfloat16": "'bf16-mixed', or 'bf16-true' for weights in bfloat16, too",
-    **dict.fromkeys(("transformer-engine", "transformer-engine-float16", "te", "float8"), "'fp8' or 'fp8-rowwise'"),
+    **dict.fromkeys(
+        ("transformer-engine", "transformer-engine-float16", "te", "float8"), "'fp8', 'fp8-rowwise' or 'mxfp8'"
+    ),
     "nvfp4": "'mxfp8', or 'fp8': numbers of 4 bits are not there",
 }
 """Names of other trainers' and torch's precisions -> the equivalents here."""
