@@ -168,6 +168,38 @@ def test_a_file_of_the_user_called_trainer_is_named_and_not_run(tmp_path: Path) 
     )
 
 
+SPAWNING = """
+import torch
+from torch.utils.data import DataLoader
+from trainer import TrainModule
+
+
+class Spawning(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(1, 1), num_workers=1, multiprocessing_context="spawn")
+"""
+
+
+def test_a_run_whose_spawned_workers_import_that_file_ends_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(OWN_FILE)
+    (tmp_path / "module.py").write_text(SPAWNING)
+    start = "import sys; sys.path.remove(''); from trainer.__main__ import main; sys.exit(main())"
+    model = ["--module", "module.py:Spawning", "--trainer.fast_dev_run", "true"]
+    ended = run([sys.executable, "-c", start, "fit", *model], tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"note: trainer.py in {tmp_path}: ")
+
+
 def test_a_file_called_trainer_is_named_wherever_python_searches_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

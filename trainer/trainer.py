@@ -179,7 +179,8 @@ class Trainer:
             val_dataloaders: a validation loader, a list of loaders, or a dict of loaders by name.
             datamodule: provides the loaders instead.
             ckpt_path: the checkpoint to resume from: a folder, "best", or "last", which starts a new training if there
-                is no checkpoint yet, so that one command both starts and restarts a job.
+                is no checkpoint yet, so that one command both starts and restarts a job. A run directory stands for
+                its last checkpoint.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
                 of `trainer.loop.changes_since_checkpoint.CHANGES`, such as "dataset", "shuffle", "optimizers".
             weights: pretrained weights to start from, unless a checkpoint is there to resume from: a folder that

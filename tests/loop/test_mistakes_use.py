@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim import SGD, Adam
 
 from tests.helpers.drawn_values import Level, raising
 from tests.helpers.mistakes import Net, fit, loader, net, net_that, quiet, refused
-from trainer import Callback, CheckpointError, TrainModule
+from trainer import Callback, CheckpointError, Trainer, TrainModule
 
 # -- self.log ----------------------------------------------------------------------------------------------------------
 
@@ -218,8 +219,10 @@ def trained() -> str:
     return trainer.checkpoint_callbacks[0].last_model_path
 
 
-def resume(module: Any, ckpt_path: Any) -> None:
-    fit(module, trainer=quiet(max_epochs=2), ckpt_path=ckpt_path)
+def resume(module: Any, ckpt_path: Any) -> Trainer:
+    trainer = quiet(max_epochs=2)
+    fit(module, trainer=trainer, ckpt_path=ckpt_path)
+    return trainer
 
 
 @pytest.mark.parametrize("load", [resume, lambda module, path: type(module).load_from_checkpoint(path)])
@@ -266,9 +269,14 @@ def test_checkpoint_file_of_another_library() -> None:
     refused(lambda: Net.load_from_checkpoint("epoch=3.ckpt"), *parts, error=CheckpointError)
 
 
-def test_run_directory_instead_of_a_checkpoint(trained: str) -> None:
-    parts = ("is a run directory", "epoch=0-step=4")
-    refused(lambda: resume(Net(), Path(trained).parents[1]), *parts, error=CheckpointError)
+def test_a_run_directory_stands_for_its_last_checkpoint(trained: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    run_dir = Path(trained).parents[1]
+    assert resume(Net(), run_dir).ckpt_path == trained
+    assert f"{run_dir} is a run directory: its last checkpoint is epoch=0-step=4" in caplog.text
+    shutil.rmtree(trained)
+    parts = ("there is no intact checkpoint", str(run_dir / "checkpoints"))
+    refused(lambda: resume(Net(), run_dir), *parts, error=CheckpointError)
 
 
 def test_module_that_needs_what_was_not_saved(trained: str) -> None:

@@ -139,7 +139,7 @@ def test_a_method_of_a_data_module_that_is_none_is_not_defined(name: str, define
 
 
 def test_a_module_without_its_own_loader_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"fit\(\) has nothing to run on"):
+    with pytest.raises(ConfigError, match=r"fit\(\) has nothing to run on.*\(on the command line: --data\)"):
         quiet(max_epochs=1).fit(type("Module", (Toy,), {"train_dataloader": None})())
 
 

@@ -185,7 +185,7 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
     )
     config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
-    parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint")
+    parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint or a run")
     if command == "fit":
         words = "what may differ from the run that wrote the checkpoint, such as dataset or optimizers"
         parser.add_argument("--allow-changes", metavar="NAME", nargs="+", help=words)

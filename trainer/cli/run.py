@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.arguments import local_path
-from trainer.cli.collisions import collisions
+from trainer.cli.collisions import collisions, own_file, searched_before
 from trainer.cli.columns import in_columns
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
@@ -149,6 +149,12 @@ def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
         where = user_frame(error)
         code = usage_error(f"{error}{f' ({where})' if where else ''}")
         return code if isinstance(error, ConfigError) else 1
+    except RuntimeError as error:
+        # A spawned worker ends like this where it imports the user's trainer.py in place of this package.
+        own = own_file(searched_before()) if "DataLoader worker" in str(error) else None
+        if own is not None:
+            error.add_note(f"note: {printable(own)}")
+        raise
     return 0
 
 

@@ -192,5 +192,5 @@ def _no_loader(run: Run, argument: str, method: str) -> ConfigError:
     stage, source = run.stage, run.datamodule if run.datamodule is not None else run.module
     return ConfigError(
         f"{stage}() has nothing to run on: define {method} in {type(source).__name__}, or pass {argument}= or "
-        "datamodule=."
+        "datamodule= (on the command line: --data)."
     )

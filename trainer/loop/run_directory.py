@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from trainer.checkpoint.directory import CheckpointDirectory, locate
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory
 from trainer.checkpoint.format import is_committed, read_manifest
 from trainer.checkpoint.storage import PathT, StoragePath, as_storage_path, reading
-from trainer.errors import CheckpointError, ConfigError, first_of
+from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop.run import Run
 from trainer.loop.training_state import saved_run_dir
@@ -23,6 +24,7 @@ from trainer.settings import Settings
 
 CHECKPOINTS = "checkpoints"
 _YOUNG_S = 60.0
+log = logging.getLogger("trainer")
 
 
 def versions(root: PathT) -> list[PathT]:
@@ -37,7 +39,7 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
     """Return the checkpoint for `ckpt_path`; None for None, and for "last" in `fit` if there is no checkpoint yet.
 
     "last" and "best" are searched in this trainer's run directory or its ModelCheckpoint's `dirpath`; in a new process,
-    in the newest run directory below `default_root_dir` that has one.
+    in the newest run directory below `default_root_dir` that has one. A run directory stands for its last checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -48,13 +50,12 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         given = as_storage_path(ckpt_path)
         inside = given / CHECKPOINTS
         with reading(inside):
-            known = sorted(str(path) for path in inside.iterdir() if path.is_dir()) if inside.is_dir() else None
-        if known is not None:
-            raise CheckpointError(
-                f"ckpt_path={str(ckpt_path)!r} is a run directory; give one of its checkpoints: "
-                f"{', '.join(known) or 'there is none'}."
-            )
-        return locate(given)
+            is_run_directory = inside.is_dir()
+        if not is_run_directory:
+            return locate(given)
+        found = CheckpointDirectory(inside).resolve("last")
+        log.info("%s is a run directory: its last checkpoint is %s", printable(str(given)), printable(found.name))
+        return found
     folders = checkpoint_dirs(run)
     for folder in folders:
         try:
