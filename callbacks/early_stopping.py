@@ -28,6 +28,8 @@ STATE = {
     "wait_count": Integer(),
     "place": (None, "train epoch", "validation"),
     "value_step?": Integer(-1),
+    "stopping_reason?": (str, None),
+    "stopped_epoch?": Integer(),
 }
 
 
@@ -144,6 +146,8 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "place": self._checked_at,
             "value_step": self._value_step,
+            "stopping_reason": self.stopping_reason_message,
+            "stopped_epoch": self.stopped_epoch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,7 +155,9 @@ class EarlyStopping(Callback):
         self._best = state["best_score"]
         self.last_score = state["last_score"]
         self.wait_count = state["wait_count"]
-        self._value_step = state.get("value_step", -1)  # earlier versions have none
+        self._value_step = state.get("value_step", -1)  # earlier versions have neither this nor the two below
+        self.stopping_reason_message = state.get("stopping_reason")
+        self.stopped_epoch = state.get("stopped_epoch", 0)
         if self.check_on_train_epoch_end is None:
             self._checked_at = state["place"]
 
@@ -163,6 +169,8 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""
+        if trainer.run.postponed_stop is None:  # the run goes on: a reason of its checkpoint holds no longer
+            self.stopping_reason_message, self.stopped_epoch = None, 0
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -304,6 +305,18 @@ def test_mistakes_in_the_loop_are_told_with_their_fix(tmp_path: Path) -> None:
             net.bias.fill_(float("nan"))
         with pytest.raises(CheckpointError, match="bias not finite"):
             engine.save(tmp_path / "c", {"model": model})
+
+
+def test_a_copy_of_what_setup_returned_is_refused_in_words() -> None:
+    net = nn.Linear(2, 1)
+    with Engine(**CPU) as engine:
+        model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match=r"copy\.deepcopy\(model\.module\)"):
+            copy.deepcopy(model)
+        with pytest.raises(ConfigError, match=r"copy\.deepcopy\(optimizer\.state_dict\(\)\)"):
+            copy.deepcopy(optimizer)
+        assert_same_bits(copy.deepcopy(model.module).state_dict(), net.state_dict())
+        assert copy.deepcopy(optimizer.state_dict())["param_groups"][0]["lr"] == 0.1
 
 
 def test_numbers_that_were_infinite_in_setup_are_saved_and_others_are_not(tmp_path: Path) -> None:

@@ -889,6 +889,13 @@ class EngineModule(nn.Module):
         """Load into the module."""
         return self.module.load_state_dict(*args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise ConfigError(
+            "copy.deepcopy of the model that engine.setup returned would copy the engine, too: copy its module, "
+            "copy.deepcopy(model.module); or, where the strategy shards it, make another module and have it "
+            "load_state_dict(engine.full_state_dict(model))."
+        )
+
     def require_unchanged(self) -> None:
         """Raise ConfigError if parameters were added, replaced, frozen or unfrozen since `setup`."""
         tables = self._tables
@@ -964,6 +971,12 @@ class EngineOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["optimizer"], name)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise ConfigError(
+            "copy.deepcopy of the optimizer that engine.setup returned would copy the engine, too: copy its state, "
+            "copy.deepcopy(optimizer.state_dict())."
+        )
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"

@@ -182,6 +182,26 @@ def test_a_resumed_run_goes_on_counting() -> None:
     assert "not improved in 3 validations" in trainer.stop_reason
 
 
+def test_a_reason_to_stop_is_known_after_a_resume_while_min_epochs_holds_the_stop() -> None:
+    class Dies(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 3:
+                raise KeyError
+
+    def run(*callbacks: Callback, epochs: int = 5) -> EarlyStopping:
+        stopping = EarlyStopping("val_loss", patience=1)
+        callbacks = (stopping, ModelCheckpoint(), *callbacks)
+        trainer = quiet(max_epochs=9, min_epochs=epochs, enable_checkpointing=True, callbacks=[*callbacks])
+        trainer.fit(Scripted([3, 4, 2, 1, 0, 0, 0, 0, 0]), loader(1), loader(1), ckpt_path="last")
+        assert trainer.current_epoch == epochs
+        return stopping
+
+    with pytest.raises(KeyError):
+        run(Dies())
+    stopping = run()
+    assert (stopping.stopping_reason.name, stopping.stopped_epoch) == ("PATIENCE_EXHAUSTED", 1)
+
+
 def test_a_second_fit_starts_afresh() -> None:
     stopping = EarlyStopping("val_loss", patience=2)
     trainer = quiet(max_epochs=9, callbacks=[stopping])

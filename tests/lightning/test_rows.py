@@ -33,6 +33,10 @@ REFUSED: dict[str, Callable[[Library], Scenario]] = {
     "an unknown key of a schedule": lambda library: Scenario("", with_optimizer(misspelt)),
     "an empty training loader": lambda library: Scenario("", action=lambda t, m: t.fit(m, [], loader())),
     "two limits": lambda library: Scenario("", settings={"overfit_batches": 2, "limit_train_batches": 2}),
+    "min_steps above max_steps": lambda library: Scenario("", settings={"min_steps": 5, "max_steps": 2}),
+    "min_epochs above max_epochs": lambda library: Scenario(
+        "", settings={"min_epochs": 5, "max_epochs": 2, "fast_dev_run": True}
+    ),
     "patience": lambda library: Scenario(
         "", callbacks=lambda *_: [library.EarlyStopping("val_loss", patience=0)], action=fit
     ),
@@ -155,3 +159,47 @@ def test_the_folder_of_a_logger(tmp_path: Path) -> None:
     assert found[LIGHTNING.name,] == "lightning_logs/version_0"
     assert found[OURS.name,] == "."
     assert (found[LIGHTNING.name, "name"], found[OURS.name, "name"]) == ("mine/version_0", "mine/version_1")
+
+
+def test_what_hooks_see_of_stage_last_batch_and_a_value_of_the_epochs_start(tmp_path: Path) -> None:
+    def define(library: Library, net: Any, record: Record) -> Any:
+        class Looks(net):  # type: ignore[misc]
+            def setup(self, stage: str) -> None:
+                record.noted.append((type(stage) is str, stage == "fit"))
+
+            def on_train_epoch_start(self) -> None:
+                self.log("started", self.current_epoch + 3.0)
+                record.noted.append((self.trainer.is_last_batch, self.trainer.callback_metrics.get("started")))
+
+        return Looks
+
+    theirs, ours = (run(library, Scenario("", define), tmp_path).noted for library in (LIGHTNING, OURS))
+    assert theirs == [(False, True), (False, 3.0), (True, 4.0)]
+    assert ours == [(True, True), (False, None), (False, 3.0)]
+
+
+def test_limits_that_the_trainer_names(tmp_path: Path) -> None:
+    for library, sanity, limit in ((LIGHTNING, 0, 2), (OURS, -1, 1.0)):
+
+        def act(trainer: Any, module: Any) -> None:
+            fit(trainer, module)
+            module.record.noted.append((trainer.num_sanity_val_steps, trainer.limit_val_batches))
+            module.record.noted.append((trainer.num_training_batches, trainer.num_val_batches))
+
+        settings = {"fast_dev_run": 2, "num_sanity_val_steps": -1}
+        noted = run(library, Scenario("", action=act, settings=settings), tmp_path).noted
+        assert noted == [(sanity, limit), (2, [2])]
+
+
+@pytest.mark.parametrize("top", [0, 1])
+def test_the_best_and_the_current_score(top: int, tmp_path: Path) -> None:
+    found = {}
+    for library in (LIGHTNING, OURS):
+        keep = library.ModelCheckpoint(monitor="loss", mode="min", save_top_k=top)
+        latest = run(library, Scenario("", callbacks=lambda *_, it=keep: [it]), tmp_path).metrics["loss"]
+        score = None if keep.current_score is None else float(keep.current_score)
+        found[library.name] = (Path(keep.best_model_path).stem, score == pytest.approx(latest))
+    assert found == {
+        LIGHTNING.name: ("epoch=0-step=4" if top else "", False),
+        OURS.name: ("epoch=0-step=4" if top else "epoch=1-step=8", True),
+    }

@@ -47,9 +47,21 @@ _NAMES = (
         "refused settings",
         "an unknown key in a scheduler's dict, an empty training loader, `overfit_batches` with "
         "`limit_train_batches`, `EarlyStopping(patience=0)`, `check_val_every_n_epoch=None` without a number of "
-        "batches or a time in `val_check_interval`, `configure_callbacks` without a `return`: a warning or "
-        "nothing",
+        "batches or a time in `val_check_interval`, `configure_callbacks` without a `return`, `min_steps` above "
+        "`max_steps` or `min_epochs` above `max_epochs`, also with `fast_dev_run`: a warning or nothing",
         "an error before the first step",
+    ),
+    Difference(
+        "stage of setup",
+        "`setup` and `teardown` get `TrainerFn.FITTING` and the like",
+        '"fit" and the like, which are equal to these',
+    ),
+    Difference(
+        "limits of the trainer",
+        "`trainer.num_sanity_val_steps` is infinite for -1, and 0 with `fast_dev_run`; `trainer.limit_train_batches` "
+        "and the like are n with `fast_dev_run=n`",
+        "they are what the Trainer was given; `trainer.num_training_batches`, `num_val_batches` and the like are the "
+        "batches that are run",
     ),
     Difference(
         "no optimizer",
@@ -150,6 +162,11 @@ _STEPS = (
         "`max_epochs=0`, 0 for a limit of batches, or a stop before training begins: the hooks around the missing "
         "batches are not called",
         "the hooks of the start and the end are called",
+    ),
+    Difference(
+        "is_last_batch",
+        "`trainer.is_last_batch` stays True after an epoch, until the next batch",
+        "is False when the next epoch begins, and after `fit`",
     ),
     Difference(
         "a second fit",
@@ -265,6 +282,11 @@ _LOGGING = (
         "works everywhere during a run except in `teardown`; a value logged before training belongs to the first "
         "epoch, and one logged with `on_step=True` at the start or end of an epoch to that epoch",
     ),
+    Difference(
+        "value of an epoch's start",
+        "a value logged in `on_train_epoch_start` is in `callback_metrics` at once",
+        "from the end of the epoch, as all values by epoch",
+    ),
     Difference("sanity check", "values of the sanity check are in `callback_metrics` while it runs", "are discarded"),
     Difference(
         "callback_metrics", '`trainer.callback_metrics["x"] = ...`', "each access returns a new dict: use `self.log`"
@@ -368,6 +390,16 @@ _CHECKPOINTS = (
         'an error without `mode`; if the name does not tell the direction, "min"',
     ),
     Difference("NaN as a score", "NaN as a score counts as infinite", "is never the best"),
+    Difference(
+        "save_top_k=0",
+        "`ModelCheckpoint(monitor=..., save_top_k=0)`: `best_model_path` is empty",
+        "the newest checkpoint, unless `save_last=False`",
+    ),
+    Difference(
+        "current_score",
+        "`ModelCheckpoint.current_score` is the value of the latest checkpoint that was among the best `save_top_k`",
+        "of the newest checkpoint",
+    ),
     Difference("save_top_k without monitor", "`save_top_k=3` without `monitor` is refused", "keeps the newest three"),
     Difference(
         "unknown value in a filename", '`ModelCheckpoint(filename="{val_loss}")` before a value is known: 0', "nan"

@@ -35,6 +35,7 @@ FORMER_HOOKS = {
     "on_init_start": "setup",
     "on_init_end": "setup",
     "on_configure_sharded_model": "setup",
+    "on_post_move_to_device": "__init__ or configure_model, in which to tie weights: the strategies keep them tied",
     "on_before_accelerator_backend_setup": "setup",
     "on_train_dataloader": "train_dataloader",
     "on_val_dataloader": "val_dataloader",
@@ -52,6 +53,16 @@ OPTIMIZER_IDX = (
     "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
     "zero_grad, self.manual_backward(loss) and step"
 )
+STEPS = frozenset(
+    f"{stage}_{end}" for stage in ("training", "validation", "test") for end in ("step", "step_end", "end", "epoch_end")
+)
+"""Hooks that returned values for the loggers and the progress bar."""
+RETURNED = {
+    "log": "self.log(name, value), or self.log_dict: a dict that a step returns is not logged",
+    "progress_bar": "self.log(name, value, prog_bar=True): a dict that a step returns is not shown",
+}
+"""Keys of these returned dicts -> what to use instead."""
+
 PARAMETERS: dict[tuple[str, str], str] = {
     ("training_step", "optimizer_idx"): OPTIMIZER_IDX,
     ("training_step", "hiddens"): "automatic_optimization = False, and a loop over the parts in training_step",
@@ -104,6 +115,8 @@ class _DecisionFinder(cst.CSTVisitor):
         self.rewritten = rewritten
         self.classes: list[set[str] | None] = []
         """Names that each enclosing class defines; None for a class that does not derive from Lightning's."""
+        self.functions: list[str] = []
+        """Names of the enclosing functions in classes of Lightning's."""
         self.known: set[str] = set()
         """Classes of this file that derive from one of Lightning's."""
 
@@ -129,11 +142,21 @@ class _DecisionFinder(cst.CSTVisitor):
         if not self.classes or self.classes[-1] is None:
             return
         name = node.name.value
+        self.functions.append(name)
         if name in FORMER_HOOKS:
             self._add(node.name, name, f"use {FORMER_HOOKS[name]}")
         for parameter in (*node.params.params, *node.params.kwonly_params):
             if (name, parameter.name.value) in PARAMETERS:
                 self._add(parameter, f"{name}({parameter.name.value})", f"use {PARAMETERS[name, parameter.name.value]}")
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
+        if self.classes and self.classes[-1] is not None:
+            self.functions.pop()
+
+    def visit_DictElement(self, node: cst.DictElement) -> None:
+        key = node.key.raw_value if isinstance(node.key, cst.SimpleString) else ""
+        if key in RETURNED and self.functions and self.functions[-1] in STEPS:
+            self._add(node, f"{self.functions[-1]}: {{{key!r}: ...}}", f"use {RETURNED[key]}")
 
     def visit_Assign(self, node: cst.Assign) -> None:
         for target in node.targets:

@@ -45,6 +45,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("checkpoint_callback", "True"): ("enable_checkpointing", "True"),
     ("checkpoint_callback", "False"): ("enable_checkpointing", "False"),
+    ("profiler", "True"): ("profiler", "'simple'"),
+    ("profiler", "False"): ("profiler", "None"),
     ("weights_summary", "None"): ("enable_model_summary", "False"),
     ("progress_bar_refresh_rate", "0"): ("enable_progress_bar", "False"),
     ("reload_dataloaders_every_epoch", "True"): ("reload_dataloaders_every_n_epochs", "1"),
@@ -64,6 +66,7 @@ NOT_THERE = {
     "data": "litdata, which this package has become",
     "apps": "nothing: apps are not here",
     "store": "nothing: the model store is not here",
+    "__about__": "trainer.__version__, or importlib.metadata for the rest",
 }
 """Packages of Lightning's that are neither here nor in the table -> what to use instead."""
 

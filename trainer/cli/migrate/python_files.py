@@ -128,10 +128,10 @@ class _Rewriter(cst.CSTTransformer):
             return updated_node
         aliases = _aliases(original_node.names)
         found = [name_here(module, alias.evaluated_name) for alias in aliases]
+        home, instead = module_here(module)
         for alias, here in zip(aliases, found, strict=True):
-            if not here.path:
-                self._add(alias, alias.evaluated_name, here.instead)
-        home = module_here(module).path
+            if not here.path or not home:
+                self._add(alias, alias.evaluated_name, here.instead or instead)
         if not home:
             return updated_node
         if len(aliases) == 1 and aliases[0].asname and (whole := module_here(f"{module}.{aliases[0].evaluated_name}")):
