@@ -146,6 +146,17 @@ def test_precisions_are_those_of_the_trainer() -> None:
     assert {name: number_sizes(ALL[name]) for name in PRECISIONS} == PRECISIONS
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "mxfp8", "16-mixed"])
+def test_layouts_are_those_that_the_strategy_takes_with_a_precision(command: Command, precision: str) -> None:
+    arguments = ("--gpus", "8", "--memory", "80G", "--seq", "4k", "--precision", precision, "--json")
+    code, out, _ = command("plan", "--params", "1b", *arguments)
+    assert code == 0
+    found = json.loads(out)
+    assert any("bytes are those of bf16-mixed" in note for note in found["notes"]) == ("fp8" in precision)
+    for one in found["layouts"]:
+        assert FSDPStrategy(**one["strategy"]).problems(ALL[precision], "cuda", 8) == []
+
+
 def test_it_starts_without_torch() -> None:
     code = "import sys; from trainer.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     arguments = ["plan", "--params", "7b", *GPUS]

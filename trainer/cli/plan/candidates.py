@@ -48,6 +48,7 @@ class GlobalBatch:
     samples: int
     sequence: int
     numbers: DtypeSizes
+    precision: str
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,10 @@ def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layou
     """Return why a layout cannot be, whatever the memory; else ""."""
     split = {"heads": model.heads, "heads of keys": model.kv_heads, "outputs of the MLP": model.intermediate}
     uneven = [f"{size} {what}" for what, size in split.items() if size % layout.tensor]
+    if batch.precision == "mxfp8" and layout.tensor > 1:
+        return "precision mxfp8 cannot scale blocks of weights that tensor_parallel splits"
+    if batch.precision == "16-mixed" and layout.tensor * layout.pipeline > 1:
+        return "precision 16-mixed cannot agree on a loss scale with tensor_parallel or pipeline_parallel"
     if layout.tensor > cluster.per_machine:
         return f"tensor_parallel={layout.tensor} goes beyond a machine of {cluster.per_machine} GPUs"
     if uneven:

@@ -20,6 +20,9 @@ PRECISIONS = {
     "16-mixed": DtypeSizes(4, 2),
     "bf16-true": DtypeSizes(2, 2),
     "16-true": DtypeSizes(2, 2),
+    "fp8": DtypeSizes(4, 2),
+    "fp8-rowwise": DtypeSizes(4, 2),
+    "mxfp8": DtypeSizes(4, 2),
 }
 """Bytes of numbers by precision; trainer.precision has them too, and imports torch."""
 EXAMPLES = """\
@@ -47,7 +50,9 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--gpus {cluster.gpus} is no multiple of --gpus-per-node {cluster.per_machine}.")
     if given.precision not in PRECISIONS:
         raise unknown_name_error("precision", given.precision, PRECISIONS)
-    batch = GlobalBatch(_samples(given, notes), given.seq, PRECISIONS[given.precision])
+    if "fp8" in given.precision:
+        notes.append("only products are of 8 bits, bytes are those of bf16-mixed; give the --flops that you measure")
+    batch = GlobalBatch(_samples(given, notes), given.seq, PRECISIONS[given.precision], given.precision)
     ranked, excluded = rank(model, cluster, batch)
     if given.json:
         print(json.dumps({**as_data(model, cluster, batch, ranked, excluded), "notes": notes}, indent=2))
