@@ -46,7 +46,10 @@ def test_a_run_starts_from_the_weights(
 ) -> None:
     save_file({"weight": torch.tensor([[1.0, 2.0, 3.0]]), "bias": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert main([*arguments, "--weights", str(tmp_path)]) == 0
-    assert "weights [[1.0, 2.0, 3.0]]" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "weights [[1.0, 2.0, 3.0]]" in printed
+    assert "checkpoints:" in printed
+    assert "validate it:" not in printed  # there is no validation_step
     assert main([*arguments, "--weights", ".", "--print-config"]) == 0
     assert f"weights: {tmp_path}" in capsys.readouterr().out
 

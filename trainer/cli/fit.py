@@ -58,14 +58,13 @@ def _print(job: Job) -> None:
     trainer = job.trainer
     if trainer.has_fit and trainer.is_global_zero:
         lines = closing_lines(trainer.callback_metrics, trainer.global_step, trainer.run_dir, trainer.callbacks)
+        lines += next_command(trainer.run_dir) if job.module.overrides("validation_step") else []
         trainer.print("\n".join(lines))
         sys.stdout.flush()
 
 
 def closing_lines(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbacks: list[Callback]) -> list[str]:
-    """Return the last metrics, the paths of the run's files, and the commands that show them."""
-    from trainer.checkpoint.directory import CheckpointDirectory
-
+    """Return the last metrics, and the paths of the run's files."""
     lines = []
     if metrics:
         values = {name: float(value) for name, value in metrics.items()}
@@ -79,11 +78,18 @@ def closing_lines(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbac
         lines.append(f"configuration:  {relative(config)}")
     if checkpoints.is_dir():
         lines.append(f"checkpoints:    {relative(checkpoints)}")
-    lines += output_lines(callbacks)
-    if config.is_file() and checkpoints.is_dir():
-        which = "best" if CheckpointDirectory(checkpoints).pointer("best") is not None else "last"
-        lines.append(f"validate it:    trainer validate --config {relative(config)} --ckpt-path {which}")
-    return lines
+    return lines + output_lines(callbacks)
+
+
+def next_command(run_dir: Path) -> list[str]:
+    """Return a line with the command that validates the run's weights, if there is what that needs."""
+    from trainer.checkpoint.directory import CheckpointDirectory
+
+    config, checkpoints = run_dir / "config.yaml", run_dir / "checkpoints"
+    if not (config.is_file() and checkpoints.is_dir()):
+        return []
+    which = "best" if CheckpointDirectory(checkpoints).pointer("best") is not None else "last"
+    return [f"validate it:    trainer validate --config {relative(config)} --ckpt-path {which}"]
 
 
 def output_lines(callbacks: list[Callback]) -> list[str]:
