@@ -129,7 +129,7 @@ def test_the_third_sigterm_ends_a_hung_step_with_its_stacks(number: str) -> None
         time.sleep(1.0)  # signals that come together are one
     error = running.wait(60).check(143).stderr
     assert "the third SIGTERM ends this process in the middle of a step" in error
-    assert "in training_step" in error
+    assert "training_step" in error  # "in " may stand apart: two processes write at once
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs real-time signals")
@@ -143,4 +143,4 @@ def test_the_third_sigterm_ends_a_step_that_holds_the_interpreters_lock(number: 
         running.send(signal.SIGTERM)
     error = running.wait(60).check(code).stderr
     assert "Something holds Python's interpreter lock. The stacks of its threads:" in error
-    assert "in training_step" in error
+    assert "training_step" in error  # "in " may stand apart: two processes write at once
