@@ -16,7 +16,7 @@ from trainer.callbacks.weight_averaging import AveragingCallback, as_device
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop.averaged_weights import each, equal_weights
+from trainer.loop.averaged_weights import equal_weights, from_avg_fn
 from trainer.loop.batch_statistics import redo_batch_statistics
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class StochasticWeightAveraging(AveragingCallback):
         self.device = None if device is None else as_device(device)
         self.latest_update_epoch = -1
         self.avg_fn = avg_fn
-        self._change = equal_weights if avg_fn is None else each(avg_fn)
+        self._change = equal_weights if avg_fn is None else from_avg_fn(avg_fn)
         self._rates: list[float] = []
         """The learning rates before the first of these epochs, by group."""
 

@@ -13,7 +13,14 @@ from trainer.callback import Callback
 from trainer.checkpoint.schema import Integer, require
 from trainer.checkpoint.shards import Loadable
 from trainer.errors import ConfigError, did_you_mean, shown
-from trainer.loop.averaged_weights import AveragedWeights, Update, each, equal_weights, exponential, together
+from trainer.loop.averaged_weights import (
+    AveragedWeights,
+    Update,
+    equal_weights,
+    exponential,
+    from_avg_fn,
+    from_multi_avg_fn,
+)
 
 if TYPE_CHECKING:
     from trainer.loop.resolved_config import ResolvedConfig
@@ -248,8 +255,8 @@ def _update_of(name: str, avg_fn: Callable[..., Any] | None, multi_avg_fn: Calla
                 f"{name}: {argument}={shown(value)} is no function: give one as torch.optim.swa_utils has."
             )
     if multi_avg_fn is not None:
-        return together(multi_avg_fn)
-    return equal_weights if avg_fn is None else each(avg_fn)
+        return from_multi_avg_fn(multi_avg_fn)
+    return equal_weights if avg_fn is None else from_avg_fn(avg_fn)
 
 
 def as_device(device: torch.device | str | int) -> torch.device:

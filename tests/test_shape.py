@@ -869,6 +869,13 @@ assert "# One device, under another name\\n  strategy: twin" in draft.text([])
 with redirect_stdout(io.StringIO()) as printed:
     assert main(["fit", "--help"]) == 0
 assert " twin" in printed.getvalue() and " tiny-mixed" in printed.getvalue()
+from tests.helpers.toy import Toy, loader, quiet
+trained, resumed = Toy(), Toy()
+trainer = quiet(max_epochs=1)
+trainer.fit(trained, loader())
+trainer.save_checkpoint("saved")
+quiet(max_epochs=2).fit(resumed, loader(), ckpt_path="saved")
+assert resumed.whistles == 3
 """
 
 
@@ -889,6 +896,10 @@ def test_what_is_added_is_one_file_and_one_line(tmp_path: Path) -> None:
     _insert_line(tmp_path / "trainer" / "cli" / "main.py", '    "fit":', command)
     precision = '        Precision("tiny-mixed", torch.float32, autocast=torch.bfloat16),'
     _insert_line(tmp_path / "trainer" / "precision.py", "        Precision(", precision)
+    state = tmp_path / "trainer" / "loop" / "training_state.py"
+    _insert_line(state, '        "config": ', '        "whistles": 3,')
+    _insert_line(state, '    "config": ', '    "whistles?": Integer(0),')
+    _insert_line(state, "    run.session.callback_metrics", '    run.module.whistles = checkpoint["whistles"]')
     (tmp_path / "use.py").write_text(USE)
     run_python(tmp_path / "use.py", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path).check()
 

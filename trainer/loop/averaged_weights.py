@@ -227,7 +227,7 @@ def equal_weights(averages: list[torch.Tensor], now: list[torch.Tensor], count: 
     torch._foreach_lerp_(averages, now, 1 / (count + 1))
 
 
-def each(function: Callable[..., torch.Tensor]) -> Update:
+def from_avg_fn(function: Callable[..., torch.Tensor]) -> Update:
     """Return the update by torch's `avg_fn(averaged, current, num_averaged)`, which is called for each tensor."""
 
     def change(averages: list[torch.Tensor], now: list[torch.Tensor], count: int) -> None:
@@ -237,7 +237,9 @@ def each(function: Callable[..., torch.Tensor]) -> Update:
     return change
 
 
-def together(function: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor], Any]) -> Update:
+def from_multi_avg_fn(
+    function: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor], Any],
+) -> Update:
     """Return the update by torch's `multi_avg_fn`, which gets lists and changes the first one in place."""
 
     def change(averages: list[torch.Tensor], now: list[torch.Tensor], count: int) -> None:

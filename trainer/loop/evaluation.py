@@ -141,7 +141,7 @@ def evaluate(
         run.strategy.release_gathered()
         # Kept apart from the values of the training around the evaluation.
         closing = metrics.begin_evaluation_end()
-        with metrics.in_ending(closing if log_results else None), metrics.recording(closing):
+        with metrics.latest_including(closing if log_results else None), metrics.recording(closing):
             hooks.epoch_end()
             read(metrics.read_epoch(closing), results)
             if run.stage == "fit" and log_results:

@@ -154,7 +154,7 @@ class MetricLog:
         self.hook_metrics = MetricScope(batches=False, steps=False)
         self.evaluation_hooks = MetricScope(batches=False, steps=False)
         """The values logged in the hooks at the end of the current evaluation."""
-        self.ending: MetricScope | None = None
+        self.included: MetricScope | None = None
         """The scope of the hooks at the end of an epoch or evaluation, while they run: `latest` has its values."""
         self.watches_losses = True
         self.copies_losses = False
@@ -196,11 +196,11 @@ class MetricLog:
         return Recording(self, scope)
 
     @contextmanager
-    def in_ending(self, scope: MetricScope | None) -> Iterator[None]:
+    def latest_including(self, scope: MetricScope | None) -> Iterator[None]:
         """Include the values of `scope` in `latest`, in the block and, after an error, in `on_exception`."""
-        self.ending = scope
+        self.included = scope
         yield
-        self.ending = None
+        self.included = None
 
     def begin_evaluation_end(self) -> MetricScope:
         """Return a new scope for the hooks at the end of an evaluation."""
@@ -478,7 +478,7 @@ class MetricLog:
                 values[full_name] = entry.latest()
                 if of == "all":
                     values[name] = values[full_name]
-        for name, entry in self.ending.entries.items() if self.ending is not None else ():
+        for name, entry in self.included.entries.items() if self.included is not None else ():
             value = entry.epoch.local_value()
             if value is not None and entry.options.goes_to(of):
                 full_name = with_suffix(name, "epoch") if entry.options.on_step else name
