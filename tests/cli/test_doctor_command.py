@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.helpers.processes import ROOT, fork_python, run_python
+from tests.helpers.processes import ROOT, fork_python, run_distributed, run_python
 from tests.helpers.project import Command
 from trainer.cli.doctor import collectives as doctor_ranks
 from trainer.cli.doctor import disk as doctor_disk
@@ -144,6 +145,17 @@ def test_file_systems_are_known_by_the_innermost_mount(tmp_path: Path) -> None:
     mounts.write_text("/dev/a / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\nx /home/me\\040too fuse.sshfs rw 0 0\n")
     kinds = [doctor_disk.file_system(Path(p), mounts) for p in ("/tmp/x", "/home/you", "/home/me too/runs", "/homes")]
     assert kinds == ["ext4", "nfs4", "fuse.sshfs", "ext4"]
+
+
+def exchange_and_look() -> tuple[list[str], bool]:
+    return doctor_ranks.exchange(megabytes=1)["wrong"], torch.distributed.is_initialized()
+
+
+def test_no_group_is_left_whose_threads_could_abort_a_process_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_distributed(exchange_and_look) == [([], False)] * 2
 
 
 def test_an_interface_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

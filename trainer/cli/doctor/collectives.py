@@ -55,6 +55,8 @@ def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) ->
     gather_s = _seconds(lambda: dist.all_gather(rows, mine), device)
     slowest = torch.tensor([reduce_s, gather_s])
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    # A process that ends with its group's threads running can be aborted by them.
+    dist.destroy_process_group()
     share, size = (world - 1) / world, elements * 4
     return {
         "world_size": world,
