@@ -116,8 +116,8 @@ class _Divided:
             outputs = self._run(received, _Send.apply(expert, here, there, self._senders, 1.0))
             outputs = _Send.apply(outputs, there, here, self._senders, 1 / self._parts)
         weighted = outputs * weights.flatten()[pairs, None]
-        # Not by index_add, whose order is not defined on GPUs.
-        every = weighted.new_zeros(indices.numel(), shape[-1]).index_copy(0, pairs, weighted)
+        # Not by index_add, whose order is not defined on GPUs, nor by index_copy, which keeps its source.
+        every = weighted.new_zeros(indices.numel(), shape[-1]).index_put((pairs,), weighted)
         combined = every.view(*indices.shape, shape[-1]).sum(1).to(hidden.dtype)
         if self._copies is not None:
             combined = _Sum.apply(combined, self._copies)

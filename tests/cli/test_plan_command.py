@@ -57,6 +57,7 @@ def test_the_layouts_fit_are_complete_and_sorted(command: Command, llama: str) -
     assert [one["seconds"] for one in ranked] == sorted(one["seconds"] for one in ranked)
     for one in ranked:
         layout, memory = one["layout"], one["memory"]
+        assert layout.pop("expert") == 1  # a model without experts
         assert math.prod(layout.values()) == 64
         assert layout["tensor"] <= 8
         assert memory["total"] <= 72e9
@@ -144,6 +145,30 @@ def test_mistakes_are_told(command: Command, project: Path, arguments: tuple[str
 
 def test_precisions_are_those_of_the_trainer() -> None:
     assert {name: number_sizes(ALL[name]) for name in PRECISIONS} == PRECISIONS
+
+
+def test_experts_are_split_in_layouts_of_a_mixture(command: Command, project: Path) -> None:
+    sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
+    mixtral = {**LLAMA_70B, "model_type": "mixtral", **sizes, "num_attention_heads": 32, "num_experts_per_tok": 2}
+    (project / "config.json").write_text(json.dumps(mixtral))
+    given = ("--gpus", "64", "--memory", "80G", "--seq", "8k")
+    _, out, _ = command("plan", "--config", "config.json", *given, "--json")
+    ranked = json.loads(out)["layouts"]
+    split = [one for one in ranked if one["layout"]["expert"] > 1]
+    assert ranked[0] in split
+    for one in split:
+        layout = one["layout"]
+        assert layout["shards"] * layout["context"] % layout["expert"] == 0
+        assert 8 % (layout["tensor"] * layout["expert"]) == 0
+        assert one["name"].endswith(f"with EP {layout['expert']}")
+        assert one["sent"]["experts"] > 0
+        strategy = FSDPStrategy(**one["strategy"])
+        assert strategy.layout.expert == layout["expert"]
+        assert strategy.problems(ALL["bf16-mixed"], "cuda", 64) == []
+    _, out, _ = command("plan", "--config", "config.json", *given)
+    assert "tokens to experts" in out
+    assert "8 experts cannot be split over 16 processes" in out
+    assert "expert_parallel: " in out[out.index("trainer:\n") :]
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "mxfp8", "16-mixed"])

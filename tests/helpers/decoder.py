@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention, silu
 
 from trainer import TrainModule
 from trainer.model.parallel_cost import Architecture
@@ -17,6 +17,41 @@ def _norm(of: Architecture) -> nn.Module:
     return nn.LayerNorm(of.hidden, bias=False)
 
 
+class Experts(nn.Module):
+    """Gated layers, of which a token uses some."""
+
+    def __init__(self, of: Architecture) -> None:
+        super().__init__()
+        wide, narrow = (of.experts, of.intermediate, of.hidden), (of.experts, of.hidden, of.intermediate)
+        self.gate, self.up, self.down = (nn.Parameter(torch.randn(size) / 16) for size in (wide, wide, narrow))
+
+    def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(hidden)
+        for expert in range(len(self.up)):
+            token, choice = torch.where(indices == expert)
+            read = hidden[token]
+            wide = silu(linear(read, self.gate[expert])) * linear(read, self.up[expert])
+            computed = linear(wide, self.down[expert]) * weights[token, choice, None]
+            output = output.index_add(0, token, computed.to(output.dtype))
+        return output
+
+
+class Mixture(nn.Module):
+    """Experts, each with as many tokens: that of the first choice is the next one with each token."""
+
+    def __init__(self, of: Architecture) -> None:
+        super().__init__()
+        self.each, self.router = of.experts_per_token, nn.Linear(of.hidden, of.experts, bias=False)
+        self.experts = Experts(of)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.flatten(0, 1)
+        scores = self.router(hidden).softmax(-1)
+        choices = torch.arange(len(hidden), device=x.device)[:, None] + torch.arange(self.each, device=x.device)
+        indices = choices % scores.shape[1]
+        return self.experts(hidden, indices, scores.gather(1, indices)).view_as(x)
+
+
 class DecoderBlock(nn.Module):
     def __init__(self, of: Architecture) -> None:
         super().__init__()
@@ -25,11 +60,14 @@ class DecoderBlock(nn.Module):
         self.norm_attention, self.norm_mlp = _norm(of), _norm(of)
         self.q, self.out = nn.Linear(of.hidden, queries, bias=False), nn.Linear(queries, of.hidden, bias=False)
         self.k, self.v = (nn.Linear(of.hidden, keys, bias=False) for _ in range(2))
-        self.up, self.down = (
-            nn.Linear(of.hidden, of.intermediate, bias=False),
-            nn.Linear(of.intermediate, of.hidden, bias=False),
-        )
-        self.gate = nn.Linear(of.hidden, of.intermediate, bias=False) if of.gated else None
+        self.mixture = Mixture(of) if of.experts > 1 else None
+        width = of.intermediate if of.experts == 1 else of.shared
+        if width:
+            self.up, self.down = (
+                nn.Linear(of.hidden, width, bias=False),
+                nn.Linear(width, of.hidden, bias=False),
+            )
+        self.gate = nn.Linear(of.hidden, width, bias=False) if of.gated and width else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm_attention(x)
@@ -37,6 +75,10 @@ class DecoderBlock(nn.Module):
         attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         h = self.norm_mlp(x)
+        if self.mixture is not None:
+            x = x + self.mixture(h)
+        if not hasattr(self, "down"):
+            return x
         wide = silu(self.up(h)) if self.gate is None else silu(self.gate(h)) * self.up(h)
         return x + self.down(wide)
 
@@ -55,8 +97,14 @@ class Decoder(TrainModule):
 
     def __init__(self, of: Architecture) -> None:
         super().__init__()
+        plan: dict[str, str] = dict(self.tensor_parallel_plan)
         if of.gated:
-            self.tensor_parallel_plan = {**self.tensor_parallel_plan, "blocks.*.gate": "colwise"}  # type: ignore[misc]
+            plan["blocks.*.gate"] = "colwise"
+        if of.experts > 1:
+            plan["blocks.*.experts"] = "experts"
+        if of.experts > 1 and not of.shared:
+            plan = {name: style for name, style in plan.items() if name.split(".")[-1] not in ("up", "down", "gate")}
+        self.tensor_parallel_plan = plan  # type: ignore[misc]
         self.embed = nn.Embedding(of.vocabulary, of.hidden)
         self.blocks = nn.ModuleList(DecoderBlock(of) for _ in range(of.layers))
         self.norm = _norm(of)

@@ -32,6 +32,10 @@ LLAMA = Architecture(layers=4, hidden=64, heads=4, vocabulary=96, kv_heads=2, he
 GPT = Architecture(
     layers=3, hidden=64, heads=4, vocabulary=96, kv_heads=4, head_dim=16, intermediate=256, gated=False, tied=True
 )
+MIXTRAL = replace(LLAMA, layers=3, intermediate=96, experts=4, experts_per_token=2)
+THREE = replace(MIXTRAL, experts=3, experts_per_token=1)
+"""Experts that two processes cannot share evenly: their shards are padded."""
+QWEN = replace(MIXTRAL, shared=64)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Run:
             tensor_parallel=layout.tensor,
             context_parallel=layout.context,
             pipeline_parallel=layout.pipeline,
+            expert_parallel=layout.expert,
             context_exchange="keys" if self.keys else "auto",
             accumulate_unsharded=self.accumulate_unsharded,
             **(hybrid if layout.replicas > 1 else {}),
@@ -102,6 +107,13 @@ TWO = {
     "CP x2, bf16-mixed": Run(Layout(context=2), precision="bf16-mixed"),
     "PP x2, bf16-mixed": Run(Layout(pipeline=2), window=3, precision="bf16-mixed"),
     "FSDP x2, bf16-mixed, checkpointing": Run(Layout(shards=2), precision="bf16-mixed", checkpointing=True),
+    "FSDP x2, mixture": Run(Layout(shards=2), MIXTRAL),
+    "FSDP x2, mixture of 3": Run(Layout(shards=2), THREE),
+    "TP x2, mixture": Run(Layout(tensor=2), QWEN),
+    "TP x2, mixture, checkpointing": Run(Layout(tensor=2), QWEN, checkpointing=True),
+    "EP x2": Run(Layout(shards=2, expert=2), MIXTRAL),
+    "EP x2, checkpointing": Run(Layout(shards=2, expert=2), MIXTRAL, checkpointing=True),
+    "EP x2, bf16-mixed": Run(Layout(shards=2, expert=2), MIXTRAL, precision="bf16-mixed"),
 }
 FOUR = {
     "HYBRID 2x2": Run(Layout(shards=2, replicas=2)),
@@ -110,6 +122,11 @@ FOUR = {
     "PP 2 x FSDP 2": Run(Layout(shards=2, pipeline=2), window=3),
     "PP 2 x TP 2": Run(Layout(pipeline=2, tensor=2), window=3),
     "PP 2 x CP 2": Run(Layout(pipeline=2, context=2), window=3),
+    "FSDP 4 with EP 2": Run(Layout(shards=4, expert=2), MIXTRAL),
+    "HYBRID 2x2 with EP 2": Run(Layout(shards=2, replicas=2, expert=2), MIXTRAL),
+    "FSDP 2 x TP 2 with EP 2": Run(Layout(shards=2, tensor=2, expert=2), QWEN),
+    "FSDP 2 x CP 2 with EP 4": Run(Layout(shards=2, context=2, expert=4), MIXTRAL),
+    "FSDP 2 x PP 2 with EP 2": Run(Layout(shards=2, pipeline=2, expert=2), MIXTRAL, window=3),
 }
 RUNS = {**TWO, **FOUR}
 
@@ -198,10 +215,16 @@ def test_a_step_sends_what_the_formulas_say(name: str, found: dict[str, list[Any
 def test_memory_is_within_15_percent(name: str, found: dict[str, list[Any]]) -> None:
     run = RUNS[name]
     stages = stages_of(run.model, run.layout.pipeline)
-    for number, _, states, activations, _ in found[name]:
-        wanted = process_memory(run.model, run.layout, run.work, stages[number])
-        assert wanted.parameters + wanted.gradients + wanted.optimizer == pytest.approx(states, rel=0.01)
-        assert wanted.activations == pytest.approx(activations, rel=0.15)
+    for stage in stages:
+        of_stage = [
+            (states, activations) for number, _, states, activations, _ in found[name] if number == stage.number
+        ]
+        wanted = process_memory(run.model, run.layout, run.work, stage)
+        # Of experts that cannot be shared evenly, the first processes have more.
+        most = max(states for states, _ in of_stage)
+        assert wanted.parameters + wanted.gradients + wanted.optimizer == pytest.approx(most, rel=0.01)
+        for _, activations in of_stage:
+            assert wanted.activations == pytest.approx(activations, rel=0.15)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name].layout.readers == 1 and "bf16" not in name])

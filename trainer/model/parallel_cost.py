@@ -59,8 +59,18 @@ class Architecture:
 
     @property
     def full(self) -> int:
-        """Elements of a block that tensor parallelism does not divide: norms, and the router of experts."""
-        return 2 * self.hidden + (self.experts * self.hidden if self.experts > 1 else 0)
+        """Elements of a block that tensor parallelism does not divide."""
+        return self.norms + self.router
+
+    @property
+    def norms(self) -> int:
+        """Elements of a block's two norms."""
+        return 2 * self.hidden
+
+    @property
+    def router(self) -> int:
+        """Elements of a block's router, which has a row for each expert."""
+        return self.experts * self.hidden if self.experts > 1 else 0
 
     @property
     def active(self) -> int:
@@ -80,7 +90,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers of processes along each dimension of the mesh; their product is the number of processes."""
+    """Numbers of processes along each dimension of the mesh; the product of all but `expert` is all processes."""
 
     shards: int = 1
     """Readers over which weights are sharded."""
@@ -89,6 +99,8 @@ class Layout:
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
+    """Of the processes over which weights are sharded, those among which the experts of a mixture are split."""
 
     @property
     def readers(self) -> int:
@@ -148,7 +160,7 @@ class Collective:
     """Equal collectives of one process in one step."""
 
     along: str
-    """The dimension of the mesh: shards, replicas, tensor, context, stages; or norm, for clipping."""
+    """The dimension of the mesh: shards, replicas, experts, tensor, context, stages; or norm, for clipping."""
     kind: str
     """all_gather, reduce_scatter, all_reduce, all_to_all or send."""
     count: int
@@ -227,24 +239,64 @@ def bubble(stages: int, window: int) -> float:
     return (stages - 1) / (window + stages - 1)
 
 
-def _elements(model: Architecture, layout: Layout, stage: Stage) -> tuple[int, int]:
-    """Return the elements of a block, and of what is around the blocks, that a process has without sharding."""
-    block = model.sharded // layout.tensor + model.full
+@dataclass(frozen=True)
+class _Unit:
+    """Equal groups of parameters, each of which FSDP gathers together."""
+
+    count: int
+    elements: int
+    """Of one, on a process, when it is gathered."""
+    shard: int
+    """Of one, on the process that has most, when it is sharded."""
+    sharing: int
+    """Processes over which it is sharded."""
+    is_around: bool = False
+    """True for what is in no block."""
+
+    @property
+    def padding(self) -> int:
+        """Elements that are sent and are no parameters, so that all shards are equal."""
+        return self.shard * self.sharing - self.elements
+
+
+def _units(model: Architecture, layout: Layout, stage: Stage) -> list[_Unit]:
+    """Return the blocks of a stage, their experts if these are split, and what is around the blocks."""
+    sharing, mlp = layout.sharing, model.mlp if model.experts == 1 else 0
+    others = (model.attention + mlp + model.shared_mlp) // layout.tensor + model.norms
+    # The router has a row for each expert.
+    block, shard = (
+        others + model.router,
+        -(-others // sharing) + -(-model.experts // sharing) * model.router // model.experts,
+    )
+    experts = []
+    if model.experts > 1:
+        # An expert is a row of its parameters, and FSDP shards rows.
+        parts, own = layout.tensor * layout.expert, -(-model.experts // (layout.tensor * sharing)) * model.mlp
+        of_process = model.experts * model.mlp // parts
+        if parts > 1:
+            experts = [_Unit(stage.blocks, of_process, own, sharing // layout.expert)]
+        else:
+            block, shard = block + of_process, shard + own
     tables = int(stage.first) + int(stage.last and not (model.tied and stage.first))
-    return block, tables * model.table // layout.tensor + (model.hidden if stage.last else 0)
+    around = tables * model.table // layout.tensor + (model.hidden if stage.last else 0)
+    rest = [_Unit(1, around, -(-around // sharing), sharing, is_around=True)] if around else []
+    return [_Unit(stage.blocks, block, shard, sharing), *experts, *rest]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def process_memory(model: Architecture, layout: Layout, work: Work, stage: Stage) -> ProcessMemory:
-    """Return the memory of a process of a stage at the peak of a step; the rounding of shards is left out."""
-    block, around = _elements(model, layout, stage)
-    numbers, own = work.numbers, -(-(stage.blocks * block + around) // layout.sharing)
+    """Return the memory of a process of a stage at the peak of a step; of padding only that of experts is in it."""
+    units = _units(model, layout, stage)
+    numbers, own = work.numbers, sum(unit.count * unit.shard for unit in units)
     # FSDP2 computes with a copy also where one process has the full weights.
     is_gathered = layout.processes > 1 or numbers.computed != numbers.stored
     together = stage.blocks if layout.pipeline > 1 else min(stage.blocks, 3)
-    waits = work.window > 1 and layout.sharing > 1 and work.accumulate_unsharded
+    # The padding is only in the message that is received.
+    gathered = sum(unit.elements * min(unit.count, together) + unit.padding for unit in units)
+    waits = work.window > 1 and work.accumulate_unsharded
+    gradients = sum(unit.count * unit.elements for unit in units if unit.sharing > 1) if waits else 0
     return ProcessMemory(
         parameters=numbers.stored * own,
         gradients=numbers.stored * own,
@@ -254,8 +306,7 @@ def process_memory(model: Architecture, layout: Layout, work: Work, stage: Stage
             _block_activations(model, layout, work) if work.checkpointing else 0,
             work.tokens * model.vocabulary * (numbers.computed + 4 * _is_mixed(work)) if stage.last else 0,
         ),
-        gathered=(numbers.computed * (around + together * block) if is_gathered else 0)
-        + (max(numbers.stored, 4) * (stage.blocks * block + around) if waits else 0),
+        gathered=numbers.computed * gathered * int(is_gathered) + max(numbers.stored, 4) * gradients,
     )
 
 
@@ -284,6 +335,10 @@ def _block_activations(model: Architecture, layout: Layout, work: Work) -> int:
         # The keys and values of all tokens; a mask, since torch's causal attention is that of full sequences.
         attention, mask = 2 * queries + 2 * layout.context * keys, work.sequence // work.micro_batch
     mlp = (4 if model.gated else 2) * (model.experts_per_token * model.intermediate + model.shared)
+    if model.experts > 1:
+        # What the experts read and compute, for each one of a token; from other processes it returns.
+        several = 3 if layout.tensor * layout.expert > 1 else 2
+        mlp += several * model.experts_per_token * model.hidden
     sharded = (attention + mlp) // layout.tensor
     of_token = numbers.computed * (2 * model.hidden + sharded + mask) + _norm_bytes(work) * 2 * model.hidden
     return work.tokens // layout.context * of_token
@@ -305,6 +360,7 @@ def collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -
     """Return the collectives and messages of a process of a stage in one step."""
     found = [
         *_sharding_collectives(model, layout, work, stage),
+        *_expert_collectives(model, layout, work, stage),
         *_tensor_collectives(model, layout, work, stage),
         *_context_collectives(model, layout, work, stage),
         *_pipeline_collectives(model, layout, work, stage),
@@ -314,27 +370,45 @@ def collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -
 
 
 def _sharding_collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
-    sharing, window = layout.sharing, work.window
+    window = work.window
     reduced = 1 if work.accumulate_unsharded else window
-    block, around = (-(-elements // sharing) * sharing for elements in _elements(model, layout, stage))
-    number = work.numbers.computed
-    # A block is gathered before its forward and before its backward; what is around the blocks stays in between, and a
-    # stage of a pipeline keeps everything for the window.
+    # A block is gathered before its forward and before its backward, and so are its experts if they are split; what is
+    # around the blocks stays in between, and a stage of a pipeline keeps everything for the window.
     of_block, of_others = (1, 1) if layout.pipeline > 1 else (2 * window, window)
-    for units, elements, gathers in ((stage.blocks, block, of_block), (int(around > 0), around, of_others)):
-        yield Collective("shards", "all_gather", gathers * units, number * elements, sharing)
+    for unit in _units(model, layout, stage):
+        gathers = unit.count * (of_others if unit.is_around else of_block)
+        elements = unit.elements + unit.padding
+        yield Collective("shards", "all_gather", gathers, work.numbers.computed * elements, unit.sharing)
         gradients = max(REDUCED, work.numbers.stored) * elements
-        yield Collective("shards", "reduce_scatter", units * reduced, gradients, sharing)
-        yield Collective("replicas", "all_reduce", units * reduced, gradients // sharing, layout.replicas)
+        yield Collective("shards", "reduce_scatter", unit.count * reduced, gradients, unit.sharing)
+        sharded = gradients // unit.sharing
+        yield Collective("replicas", "all_reduce", unit.count * reduced, sharded, layout.replicas)
+
+
+def _expert_collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
+    """Tokens travel to their experts and back, if the router sends as many to each."""
+    parts, forwards = layout.expert, 2 if work.checkpointing else 1
+    of_blocks = stage.blocks * work.window
+    rows = work.tokens // layout.context * model.experts_per_token // layout.tensor
+    # How many come, and for which experts: integers of 8 bytes.
+    yield Collective("experts", "all_to_all", forwards * of_blocks, 8 * parts, parts)
+    yield Collective("experts", "all_to_all", forwards * of_blocks, 8 * rows, parts)
+    hidden = work.numbers.computed * rows * model.hidden
+    yield Collective("experts", "all_to_all", 2 * (forwards + 1) * of_blocks, hidden, parts)
 
 
 def _tensor_collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     window, number, parts = work.window, work.numbers.computed, layout.tensor
     hidden = number * work.tokens * model.hidden
-    # Forward: sums after attention and MLP, of which recomputation needs the first; backward: sums of the gradients
-    # of what q, k and v, and gate and up, have read.
-    of_block = 4 + int(work.checkpointing)
+    # Forward: sums after attention and MLP, of which recomputation needs all but the last; backward: sums of the
+    # gradients of what q, k and v, and gate and up, have read. A mixture may have an MLP for all tokens besides.
+    sums = 3 if model.experts > 1 and model.shared else 2
+    of_block = 2 * sums + (sums - 1) * int(work.checkpointing)
     yield Collective("tensor", "all_reduce", of_block * stage.blocks * window, hidden // layout.context, parts)
+    if model.experts > 1:
+        # The gradients of the weights that the router gives to a token's experts.
+        weights = work.numbers.stored * work.tokens // layout.context * model.experts_per_token
+        yield Collective("tensor", "all_reduce", stage.blocks * window, weights, parts)
     # The embedding's sum, and that of the gradients of what the head has read; the logits are gathered.
     yield Collective("tensor", "all_reduce", (int(stage.first) + int(stage.last)) * window, hidden, parts)
     logits = number * work.tokens * model.vocabulary
@@ -382,10 +456,13 @@ def _pipeline_collectives(model: Architecture, layout: Layout, work: Work, stage
 def _norm_collectives(layout: Layout, work: Work) -> Iterator[Collective]:
     """Squares of norms are summed for weights that are split in the same way: by rows, by columns, or not."""
     by_plan = 2 if layout.tensor > 1 else 0
+    experts = int(layout.expert > 1)
     for count, processes in (
         (by_plan + 1, layout.sharing),
-        (by_plan, layout.tensor),
+        (by_plan + experts, layout.tensor),
         (1, layout.pipeline),
+        (experts, layout.sharing // layout.expert),
+        (experts, layout.expert),
     ):
         yield Collective("norm", "all_reduce", count * int(work.clips), work.numbers.stored, processes)
 

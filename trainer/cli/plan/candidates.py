@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.model.memory import DtypeSizes
 from trainer.model.parallel_cost import (
@@ -85,7 +86,7 @@ class Excluded:
 def rank(model: Architecture, cluster: Cluster, batch: GlobalBatch) -> tuple[list[Candidate], list[Excluded]]:
     """Return the layouts that fit, the fastest first, and all others."""
     fitting, excluded = [], []
-    for layout in layouts(cluster):
+    for layout in layouts(model, cluster):
         reason = _impossible(model, cluster, batch, layout)
         if reason:
             excluded.append(Excluded(layout, reason))
@@ -100,8 +101,15 @@ def rank(model: Architecture, cluster: Cluster, batch: GlobalBatch) -> tuple[lis
     return sorted(fitting, key=lambda one: (one.seconds, one.memory.total)), excluded
 
 
-def layouts(cluster: Cluster) -> Iterator[Layout]:
-    """Yield every division of the GPUs; weights sharded over all readers or, with replicas, over those of a machine."""
+def layouts(model: Architecture, cluster: Cluster) -> Iterator[Layout]:
+    """Yield every division of the GPUs, each with its experts split in every way."""
+    for layout in _divisions(cluster):
+        for expert in _divisors(math.gcd(layout.sharing, model.experts)):
+            yield replace(layout, expert=expert)
+
+
+def _divisions(cluster: Cluster) -> Iterator[Layout]:
+    """Yield divisions with weights sharded over all readers or, with replicas, over those of a machine."""
     for tensor in _divisors(cluster.gpus):
         for context in _divisors(cluster.gpus // tensor):
             for pipeline in _divisors(cluster.gpus // tensor // context):
@@ -119,7 +127,9 @@ def _divisors(number: int) -> list[int]:
 
 def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layout: Layout) -> str:
     """Return why a layout cannot be, whatever the memory; else ""."""
-    split = {"heads": model.heads, "heads of keys": model.kv_heads, "outputs of the MLP": model.intermediate}
+    # The experts of a mixture are not split themselves.
+    mlp = model.intermediate if model.experts == 1 else model.shared
+    split = {"heads": model.heads, "heads of keys": model.kv_heads, "outputs of the MLP": mlp}
     uneven = [f"{size} {what}" for what, size in split.items() if size % layout.tensor]
     if batch.precision == "mxfp8" and layout.tensor > 1:
         return "precision mxfp8 cannot scale blocks of weights that tensor_parallel splits"
@@ -129,6 +139,9 @@ def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layou
         return f"tensor_parallel={layout.tensor} goes beyond a machine of {cluster.per_machine} GPUs"
     if uneven:
         return f"tensor_parallel={layout.tensor} does not divide {', '.join(uneven)}"
+    parts = layout.tensor * layout.expert
+    if model.experts > 1 and model.experts % parts:
+        return f"{model.experts} experts cannot be split over {parts} processes (expert_parallel x tensor_parallel)"
     if layout.pipeline > model.layers:
         return f"pipeline_parallel={layout.pipeline} is more than {model.layers} layers"
     if batch.sequence % layout.context or batch.sequence < 2 * layout.context:
@@ -199,7 +212,7 @@ def _spent(model: Architecture, cluster: Cluster, layout: Layout, work: Work, st
     for one in collectives(model, layout, work, stage):
         speed = cluster.network if _crosses(layout, cluster, one.along) else cluster.link
         sending[one.along] = sending.get(one.along, 0.0) + one.sent / speed + one.count * LATENCY
-    in_turn = {name: sending.get(name, 0.0) for name in ("tensor", "context", "stages", "norm")}
+    in_turn = {name: sending.get(name, 0.0) for name in ("experts", "tensor", "context", "stages", "norm")}
     overlapped = sending.get("shards", 0.0) + sending.get("replicas", 0.0)
     spent = {
         "computing": min(even, once),
@@ -221,6 +234,7 @@ def _crosses(layout: Layout, cluster: Cluster, along: str) -> bool:
     """Whether the processes along a dimension are on several machines; neighbours along "tensor" are next ranks."""
     reach = {
         "tensor": layout.tensor,
+        "experts": layout.tensor * layout.expert,
         "context": layout.tensor * layout.context,
         "shards": layout.tensor * layout.sharing,
         "replicas": layout.tensor * layout.context * layout.readers,

@@ -14,6 +14,7 @@ from trainer.model.parallel_cost import Architecture, Layout
 SPENT = {
     "recomputing": "forwards again",
     "uneven stages": "uneven work",
+    "experts": "tokens to experts",
     "tensor": "tensor sums",
     "context": "attention's exchange",
     "stages": "messages of stages",
@@ -33,7 +34,8 @@ def name_of(layout: Layout) -> str:
     shards = f"FSDP {layout.shards}" if layout.replicas == 1 else f"HYBRID {layout.replicas} x {layout.shards}"
     sizes = (("PP", layout.pipeline), ("CP", layout.context), ("TP", layout.tensor))
     parts = [f"{name} {size}" for name, size in sizes if size > 1]
-    return " x ".join([*([shards] if layout.readers > 1 else []), *parts]) or "one GPU"
+    name = " x ".join([*([shards] if layout.readers > 1 else []), *parts]) or "one GPU"
+    return f"{name} with EP {layout.expert}" if layout.expert > 1 else name
 
 
 def report(
@@ -133,7 +135,8 @@ def settings(one: Candidate, cluster: Cluster, precision: str) -> str:
 def strategy_options(one: Candidate) -> dict[str, Any]:
     """Return the arguments of `FSDPStrategy` for a layout."""
     layout = one.layout
-    sizes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
+    names = ("tensor", "context", "pipeline", "expert")
+    sizes = {name: getattr(layout, name) for name in names}
     options: dict[str, Any] = {f"{name}_parallel": size for name, size in sizes.items() if size > 1}
     if layout.replicas > 1:
         options |= {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [layout.replicas, layout.shards]}
