@@ -123,6 +123,7 @@ class StochasticWeightAveraging(AveragingCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         epoch = trainer.current_epoch
+        self._averaged.forget_buffers()  # a checkpoint of an earlier end has them: those of this one may differ
         if not self.should_update(epoch, trainer.config.max_epochs):
             return
         for config in trainer.scheduler_configs:
@@ -135,7 +136,6 @@ class StochasticWeightAveraging(AveragingCallback):
         part = self._annealed(epoch - self.first_epoch(trainer.config.max_epochs))
         for group, before, after in zip(groups, self._rates, rates, strict=True):
             group["lr"] = after * part + before * (1 - part)
-        self._averaged.forget_buffers()
         self._averaged.update(self._change)
         self.latest_update_epoch = epoch
 
@@ -143,12 +143,6 @@ class StochasticWeightAveraging(AveragingCallback):
         """Return how far the learning rate has gone after so many epochs, from 0 to 1."""
         part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         return (1 - math.cos(math.pi * part)) / 2 if self.annealing_strategy == "cos" else part
-
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        config = trainer.config
-        out_of_steps = config.max_steps is not None and trainer.global_step >= config.max_steps
-        if out_of_steps or trainer.current_epoch + 1 == config.max_epochs:
-            self._redo_statistics(trainer.run)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not exit_code(trainer.stop_reason):  # else the run is to be started again
@@ -172,6 +166,13 @@ class StochasticWeightAveraging(AveragingCallback):
         require(state, kinds, "StochasticWeightAveraging")
         self.latest_update_epoch, self._rates = state["latest_update_epoch"], list(state["rates"])
         super().load_state_dict(state)
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if (
+            trainer.run.ends
+        ):  # here, since the callback that has stopped the training is called after `on_train_epoch_end`
+            self._redo_statistics(trainer.run)
+        super().on_save_checkpoint(trainer, module, checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         average = checkpoint.get("average")

@@ -671,6 +671,7 @@ class Trainer:
         self._publish_epoch(run)
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
+        run.decide_end(complete=progress.step >= run.last_step or progress.epoch + 1 == self.config.max_epochs)
         run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         run.end_epoch()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.toy import quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
-from trainer.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from trainer.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 
 EPOCHS = 5
 
@@ -93,6 +93,11 @@ def test_as_by_hand(tmp_path: Path) -> None:
             assert_same_bits(value, module.state_dict()[name], name)
 
 
+def counted(module: TrainModule) -> dict[str, torch.Tensor]:
+    """Return the numbers of batches that BatchNorms have seen, which are those of the training."""
+    return {name: value for name, value in module.state_dict().items() if "num_batches" in name}
+
+
 class StopsAt(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
@@ -104,19 +109,32 @@ class StopsAt(Callback):
 
 @pytest.mark.parametrize(
     "ends",
-    [{"max_steps": 16}, {"max_steps": 18}, {"max_steps": 16, "max_epochs": -1}, {"stops": 16}, {"stops": 18}],
+    [
+        {"max_steps": 16},
+        {"max_steps": 18},
+        {"max_steps": 16, "max_epochs": -1},
+        {"stops": 16},
+        {"stops": 18},
+        {"monitor": "loss"},
+        {"monitor": "val_loss"},
+    ],
     ids=str,
 )
 def test_a_training_that_ends_early_has_the_statistics_of_its_average(ends: dict[str, Any], tmp_path: Path) -> None:
     module, callbacks = Net(), [StochasticWeightAveraging(0.01, 3), ModelCheckpoint(dirpath=tmp_path)]
     settings = {"max_epochs": 9, **ends}
-    stops = StopsAt(settings.pop("stops", 99))
-    quiet(**settings, enable_checkpointing=True, callbacks=[*callbacks, stops]).fit(module, data())
+    callbacks.append(StopsAt(settings.pop("stops", 99)))
+    if "monitor" in ends:
+        callbacks.append(EarlyStopping(settings.pop("monitor"), min_delta=9.0, patience=4))
+    quiet(**settings, enable_checkpointing=True, callbacks=callbacks).fit(module, data(), data())
     expected = AveragedModel(module.net)
     update_bn(data(), expected)
     norm: Any = module.net[1]
     torch.testing.assert_close(norm.running_mean, expected.module[1].running_mean)
     torch.testing.assert_close(norm.running_var, expected.module[1].running_var)
+    tested, (kept,) = Net(), tmp_path.glob("epoch=*")
+    quiet(callbacks=[StochasticWeightAveraging(0.01)]).test(tested, data(), ckpt_path=kept)
+    assert_same_bits({**tested.state_dict(), **counted(module)}, module.state_dict())
     again, settings = Net(), {**settings, "max_steps": 16}
     if ends == {"max_steps": 16}:  # nothing is left to train
         swa = StochasticWeightAveraging(0.01, 3)

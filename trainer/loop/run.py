@@ -166,6 +166,9 @@ class Run:
     """True from `on_train_epoch_start` to the end of the epoch."""
     facts: Mapping[str, Mapping[str, str]] = {}
     """Facts with which a resumed run is compared, see loop/changes_since_checkpoint.py."""
+    ends = False
+    """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
+    saved then is the end of the training."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     bad_steps: BadSteps | None = None
@@ -557,6 +560,14 @@ class Run:
             self.stop_reason = self.stop_coordinator.check(self.progress.step)
         return self.stop_reason is not None
 
+    def decide_end(self, complete: bool) -> None:
+        """Find out at the end of an epoch, before its checkpoint is written, whether it is the last one.
+
+        Args:
+            complete: no further epoch is to be trained.
+        """
+        self.ends = (self.stops() or complete) and not exit_code(self.stop_reason)
+
     def take_last_stop(self, complete: bool) -> None:
         """Wait until all processes have trained, and take a stop that one of them was asked for before that.
 
@@ -568,6 +579,7 @@ class Run:
             if self.strategy.processes.is_global_zero:
                 log.info("%s came when nothing was left to train.", self.stop_reason)
             self.stop_reason = None
+        self.ends = not exit_code(self.stop_reason)
 
     def restore_rng(self) -> None:
         """Restore the generators' states from the checkpoint, once in a resumed run."""
