@@ -746,6 +746,14 @@ def data_module_of(library: Library, record: Record) -> Any:
     return Data()
 
 
+def last_batches(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            record.noted.append((batch_idx, self.trainer.is_last_batch))
+
+    return Module
+
+
 class Stream(IterableDataset[Any]):
     """Five batches without a length."""
 
@@ -1499,6 +1507,12 @@ SCENARIOS = [
         action=lambda trainer, module: trainer.fit(module, datamodule=data_module_of(OF[type(trainer)], module.record)),
     ),
     Scenario("loader without a length", action=fit_with(lambda: DataLoader(Stream(), batch_size=3), loader)),
+    Scenario(
+        "last batch of a loader without a length",
+        last_batches,
+        action=fit_with(lambda: DataLoader(Stream(), batch_size=3), loader),
+        differs={"noted": "data without a length"},
+    ),
     Scenario("no validation loader", action=lambda trainer, module: trainer.fit(module, loader())),
     Scenario(
         "a second fit",

@@ -169,6 +169,12 @@ _STEPS = (
         "is False when the next epoch begins, and after `fit`",
     ),
     Difference(
+        "data without a length",
+        "a loader without a length is read one batch ahead, and `trainer.is_last_batch` is True in its last step",
+        "each batch is read when it is due, so that data made with the weights are made with those of now; "
+        "`trainer.is_last_batch` stays False",
+    ),
+    Difference(
         "a second fit",
         "a second `fit` of the same Trainer continues to count, and may have nothing left to do",
         "starts at step and epoch 0 in a new run directory, with the weights as they are; to continue, give "
