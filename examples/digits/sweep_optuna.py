@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--max-epochs", type=int, default=6)
     parser.add_argument("--storage", help="such as sqlite:///sweep.db: several processes may work on one sweep")
+    parser.add_argument("--seed", type=int, default=1, help="of the search: give each process of a sweep another one")
     arguments = parser.parse_args()
 
     def objective(trial: optuna.Trial) -> float:
@@ -63,8 +64,14 @@ def main() -> None:
         return float(trainer.callback_metrics["val_acc"])
 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=1)
-    sampler = optuna.samplers.TPESampler(seed=1)
-    study = optuna.create_study(direction="maximize", pruner=pruner, sampler=sampler, storage=arguments.storage)
+    study = optuna.create_study(
+        direction="maximize",
+        pruner=pruner,
+        sampler=optuna.samplers.TPESampler(seed=arguments.seed),
+        storage=arguments.storage,
+        study_name="digits",
+        load_if_exists=True,
+    )
     study.optimize(objective, n_trials=arguments.trials)
     states = [trial.state.name for trial in study.trials]
     print(f"{states.count('COMPLETE')} trials complete, {states.count('PRUNED')} pruned")

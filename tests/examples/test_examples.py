@@ -201,9 +201,11 @@ def test_digits_learns(tmp_path: Path) -> None:
 
 def test_a_pruned_trial_of_optuna_ends_cleanly(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    words = ["examples/digits/sweep_optuna.py", "--trials", "5", "--max-epochs", "3", "--storage", "sqlite:///sweep.db"]
+    words = ["examples/digits/sweep_optuna.py", "--max-epochs", "3", "--storage", "sqlite:///sweep.db"]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    done = Running([sys.executable, *words], tmp_path, ENVIRONMENT).wait().check()
+    for trials, seed in (("4", "1"), ("1", "2")):  # the second process goes on with the sweep of the first
+        options = ("--trials", trials, "--seed", seed)
+        done = Running([sys.executable, *words, *options], tmp_path, ENVIRONMENT).wait().check()
     complete, pruned = map(int, re.findall(r"(\d) trials complete, (\d) pruned", done.stdout)[0])
     assert complete + pruned == 5
     assert complete >= 2 <= 2 * pruned
