@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import os
+import re
 import resource
 import time
 from pathlib import Path
@@ -105,6 +106,28 @@ def test_the_learning_rate_is_that_of_each_step_and_the_search_ends_when_the_los
     assert len(finder.results["lr"]) < 50
     assert finder.results["lr"] == pytest.approx(seen[: len(finder.results["lr"])])
     assert all(map(math.isfinite, finder.results["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (
+            1,
+            "0 points, .* the loss of step 1, with learning rate 1e-08, is nan: no learning rate has acted yet, so",
+        ),
+        (4, "3 points, .* the loss of step 4, with learning rate .*, is nan: lower min_lr and max_lr, or raise num_tr"),
+        (99, "8 points, too few for a suggestion: raise num_training, or lower min_lr"),
+    ],
+)
+def test_why_there_is_no_suggestion_is_told(first: int, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            broken = self.trainer.global_step + 1 >= first
+            return super().training_step(batch, batch_idx) * (math.nan if broken else 1.0)
+
+    finder = Tuner(quiet()).lr_find(Breaks(), loader(4), num_training=8)
+    assert finder.suggestion() is None
+    assert re.search(words, caplog.text)
 
 
 def test_a_picture() -> None:

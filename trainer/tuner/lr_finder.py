@@ -34,6 +34,8 @@ class LRFinder:
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         """The learning rates, and the smoothed losses after them."""
+        self.stopped = ""
+        """The reason for which the test has ended early, with the step and its learning rate."""
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, from 0."""
@@ -41,6 +43,20 @@ class LRFinder:
         if self.mode == "linear":
             return self.lr_min + part * (self.lr_max - self.lr_min)
         return float(self.lr_min * (self.lr_max / self.lr_min) ** part)
+
+    def lack(self, steps: str = "num_training", low: str = "min_lr", high: str = "max_lr") -> str:
+        """Return the reason why there is no suggestion, and what to do.
+
+        Args:
+            steps, low, high: the names of these arguments for the user.
+        """
+        points = len(self.results["lr"])
+        if not self.stopped:
+            return f"{points} points, too few for a suggestion: raise {steps}, or lower {low}"
+        fix = f"lower {low} and {high}, or raise {steps}"
+        if not points:
+            fix = "no learning rate has acted yet, so look at data and module with Trainer(detect_anomaly=True)"
+        return f"{points} points, too few for a suggestion, because {self.stopped}: {fix}"
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the learning rate at which the loss falls fastest; None if there are too few points.
@@ -117,15 +133,20 @@ class RangeTest(Callback):
             loss = sum(losses) / len(losses)
             self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
             smoothed = self._average / (1 - SMOOTHING**step)
+            lr = self.finder.lr_at(step - 1)
             if not math.isfinite(loss):
-                trainer.stop("the loss is not finite")
+                self._stop(trainer, f"the loss of step {step}, with learning rate {lr:.3g}, is {loss}")
                 return
-            self.finder.results["lr"].append(self.finder.lr_at(step - 1))
+            self.finder.results["lr"].append(lr)
             self.finder.results["loss"].append(smoothed)
             lowest = min(self.finder.results["loss"])
             if self.threshold is not None and step > 1 and smoothed > self.threshold * lowest:
-                trainer.stop("the loss grows")
+                self._stop(trainer, f"the loss grows: at step {step}, with learning rate {lr:.3g}, it is {loss:.3g}")
         self._set(trainer.global_step, trainer.optimizers)
+
+    def _stop(self, trainer: Trainer, reason: str) -> None:
+        self.finder.stopped = reason
+        trainer.stop(reason)
 
     def _set(self, step: int, optimizers: Iterable[Optimizer]) -> None:
         lr = self.finder.lr_at(step)

@@ -92,10 +92,7 @@ class Tuner:
         run_trial(self._trainer.settings, model, train_dataloaders, datamodule, test, num_training)
         found = finder.suggestion()
         if found is None:
-            log.warning(
-                "lr_find has %d points, too few for a suggestion: raise num_training, or lower min_lr",
-                len(finder.results["lr"]),
-            )
+            log.warning("lr_find has %s", finder.lack())
         elif update_attr:
             _set(attribute, found)
             log.info("learning rate: %.3g%s", found, "" if attribute else " (the module has no attribute lr to set)")

@@ -104,7 +104,7 @@ def _tune_lr(job: Job, options: Namespace) -> None:
         found.plot(suggest=True).savefig(plot)
         print(f"curve: {plot}")
     if suggestion is None:
-        raise ConfigError(f"the curve has {points} points, too few: give more --steps, or a smaller --min-lr.")
+        raise ConfigError(f"the curve has {found.lack('--steps', '--min-lr', '--max-lr')}.")
     print(f"learning rate: {suggestion:.3g}  (where the loss falls fastest; {points} points)")
 
 
