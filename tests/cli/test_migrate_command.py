@@ -148,6 +148,12 @@ DECISIONS = {
     "    def on_post_move_to_device(self): ...": "tie weights",
     "    def validation_step(self, batch, i): return {'log': {'a': 1}}": "self.log(name, value)",
     "    def test_step(self, batch, i): return {'progress_bar': {'a': 1}}": "prog_bar=True",
+    "    def validation_step(self, batch, i): return OrderedDict(log={'a': 1})": "self.log(name, value)",
+    "    def test_step(self, batch, i): return OrderedDict([('progress_bar', {'a': 1})])": "prog_bar=True",
+    "    def training_step(self, batch, i): r = {}; r['log'] = {'a': 1}; return r": "self.log(name, value)",
+    "    def validation_end(self, outputs): return self.passed_on(outputs)": "on_validation_epoch_end(self)",
+    "    def passed_on(self, outputs): s = self.summed(outputs); s.update(log={'a': 1}); return s": "self.log(",
+    "    def summed(self, outputs): return dict(val_loss=1, progress_bar={'a': 1})": "prog_bar=True",
     "    def a(self): return self.trainer.fit_loop": "trainer.progress",
     "    def b(self): return self.use_amp": "self.trainer.precision.name",
     "    def c(self, h): self.hparams = h": "save_hyperparameters",
@@ -182,6 +188,8 @@ def test_helpers_of_the_users_own_are_not_listed(command: Command, tmp_path: Pat
         "class Net(L.LightningModule):\n"
         "    def __init__(self): self.use_amp = True\n"
         "    def f(self): return self.use_amp\n"
+        "    def training_step(self, batch, i): self.log_dict(self.both(batch)['log']); return self.loss(batch)\n"
+        "    def both(self, batch): return {'log': {'a': 1}, 'loss': 2}\n"
         "class Other:\n"
         "    def training_epoch_end(self, outputs): ...\n"
     )

@@ -117,6 +117,8 @@ class _DecisionFinder(cst.CSTVisitor):
         """Names that each enclosing class defines; None for a class that does not derive from Lightning's."""
         self.functions: list[str] = []
         """Names of the enclosing functions in classes of Lightning's."""
+        self.steps: list[Collection[str]] = []
+        """Of each enclosing class: the methods whose dicts the trainer gets."""
         self.known: set[str] = set()
         """Classes of this file that derive from one of Lightning's."""
 
@@ -134,9 +136,11 @@ class _DecisionFinder(cst.CSTVisitor):
             self.classes.append(own)
         else:
             self.classes.append(None)
+        self.steps.append(_returning(node) if self.classes[-1] is not None else ())
 
     def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
         self.classes.pop()
+        self.steps.pop()
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         if not self.classes or self.classes[-1] is None:
@@ -154,12 +158,16 @@ class _DecisionFinder(cst.CSTVisitor):
             self.functions.pop()
 
     def visit_DictElement(self, node: cst.DictElement) -> None:
-        key = node.key.raw_value if isinstance(node.key, cst.SimpleString) else ""
-        if key in RETURNED and self.functions and self.functions[-1] in STEPS:
-            self._add(node, f"{self.functions[-1]}: {{{key!r}: ...}}", f"use {RETURNED[key]}")
+        self._report_key(node, _text(node.key))
+
+    def visit_Tuple(self, node: cst.Tuple) -> None:
+        if len(node.elements) == 2:  # of OrderedDict([("log", ...)])
+            self._report_key(node, _text(node.elements[0].value))
 
     def visit_Assign(self, node: cst.Assign) -> None:
         for target in node.targets:
+            if isinstance(target.target, cst.Subscript) and isinstance(target.target.value, cst.Name):
+                self._report_key(node, _text(getattr(target.target.slice[0].slice, "value", None)))
             if self.classes and self.classes[-1] is not None and _is(target.target, "self.hparams"):
                 self._add(node, "self.hparams = ...", "use self.save_hyperparameters(...), which fills self.hparams")
             if isinstance(target.target, cst.Name) and target.target.value == "truncated_bptt_steps" and self.classes:
@@ -178,6 +186,10 @@ class _DecisionFinder(cst.CSTVisitor):
             self._add(node, f"self.{name}", f"use {WORDS['LightningModule'][name]}")
 
     def visit_Call(self, node: cst.Call) -> None:
+        called = get_full_name_for_node(node.func) or ""
+        if called.rpartition(".")[2] in ("dict", "OrderedDict") or called.endswith(".update"):
+            for arg in node.args:
+                self._report_key(arg, arg.keyword.value if arg.keyword else "")
         path = self._path(node.func)
         kind = path.rpartition(".")[2] if path else ""
         words = argument_words(kind)
@@ -203,6 +215,11 @@ class _DecisionFinder(cst.CSTVisitor):
             self._add(
                 node, node.value, "the name of a package in a string: write the one of this package if it is meant"
             )
+
+    def _report_key(self, node: cst.CSTNode, key: str) -> None:
+        """Report a key of a dict that a step returns, or may return."""
+        if key in RETURNED and self.functions and self.steps and self.functions[-1] in self.steps[-1]:
+            self._add(node, f"{self.functions[-1]}: {{{key!r}: ...}}", f"use {RETURNED[key]}")
 
     def _path(self, node: cst.CSTNode) -> str | None:
         """Return the path in Lightning or in this package that an expression has been imported from."""
@@ -242,6 +259,54 @@ def _own_names(node: cst.ClassDef) -> set[str]:
     names = _Own()
     node.body.visit(names)
     return names.found
+
+
+def _returning(node: cst.ClassDef) -> set[str]:
+    """Return the steps of a class, and the methods whose values a step returns as they are."""
+    returns = _Returns()
+    node.body.visit(returns)
+    found = set(STEPS)
+    while more := {called for name in found for called in returns.found.get(name, ())} - found:
+        found |= more
+    return found
+
+
+class _Returns(cst.CSTVisitor):
+    """Collects which methods of its own each method returns the value of, also by way of a variable."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, set[str]] = {}
+        self._functions: list[str] = []
+        self._variables: dict[str, str] = {}
+        """Variable -> the method whose value it has."""
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._functions.append(node.name.value)
+        self._variables = {}
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
+        self._functions.pop()
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        method = _method_called(node.value)
+        for target in node.targets if method else ():
+            self._variables[get_full_name_for_node(target.target) or ""] = method
+
+    def visit_Return(self, node: cst.Return) -> None:
+        if node.value is not None and self._functions:
+            written = get_full_name_for_node(node.value) if isinstance(node.value, cst.Name) else None
+            method = _method_called(node.value) or self._variables.get(written or "", "")
+            self.found.setdefault(self._functions[-1], set()).add(method)
+
+
+def _method_called(node: cst.BaseExpression) -> str:
+    """Return the name of a method that an expression calls on `self`; empty for others."""
+    called = get_full_name_for_node(node.func) if isinstance(node, cst.Call) else None
+    return (called or "").removeprefix("self.") if (called or "").startswith("self.") else ""
+
+
+def _text(node: cst.CSTNode | None) -> str:
+    return str(node.raw_value) if isinstance(node, cst.SimpleString) else ""
 
 
 class _Own(cst.CSTVisitor):
