@@ -188,7 +188,7 @@ def no_such_name(package: ModuleType, name: str, instead: str = "", depth: int =
         in_import = caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
     elif in_import:
         in_import = find_spec(f"{package.__name__}.{name}") is None
-    if in_import and not name.startswith("__"):
+    if in_import and (instead or not name.startswith("__")):
         return ImportError(text, name=package.__name__, path=vars(package).get("__file__"))
     return AttributeError(text)
 

@@ -224,6 +224,11 @@ OLD = {
     "from trainer.utilities.device_parser import parse_gpu_ids": "devices=",
     "from trainer.strategies import DDPShardedStrategy": "fsdp",
     "from trainer.strategies.launchers.subprocess_script import _SubprocessScriptLauncher": "torchrun",
+    "from trainer.data import LightningDataset": "litdata",
+    "from trainer.store import download_model": "model store",
+    "from trainer.core.step_result import EvalResult": "self.log in the step",
+    "from trainer.__about__ import __license__": "importlib.metadata",
+    "from trainer.fabric.wrappers import is_wrapped": "'lightning-names'",
     "from trainer.callbacks.timer import Interval": "interval='step' or 'epoch'",
     "from trainer.overrides.data_parallel import LightningParallelModule": "the strategy wraps the module",
 }
@@ -251,31 +256,39 @@ def test_an_import_of_all_names_takes_those_that_lightning_exports(package: str)
     assert here - found.keys() <= {"Checkpoint", *MODULES.split()}  # a base class without members, and modules
 
 
+def test_the_version_is_found_at_lightnings_place() -> None:
+    from trainer import __version__
+
+    assert import_module("trainer.__about__").__version__ == __version__
+    assert import_module("trainer.pytorch.__about__").__version__ == __version__
+
+
 def test_every_module_of_lightning_can_be_imported() -> None:
     for name in MODULES.split():
         assert import_module(f"trainer.{name}") is not None
 
 
-def defined_in_lightning() -> Iterator[tuple[str, str]]:
-    """Yield module and name of each public class and function of Lightning's."""
-    for info in pkgutil.walk_packages(lightning.__path__, "pytorch_lightning."):
-        if "._" in info.name or info.name.endswith("__main__"):
-            continue
-        module = import_module(info.name)
-        for name, value in vars(module).items():
-            if not name.startswith("_") and getattr(value, "__module__", None) == info.name:
-                yield info.name.removeprefix("pytorch_lightning."), name
+def names_in_lightning() -> Iterator[tuple[str, str]]:
+    """Yield each public module of Lightning's and Fabric's, by its name here, with each name that it has."""
+    for root, ours in (("pytorch_lightning", ""), ("lightning_fabric", "fabric.")):
+        for info in pkgutil.walk_packages(import_module(root).__path__, f"{root}."):
+            if info.name.endswith("__about__") or ("._" not in info.name and not info.name.endswith("__main__")):
+                module = import_module(info.name)
+                for name in {*vars(module)} if not hasattr(module, "__author__") else module.__all__:
+                    if not name.startswith("_") or hasattr(module, "__author__"):
+                        yield ours + info.name.removeprefix(f"{root}."), name
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_public_name_of_every_module_is_here_or_answered_in_words() -> None:
     unanswered = []
-    for module, name in defined_in_lightning():
-        try:
-            getattr(import_module(f"trainer.{module}"), name)
-        except (ImportError, AttributeError) as error:
-            if not any(words in str(error) for words in ("Use ", "use ")):
-                unanswered.append(f"{module}.{name}: {error}")
+    for module, name in names_in_lightning():
+        for package in ("trainer", "trainer.pytorch") if not module.startswith("fabric.") else ("trainer",):
+            try:
+                getattr(import_module(f"{package}.{module}"), name)
+            except (ImportError, AttributeError) as error:
+                if not any(words in str(error) for words in ("Use ", "use ")):
+                    unanswered.append(f"{package}.{module}.{name}: {error}")
     assert not unanswered, "\n".join(unanswered)
 
 

@@ -13,10 +13,16 @@ NAMESAKE = "trainer.pytorch"
 """Another name of the package, for `lightning.pytorch`."""
 OWN = (f"{PACKAGE}.callbacks.", f"{PACKAGE}.strategies.")
 """Packages with files of this package's whose names are Lightning's, too: these have further names in them."""
-OWN_PACKAGES = (f"{PACKAGE}.metrics",)
-"""Packages of this package's that were another one of Lightning's."""
+OWN_PACKAGES = tuple(f"{PACKAGE}.{name}" for name in ("metrics", "data", "trainer", "tuner", "tuner.lr_finder"))
+"""Packages and files of this package's of which Lightning had, or has, others with further names."""
 PACKAGES = ("callbacks", "strategies", "cli", "tuner")
 """Packages that are an attribute of `trainer`, though nothing has imported them yet."""
+
+ELSEWHERE = (
+    "the package that defines it, if Lightning's module only imported it; else a name of the docs' page "
+    "'lightning-names', which has no such name"
+)
+"""The words for a name of which nothing else is known."""
 
 
 class LightningModules:
@@ -83,7 +89,9 @@ class LightningPath(ModuleType):
     """A module of Lightning's: all names of the table can be imported from it."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        from trainer.compat.names import NAMES
+
+        if name.startswith("__") and name not in NAMES:
             raise AttributeError(name)
         return lightning_name(self, name)
 
@@ -103,8 +111,8 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     Raises:
         AttributeError, ImportError: the name is not here; see `errors.no_such_name`.
     """
-    from trainer.compat.names import MODULES, NAMES, PACKAGES_IN_WORDS
-    from trainer.errors import no_such_name
+    from trainer.compat.names import MODULES, NAMES
+    from trainer.errors import did_you_mean, no_such_name
 
     target = NAMES.get(name, "")
     home, _, attribute = target.partition(":")
@@ -118,7 +126,17 @@ def lightning_name(package: ModuleType, name: str) -> Any:
         found = next((names[name] for names in of_files if isinstance(names.get(name), type)), None)
         if found is not None and (isinstance(package, LightningPath) or package.__name__.startswith(OWN)):
             return found
-        inside = package.__name__.partition(".")[2]
-        words = (text for path, text in PACKAGES_IN_WORDS.items() if f"{inside}.".startswith(f"{path}."))
-        target = next(words, "")
+        target = _words_of_package(package.__name__.partition(".")[2])
+        unlike_ours = not name.startswith("__") and not did_you_mean(name, vars(package).get("__all__", ()))
+        if not target and unlike_ours and package.__name__ != PACKAGE:
+            target = ELSEWHERE
     raise no_such_name(package, name, target, depth=3)
+
+
+def _words_of_package(inside: str) -> str:
+    """Return what to use instead of names of a package of Lightning's; empty if that is not known."""
+    from trainer.compat.names import PACKAGES_IN_WORDS
+
+    alike = inside.removeprefix("fabric.")  # its packages have the names of Lightning's
+    rows = ((one, *row) for one in (alike, inside) for row in PACKAGES_IN_WORDS.items())
+    return next((text for one, package, text in rows if f"{one}.".startswith(f"{package}.")), "")
