@@ -21,7 +21,7 @@ from trainer.callbacks import PredictionWriter, read_predictions
 
 LEFT_OUT = ("FSDP x2, communicating always", "CP x2, keys", "DDP x1", "ZeRO-1 x1", "ZeRO-2 x1")
 COMPARED = [name for name in WAYS if " x " not in name and name not in LEFT_OUT]
-SIZES = (46, 33, 3)
+SIZES = (33, 3)
 """Samples to evaluate: the last batches of two and of four processes are uneven, and some processes have none."""
 STEPS = 4
 
