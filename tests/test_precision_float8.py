@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.counted_collectives import CountCollectives
 from tests.helpers.decoder import Decoder
+from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
 from tests.tiers import selected
-from trainer import Trainer, TrainModule
+from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.errors import ConfigError
 from trainer.model.parallel_cost import Architecture
@@ -99,6 +101,57 @@ def test_checkpoints_go_between_precisions(way: str, results: Any) -> None:
     for of_rank in results[way]:
         assert of_rank["from float32"]["losses"] == pytest.approx(of_rank["to float32"]["losses"], rel=2 * BOUND)
         assert set(of_rank["from float32"]["weights"]) == set(of_rank["32-true"]["weights"])
+
+
+# -- weights that are gathered in 8 bits -------------------------------------------------------------------------------
+
+
+class Gathered(Callback):
+    """Count the collectives of the second step."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, *args: Any) -> None:
+        if trainer.global_step == 1:
+            self.mode = CountCollectives()
+            self.mode.__enter__()
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step == 2:
+            self.mode.__exit__(None, None, None)
+            self.sizes = {size for kind, size in self.mode.counted if kind == "all_gather"}
+
+
+def gather(ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for name, options in ways.items():
+        torch.manual_seed(3)
+        module, gathered, recorder = GPT(tied=True), Gathered(), StepLosses()
+        callbacks = [gathered, recorder]
+        trainer = Trainer(
+            **QUIET,
+            strategy=STRATEGIES["fsdp"](**options),
+            devices=2,
+            accelerator="cpu",
+            precision="fp8",
+            max_steps=3,
+            gradient_clip_val=1.0,
+            log_every_n_steps=1,
+            callbacks=callbacks,
+        )
+        trainer.fit(module, DataLoader(module.data(24), 4), DataLoader(module.data(4), 2))
+        found[name] = (recorder.losses, trainer.full_state_dict(everywhere=True), gathered.sizes)
+    return found
+
+
+def test_weights_are_gathered_in_8_bits_with_the_same_numbers() -> None:
+    """Those in the CPU's memory are gathered in bfloat16."""
+    for found in run_distributed(gather, 2, {"8 bits": {}, "bfloat16": {"cpu_offload": True}}):
+        losses, weights, sizes = found["8 bits"]
+        expected_losses, expected_weights, expected_sizes = found["bfloat16"]
+        assert losses == expected_losses
+        assert_same_bits(weights, expected_weights)
+        # A block has 2048 weights of such layers, and 128 other ones.
+        assert sizes - expected_sizes == {2048 + 2 * 128}
+        assert expected_sizes - sizes == {2 * 2048 + 2 * 128}
 
 
 class Odd(TrainModule):

@@ -328,6 +328,14 @@ class FSDPStrategy(DistributedStrategy):
         for name, value in values:
             if self.pipeline is None or name not in self.pipeline.elsewhere:
                 set_values(tensors[name].detach(), value)
+        if self.precision.float8 == "tensorwise":
+            self._gather_in_float8()
+
+    def _gather_in_float8(self) -> None:
+        from trainer.strategies.fsdp.float8_gather import gather_in_float8
+
+        if number := gather_in_float8(group.fsdp_params for unit in self._units for group in parameter_groups(unit)):
+            log.info("fsdp gathers %d weights in 8 bits", number)
 
     def _list_units(self) -> None:
         self._units = list(fsdp_units(self.wrapped))

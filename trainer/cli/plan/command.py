@@ -51,7 +51,9 @@ def run(arguments: list[str]) -> int:
     if given.precision not in PRECISIONS:
         raise unknown_name_error("precision", given.precision, PRECISIONS)
     if "fp8" in given.precision:
-        notes.append("only products are of 8 bits, bytes are those of bf16-mixed; give the --flops that you measure")
+        notes.append(
+            "bytes are those of bf16-mixed, also where weights are gathered in 8 bits; give the --flops you measure"
+        )
     batch = GlobalBatch(_samples(given, notes), given.seq, PRECISIONS[given.precision], given.precision)
     ranked, excluded = rank(model, cluster, batch)
     if given.json:
