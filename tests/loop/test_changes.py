@@ -31,6 +31,7 @@ from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
 from trainer import ConfigError, TrainModule
 from trainer.callbacks import ModelCheckpoint
+from trainer.loop import changes_since_checkpoint, setup
 
 
 class Net(TrainModule):
@@ -221,6 +222,81 @@ def test_other_changes_are_reported_in_one_message(
     assert text.count("was written:") == 1
     assert f"fit(..., allow_changes=['{name}']) silences this warning" in text
     assert resume(allow_changes=[name]) == ""
+
+
+class Typed(Net):
+    """A net with a buffer, of dtypes of the test's choice."""
+
+    def __init__(self, buffer: torch.dtype = torch.float32, weights: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 2.5).to(buffer))
+        self.register_buffer("unsaved", torch.full((1,), 2.5).to(buffer), persistent=False)
+        self.last.to(weights)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.first(batch[0]).to(self.last.weight.dtype))
+        return output.square().mean()
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("typed")
+    fit(folder, 2, DataLoader(data(), 4, shuffle=True), Typed())
+    return folder / "step=2"
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "lines"),
+    [
+        ({}, []),
+        ({"weights": torch.float64}, ["last.bias, dtype: torch.float32 then, torch.float64 now", "last.weight, dtype"]),
+        ({"buffer": torch.float64}, ["scale, dtype: torch.float32 then, torch.float64 now", "unsaved, dtype: "]),
+    ],
+    ids=["none", "weights", "buffer"],
+)
+def test_other_dtypes_are_reported(
+    dtypes: Any, lines: list[str], typed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resume(**more: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "trainer"):
+            fit(tmp_path, 3, DataLoader(data(), 4, shuffle=True), Typed(**dtypes), ckpt_path=typed, **more)
+        return caplog.text
+
+    text = resume()
+    assert [line for line in lines if line not in text] == []
+    assert (text.count(", dtype: "), text.count("was written:")) == (len(lines), int(lines != []))
+    assert resume(allow_changes=["module"]) == ""
+    if lines:  # the precision is what has changed, and decides on dtypes
+        assert ", dtype: " not in resume(precision="64-true")
+
+
+def test_a_buffer_that_would_cut_off_the_saved_values_is_refused(typed: Path, tmp_path: Path) -> None:
+    loader, module = DataLoader(data(), 4, shuffle=True), Typed(buffer=torch.int64)
+    with pytest.raises(
+        ConfigError,
+        match=r"would be cut off by the module's dtypes: scale \(torch.float32 then, torch.int64 now\)\. Give",
+    ) as e:
+        fit(tmp_path, 3, loader, module, ckpt_path=typed)
+    assert "allow_changes=['module']" in str(e.value)
+    assert fit(tmp_path, 3, loader, module, ckpt_path=typed, allow_changes=["module"]) == 3
+
+
+def test_dtypes_that_an_earlier_version_did_not_save_are_not_compared(
+    typed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts_of_module = changes_since_checkpoint.facts_of_module
+
+    def without_dtypes(*given: Any) -> dict[str, str]:
+        return {name: text for name, text in facts_of_module(*given).items() if not name.endswith(", dtype")}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "facts_of_module", without_dtypes)
+        fit(tmp_path, 1, DataLoader(data(), 4, shuffle=True), Typed())
+    with caplog.at_level(logging.WARNING, "trainer"):
+        module = Typed(weights=torch.float64)
+        assert fit(tmp_path, 2, DataLoader(data(), 4, shuffle=True), module, ckpt_path=tmp_path / "step=1") == 2
+    assert caplog.text == ""
 
 
 def test_a_batch_of_another_size_is_reported_and_goes_on(

@@ -60,6 +60,14 @@ class SeededDataset(Dataset[Batch]):
                 f"{type(self.dataset).__name__} raised StopIteration for the indices {request.indices}, as a bare "
                 "next() does: write next(iterator, None), and return a sample for each index."
             ) from error
+        except (KeyboardInterrupt, SystemExit) as error:
+            if get_worker_info() is None:
+                raise
+            # A worker ignores Ctrl-C, so the user's code raised it; the worker would end without a word.
+            raise RuntimeError(
+                f"{type(self.dataset).__name__} raised {type(error).__name__} in a data worker for the indices "
+                f"{request.indices}, and a worker cannot end the run: raise another exception to report an error."
+            ) from error
         return Batch(data, request.samples, request.total)
 
     def _fetch_one(self, request: SeededIndices) -> Any:

@@ -16,12 +16,13 @@ from trainer import __version__
 from trainer.data.fingerprints import functions_of, globals_fingerprints, is_plain, read_values_fingerprints
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler_state import attributes
-from trainer.errors import ConfigError, did_you_mean, shown
+from trainer.errors import ConfigError, did_you_mean, first_of, shown
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
 from trainer.loop.compare_ranks import as_text
 from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
+from trainer.precision import Precision
 
 log = logging.getLogger("trainer")
 
@@ -35,7 +36,7 @@ CHANGES = {
     "seed": "the Trainer's seed",
     "optimizers": "the optimizers' options",
     "schedulers": "the schedulers' options",
-    "module": "the layers, and which parameters are frozen",
+    "module": "the layers, which parameters are frozen, and the dtypes of parameters and buffers",
     "settings": "arguments of the Trainer that change a step",
     "versions": "torch, Python and this package",
 }
@@ -58,6 +59,9 @@ _LEFT_OUT = frozenset({"parameters", "initial_lr", "base_lrs", "last_epoch", "op
 """Options that derive from others, that change while training, or that are compared where they are restored."""
 _OF_THE_CODE = (" lr_lambdas", " lr_lambda", ".lr_lambdas", ", interval", ", frequency", ", monitor")
 """Suffixes of the options that a checkpoint does not restore: the code's values are used."""
+_DTYPE = ", dtype"
+"""Suffix of the facts that are dtypes of parameters and buffers."""
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _MOST_LINES, _MOST_CHARACTERS = 12, 100
 
 Facts = dict[str, dict[str, str]]
@@ -76,11 +80,17 @@ def allowed_problems(allow_changes: Any) -> list[str]:
 # -- what is compared --------------------------------------------------------------------------------------------------
 
 
-def facts_of_module(module: TrainModule) -> dict[str, str]:
-    """Return the layers with their options, and the frozen parameters. Call it before a strategy wraps the module."""
+def facts_of_module(module: TrainModule, precision: Precision) -> dict[str, str]:
+    """Return the layers with their options, the frozen parameters, and the dtypes of parameters and buffers.
+
+    Call it before a strategy wraps the module. A dtype is the one after `precision.convert_module`.
+    """
     layers = {name or type(module).__name__: describe_layer(layer) for name, layer in module.named_modules()}
     frozen = {f"{name}, frozen": "yes" for name, p in module.named_parameters() if not p.requires_grad}
-    return layers | frozen
+    dtypes = {name: one.dtype for name, one in (*module.named_parameters(), *module.named_buffers())}
+    if precision.casts_batch:  # and with the batch the module
+        dtypes = {name: precision.weights if one.is_floating_point else one for name, one in dtypes.items()}
+    return layers | frozen | {f"{name}{_DTYPE}": str(one) for name, one in dtypes.items()}
 
 
 def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> Facts:
@@ -146,8 +156,8 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     Without "facts" in the checkpoint, as in those of earlier versions, only the seed is compared.
 
     Raises:
-        ConfigError: samples would be used twice in an epoch, or never; or a scheduler is of another class. The names
-            in `allowed` are exempt.
+        ConfigError: samples would be used twice in an epoch, or never; a scheduler is of another class; or a buffer or
+            parameter cannot hold the checkpoint's values. The names in `allowed` are exempt.
     """
     if run.stage != "fit" or checkpoint is None:
         return
@@ -186,6 +196,8 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
                 "load_from_checkpoint to start a new training from these weights. To continue anyway: "
                 "fit(..., allow_changes=['schedulers'])."
             )
+        elif cut := _cut_off(changed, now, saved, checkpoint["model"]):
+            problem = f"the checkpoint {run.resumed_from} has values that {cut}"
         elif changed:
             log.warning(
                 "changed since %s was written:\n  %s\nIf that is intended, fit(..., allow_changes=%s) silences this "
@@ -206,6 +218,7 @@ def _changed(now: Mapping[str, Mapping[str, str]], saved: Mapping[str, Any], sam
         same_size: the world size is that of the checkpoint; otherwise facts that depend on it are not compared.
     """
     found: dict[str, list[str]] = {}
+    same_precision = (saved.get("settings") or {}).get("precision") == now.get("settings", {}).get("precision")
     for name in CHANGES:
         before, here = saved.get(name), now.get(name, {})
         if not isinstance(before, dict) or (not same_size and name in _OF_LOADERS and _is_per_process(before, here)):
@@ -216,6 +229,8 @@ def _changed(now: Mapping[str, Mapping[str, str]], saved: Mapping[str, Any], sam
             facts = [
                 fact for fact in facts if fact in before and fact in here and (same_size or not _is_number(name, fact))
             ]
+        if name == "module":
+            facts = [fact for fact in facts if _is_compared(fact, before, here, same_precision)]
         lines = [
             f"{f'{fact}: ' if fact else ''}{_short(before.get(fact))} then, {_short(here.get(fact))} now"
             + _restored_remark(name, fact)
@@ -237,6 +252,36 @@ def _replaced_schedulers(
         return None
     then, here = str(saved["schedulers"].get("schedulers")), now["schedulers"]["schedulers"]
     return (then, here) if then != here else None
+
+
+def _is_compared(fact: str, before: Mapping[str, str], here: Mapping[str, str], same_precision: bool) -> bool:
+    """Whether a fact of the module is compared: a dtype only where both have it, which earlier versions did not save.
+
+    Under another precision other dtypes of floating-point numbers are no change of the module.
+    """
+    if not fact.endswith(_DTYPE):
+        return True
+    then, now = (_DTYPES.get(str(facts.get(fact))) for facts in (before, here))
+    if then is None or now is None:
+        return False
+    return same_precision or not (then.is_floating_point and now.is_floating_point)
+
+
+def _cut_off(
+    changed: Collection[str], now: Mapping[str, Mapping[str, str]], saved: Mapping[str, Any], weights: Collection[str]
+) -> str:
+    """Return the end of a message, if dtypes of the module cannot hold numbers of the kind in the checkpoint."""
+    cut = []
+    for name in weights if "module" in changed else ():
+        then, here = (_DTYPES.get(str(facts["module"].get(f"{name}{_DTYPE}"))) for facts in (saved, now))
+        if then is not None and here is not None and not torch.can_cast(then, here):
+            cut.append(f"{name} ({then} then, {here} now)")
+    if not cut:
+        return ""
+    return (
+        f"would be cut off by the module's dtypes: {first_of(cut)}. Give the module the dtypes of the checkpoint. To "
+        "continue anyway: fit(..., allow_changes=['module'])."
+    )
 
 
 def _is_number(name: str, fact: str) -> bool:

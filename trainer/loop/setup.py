@@ -234,7 +234,7 @@ def build_module(
     if pretrained is not None:
         pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
     if training:
-        run.record_facts({"module": facts_of_module(module)})
+        run.record_facts({"module": facts_of_module(module, strategy.precision)})
         check_torchmetrics(module)
     if checkpoint is not None:
         with lightning_keys(checkpoint):
