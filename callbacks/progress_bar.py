@@ -487,8 +487,8 @@ def _write(stream: TextIO | None, text: str) -> None:
 def _give_up(stream: Any) -> None:
     """Redirect a standard stream whose reader is gone: Python would fail again when it flushes the stream at exit, and
     change the exit code (https://docs.python.org/3/library/signal.html#note-on-sigpipe)."""
-    if any(stream is standard for standard in (sys.__stdout__, sys.__stderr__)):
-        with suppress(Exception):
+    with suppress(Exception):  # it may have no descriptor, or be closed
+        if stream.fileno() in (1, 2):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)

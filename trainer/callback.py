@@ -95,7 +95,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -1117,9 +1117,10 @@ def print_text(callbacks: Iterable[Callback], text: str, file: TextIO | None = N
     stream = sys.stdout if file is None else file
     if stream is not None:
         # Not `print`: Ray Train replaces it in its workers, by one that also logs, and all would be read twice.
-        stream.write(text)
-        if flush:
-            stream.flush()
+        with suppress(OSError):  # a training goes on where its output cannot be written
+            stream.write(text)
+            if flush:
+                stream.flush()
 
 
 DEFAULT_CALLBACKS = {

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +20,8 @@ from safetensors.torch import load_file
 
 from tests.helpers.processes import run_python
 from tests.helpers.project import Command
-from trainer.cli.main import COMMANDS
+from trainer.checkpoint.directory import CheckpointDirectory
+from trainer.cli.main import COMMANDS, main
 
 TRAINED = """
 class Trained(Net):
@@ -228,6 +234,78 @@ def test_a_reader_that_leaves_early_ends_the_command_quietly() -> None:
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert len(ended.stdout) == 10
     assert ended.stderr == ""
+
+
+CannotWrite = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def cannot_write(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], _as_before: None) -> CannotWrite:
+    """Run a command whose output is a full disk; return the exit code and stderr."""
+
+    def run(words: list[str], unbuffered: bool = False, path: str = "/dev/full") -> tuple[int, str]:
+        capsys.readouterr()
+        binary = open(path, "wb", buffering=0 if unbuffered else -1)  # noqa: SIM115
+        with monkeypatch.context() as patch, io.TextIOWrapper(binary, write_through=unbuffered) as stream:
+            patch.setattr(sys, "stdout", stream)
+            code = main(words)
+        return code, capsys.readouterr().err
+
+    return run
+
+
+NOT_WRITTEN = "error: the output could not be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("words", ["help", "--version", "env", "schema", "completion bash", "fit --help", "plan -h"])
+def test_output_that_cannot_be_written_is_an_error_in_words(
+    words: str, unbuffered: bool, cannot_write: CannotWrite
+) -> None:
+    assert cannot_write(words.split(), unbuffered) == (1, NOT_WRITTEN)
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_a_training_goes_on_without_output_and_says_so_at_its_end(
+    bar: bool, cannot_write: CannotWrite, project: Path
+) -> None:
+    words = ["fit", "--module", "mymodel.py:Net", "--data", "mymodel.py:Data", "--trainer.max_steps", "2"]
+    code, err = cannot_write([*words, f"--trainer.enable_progress_bar={bar}", "--trainer.accelerator", "cpu"])
+    assert code == 1
+    assert err.endswith(NOT_WRITTEN)
+    assert CheckpointDirectory(project / "runs" / "version_0" / "checkpoints").resolve("last").name == "epoch=0-step=2"
+    for reading in (["runs", "ls", "runs"], ["checkpoint", "ls", "runs"], ["checkpoint", "show", "runs"]):
+        assert cannot_write(reading) == (1, NOT_WRITTEN)
+
+
+@pytest.mark.parametrize("code", [75, 143, 2])
+def test_a_stop_keeps_its_exit_code_without_output(
+    code: int, cannot_write: CannotWrite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(arguments: list[str]) -> int:
+        print("stopped")
+        raise SystemExit(code)
+
+    monkeypatch.setattr(importlib.import_module("trainer.cli.help"), "run", run)
+    with pytest.raises(SystemExit) as end:
+        cannot_write(["help"])
+    assert end.value.code == code
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "No space left on device")]
+)
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_an_error_of_the_users_own_output_is_not_taken_for_the_commands(
+    error: OSError, unbuffered: bool, cannot_write: CannotWrite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("trainer.cli.help"), "run", run)
+    with pytest.raises(OSError, match=error.strerror) as raised:
+        cannot_write(["help"], unbuffered, os.devnull)
+    assert raised.value is error
 
 
 def test_output_that_is_closed_ends_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.cli.main import COMMANDS, main
+from trainer.cli.main import COMMANDS, dispatch
 from trainer.cli.options import reports_errors
 from trainer.errors import ConfigError, did_you_mean
 
@@ -26,13 +26,13 @@ examples:
 def run(arguments: list[str]) -> int:
     """Show the help of a name. Returns the exit code."""
     if not arguments:
-        return main(["--help"])
+        return dispatch(["--help"])
     if arguments[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0
     name = arguments[0]
     if name in COMMANDS:
-        return main([*arguments, "--help"])
+        return dispatch([*arguments, "--help"])
     if arguments[1:]:
         raise ConfigError(f"unexpected {arguments[1]!r}: trainer help takes one name, or a command of several words.")
     from trainer.cli.class_help import class_help

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 import trainer
 
@@ -94,15 +94,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; default: `sys.argv[1:]`.
     """
     _open_closed_streams()
+    before, output = sys.stdout, _Output(sys.stdout)
+    sys.stdout = cast(TextIO, output)
+    end: SystemExit | None = None
+    code = 0
     try:
-        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        try:
+            code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        except SystemExit as stopped:  # after --help, or a signal
+            end = stopped
         sys.stdout.flush()
-        return code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OSError as error:
+        if error is not output.error:
+            raise
+        code = code or 141
+    finally:
+        sys.stdout = before
+    if output.error is not None:
+        _drop_output()
+        if not isinstance(output.error, BrokenPipeError):  # whose reader, such as `head`, has seen enough
+            print(f"error: the output could not be written: {output.error.strerror}", file=sys.stderr)
+            code = 1 if code in (0, 141) else code
+    if end is not None and end.code:
+        raise end
+    return code
+
+
+class _Output:
+    """A stream that remembers an error in writing to it, which a progress bar or argparse passes over."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+        """The latest error."""
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _drop_output() -> None:
+    """Let what is still to be printed go nowhere: Python would fail again when it flushes stdout at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _open_closed_streams() -> None:
@@ -112,7 +162,8 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
-def _main(arguments: list[str]) -> int:
+def dispatch(arguments: list[str]) -> int:
+    """Run the command that the arguments name. Returns the exit code."""
     first = arguments[0] if arguments else ""
     if first in ("-h", "--help", ""):
         commands = "\n".join(f"  {name:<22}{summary}" for name, (_, summary) in COMMANDS.items())

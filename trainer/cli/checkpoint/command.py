@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
 from trainer.cli.options import CommandParser, reports_errors
@@ -56,12 +55,8 @@ def run(arguments: list[str]) -> int:
     if not arguments:
         print(parser.format_help(), end="", file=sys.stderr)
         return 2
-    try:
-        options = parser.parse(arguments)
-        code: int = RUN[options.name](options)
-    except BrokenPipeError:  # as after `trainer checkpoint show ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    options = parser.parse(arguments)
+    code: int = RUN[options.name](options)
     return code
 
 
