@@ -60,14 +60,15 @@ def step_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Updat
 def ours(task: Task, net_of: Sized, strategy: Callable[[], Any]) -> list[Contender]:
     """Return the contenders under a strategy: everything off, and everything on."""
     from benchmarks import _ours
+    from trainer.distributed.process_group import TorchProcessGroup
 
     def run(clock: Clock, folder: Path, on: bool) -> None:
         # Rank 0's folder, as on a cluster.
-        folders = [str(folder)]
-        dist.broadcast_object_list(folders, src=0)
+        rank = dist.get_rank()
+        shared = TorchProcessGroup(rank, rank, dist.get_world_size()).broadcast_object(str(folder))
         options = _ours.all_on() if on else _ours.OFF
         module = (_ours.LoggedRegression if on else _ours.Regression)(net_of(clock))
-        trainer = _ours.trainer(task, Path(folders[0]), **{"devices": 2, **options, "strategy": strategy()})
+        trainer = _ours.trainer(task, Path(shared), **{"devices": 2, **options, "strategy": strategy()})
         trainer.fit(module, task.data())
         dist.barrier()
 

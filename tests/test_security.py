@@ -21,12 +21,16 @@ ALLOWED = {
     ("trainer/cli/checkpoint/from_lightning.py", "import pickle"),
     ("trainer/cli/checkpoint/from_lightning.py", "torch.load"),
     ("trainer/arguments.py", "eval"),
+    ("trainer/arguments.py", "get_type_hints"),
+    ("trainer/hyperparameters.py", "get_type_hints"),
+    ("trainer/config/classes.py", "spec.loader.exec_module"),
     ("trainer/launchers/multinode.py", "C10dRendezvousBackend"),
 }
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "pickletools", "runpy"}
-BUILTINS = {"eval", "exec", "C10dRendezvousBackend"}
+BUILTINS = {"eval", "exec", "compile", "__import__", "get_type_hints", "C10dRendezvousBackend"}
 CALLS = re.compile(
     r"(torch|np|numpy|yaml)\.(load|full_load|unsafe_load)|pickle\.\w+|os\.(system|popen)|torch\.package\.\w+"
+    r"|torch\.(jit|export|hub)\.load\w*|typing\.get_type_hints|inspect\.get_annotations|spec\.loader\.exec_module"
     r"|(dist|torch\.distributed|distributed_c10d)\.\w*_object(_list)?"
 )
 
@@ -49,13 +53,16 @@ def findings(source: str) -> Iterator[str]:
             if name in BUILTINS or CALLS.fullmatch(name):
                 yield name
             for option in node.keywords:
-                unsafe = option.arg in ("shell", "allow_pickle") and ast.unparse(option.value) != "False"
+                unsafe = (
+                    option.arg in ("shell", "allow_pickle", "eval_str", "trust_remote_code")
+                    and ast.unparse(option.value) != "False"
+                )
                 if unsafe:
                     yield f"{name}({option.arg}=...)"
 
 
 def sources() -> Iterator[Path]:
-    for folder in ("trainer", "strategies", "callbacks", "examples"):
+    for folder in ("trainer", "strategies", "callbacks", "examples", "benchmarks", "docs"):
         yield from sorted(path for path in (ROOT / folder).rglob("*.py") if not path.is_symlink())
 
 
@@ -83,6 +90,9 @@ def test_no_source_unpickles_or_evaluates_but_where_it_is_listed() -> None:
         "eval('1')",
         "np.load('x', allow_pickle=True)",
         "subprocess.run('ls', shell=True)",
+        "from typing import get_type_hints\nget_type_hints(print)",
+        "inspect.signature(print, eval_str=True)",
+        "AutoModel.from_pretrained('x', trust_remote_code=True)",
     ],
 )
 def test_the_walk_finds(source: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ class Waiting(Toy):
 def train():
     saves = ModelCheckpoint(every_n_train_steps=2, async_save=True)
     settings = {"max_epochs": 1, "strategy": sys.argv[1], "enable_checkpointing": True, "callbacks": [saves]}
+    settings["max_restarts"] = int(sys.argv[1] == "fsdp")
     trainer = quiet(devices=2, **settings)
     trainer.fit(Waiting(), loader())
     weights = trainer.full_state_dict()
@@ -90,10 +93,28 @@ def finished(running: Running, go: Path) -> str:
     return weights
 
 
-@pytest.mark.parametrize("how", ["fsdp", "ddp in a notebook"])
-def test_nothing_listens_beyond_the_loopback_and_foreign_bytes_there_change_nothing(how: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return the weights after a training that nobody disturbs."""
+
+    @functools.cache
+    def weights(strategy: str) -> str:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        return finished(fork_python(TRAINING, strategy, str(folder / "go"), cwd=folder), folder / "go")
+
+    return weights
+
+
+@pytest.mark.parametrize("how", ["fsdp with max_restarts", "ddp in a notebook", "ddp by trainer launch"])
+def test_nothing_listens_beyond_the_loopback_and_foreign_bytes_there_change_nothing(
+    how: str, weights: Callable[[str], str], tmp_path: Path
+) -> None:
     arguments = (how.split()[0], str(tmp_path / "go"), *(["notebook"] if "notebook" in how else []))
-    running = fork_python(TRAINING, *arguments)
+    command: list[str] = [TRAINING]
+    if "launch" in how:
+        (tmp_path / "train.py").write_text(TRAINING)
+        command = ["-m", "trainer", "launch", "--nproc-per-node", "2", str(tmp_path / "train.py")]
+    running = fork_python(*command, *arguments)
     try:
         running.wait_for("training", count=2)
         found = listeners(running.pid)
@@ -106,7 +127,7 @@ def test_nothing_listens_beyond_the_loopback_and_foreign_bytes_there_change_noth
         if running.process.poll() is None:
             running.kill()
     assert not (tmp_path / "code was run").exists()
-    assert attacked == finished(fork_python(TRAINING, *arguments), tmp_path / "go")
+    assert attacked == weights(how.split()[0])
 
 
 def test_what_a_stranger_writes_into_the_store_is_an_error_and_runs_nothing(tmp_path: Path) -> None:
