@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.adapters import make_batch_loader
-from trainer.data.fingerprints import fingerprint, indices_fingerprint
+from trainer.data.fingerprints import contents_fingerprints, fingerprint, indices_fingerprint, name_of
 
 
 def data(samples: int = 16) -> TensorDataset:
@@ -105,3 +106,55 @@ def test_a_sampler_that_is_replaced_or_shards_by_itself_may_differ() -> None:
 def test_nothing_is_chosen_without_a_subset() -> None:
     assert indices_fingerprint(data()) is None
     assert indices_fingerprint([1, 2]) is None
+
+
+class Kept(TensorDataset):
+    """A dataset that keeps its samples in another attribute, too."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(torch.zeros(40))
+        self.kept = kept
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a tensor": lambda x: x,
+    "a view": lambda x: x.t().contiguous().t(),
+    "an array": lambda x: x.numpy(),
+    "low precision": lambda x: x.bfloat16(),
+    "complex numbers": lambda x: torch.complex(x, x).conj(),
+    "a list of tensors": list,
+    "pairs": lambda x: [(one, number) for number, one in enumerate(x)],
+    "dicts": lambda x: [{"x": one, "id": number} for number, one in enumerate(x)],
+    "numbers": lambda x: x[:, 0].tolist(),
+    "a dict of columns": lambda x: {"x": x, "name": "y"},
+    "columns": lambda x: (x, x.int()),
+}
+NOT_COMPARED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "another size": lambda x: x[:3],
+    "texts": lambda x: [f"/rank/{float(one.sum())}.png" for one in x],
+    "objects": lambda x: [object() for _ in x],
+    "one number": lambda x: float(x.sum()),
+    "no values": lambda x: x.to("meta"),
+    "a sparse tensor": lambda x: x.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", [*KEPT, *NOT_COMPARED])
+def test_a_few_of_the_samples_in_memory_are_compared(kind: str) -> None:
+    make = {**KEPT, **NOT_COMPARED}[kind]
+    values = torch.arange(120.0).view(40, 3)
+    first, same, other = (contents_fingerprints(Kept(make(one))) for one in (values, values.clone(), values + 1))
+    assert first == same
+    assert (first != other) == (kind in KEPT)
+    assert contents_fingerprints(Subset(Kept(make(values)), range(3))) == first
+
+
+def test_functions_are_compared_by_name_and_place() -> None:
+    same = [partial(data, 3), partial(data, 4), data]
+    assert len({name_of(one) for one in same}) == 1
+    assert name_of(data).startswith("data (test_fingerprints.py:")
+    assert name_of(lambda: 1) != name_of(  # in another line
+        lambda: 1
+    )
+    assert (name_of(Batches(0)), name_of(Batches(0).__iter__)[:16]) == ("Batches", "Batches.__iter__")
+    assert name_of(torch.utils.data.default_collate) == name_of(torch.utils.data.default_collate)

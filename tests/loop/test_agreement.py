@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate
 
 import trainer
 from tests.helpers.processes import run_distributed, run_python
@@ -203,7 +204,17 @@ MODULES = {
     "option of its own": "AdamW, rho: missing on rank 0, and 0.5 on rank 1",
 }
 FOLDERS = "ModelCheckpoint.dirpath: 'folder saved-by-rank-0' on rank 0, and 'folder saved-by-rank-1' on rank 1"
+
+
+def another_collate(samples: Any) -> Any:
+    return default_collate(samples)
+
+
 LOADERS: dict[str, tuple[Any, str]] = {
+    "collate_fn": (
+        lambda: DataLoader(MLP.data(16), 4, collate_fn=another_collate),
+        f"the training loader, collate_fn: 'default_collate (collate.py:{default_collate.__code__.co_firstlineno})' on",
+    ),
     "samples": (lambda: DataLoader(MLP.data(20), 4), "the training loader, samples in an epoch: 16 on rank 0, and 20"),
     "batch size": (
         lambda: DataLoader(MLP.data(16), 2),
@@ -379,12 +390,16 @@ EXPECTED = {
 }
 
 
+def run_both(name: str, cells: list[tuple[str, str]]) -> dict[str, Any]:
+    return {**run_all(name, cells), "warnings": warned(name)}
+
+
 @pytest.fixture(scope="module")
 def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    cells = selected(request, "name", "case")
+    names, cells = selected(request, "name"), selected(request, "name", "case")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("runs"))
-        return run_each(run_all, [name for name in NAMES if any(way == name for way, _ in cells)], cells)
+        return run_each(run_both, [name for name in NAMES if name in names], cells)
 
 
 @pytest.mark.parametrize("case", EXPECTED)
@@ -528,6 +543,125 @@ def uneven(name: str) -> tuple[int, int | None]:
 def test_iterables_of_other_lengths_are_allowed(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_each(uneven, [name])[name] == [(3, 3)] * 2
+
+
+# -- what is a warning -------------------------------------------------------------------------------------------------
+
+
+class Kept(Dataset[Any]):
+    """A dataset that keeps its samples, of which rank 1 may have others."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        self.kept = list(MLP.data(16).tensors[0] + shift)
+        self.samples = MLP.data(16)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class Hooked(MLP):
+    def __init__(self, kind: str, rank: int) -> None:
+        super().__init__()
+        layer: Any = self.layers[0]
+        if kind == "on both" or (kind and rank):
+            layer.register_forward_hook(lambda module, given, output: output)
+        if kind == "gradient" and rank:
+            layer.weight.register_hook(lambda gradient: gradient)
+
+
+class Logging(MLP):
+    """Logs a name on rank 0 only, in the ways that are meant or not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.kind == "training" and self.trainer.rank == 0:
+            self.log("extra", 1.0)
+        if self.kind == "meant" and self.trainer.is_global_zero:
+            self.log("extra", 1.0, rank_zero_only=True)
+        if self.kind == "in other steps" and batch_idx % 2 == self.trainer.rank:
+            self.log("extra", 1.0)
+        if self.kind == "reduction":
+            self.log("extra", 1.0, on_epoch=True, reduce_fx=("mean", "max")[self.trainer.rank])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        super().validation_step(batch, batch_idx)
+        if self.kind == "validation" and self.trainer.rank == 1:
+            self.log("extra", 1.0)
+
+    def on_train_epoch_end(self) -> None:
+        if self.kind == "hook" and self.trainer.rank == 0:
+            self.log("extra", 1.0)
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "nothing is validated" not in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def warned(name: str) -> dict[str, str]:
+    """Return the warnings of runs, or the error."""
+    rank, way = int(os.environ["RANK"]), WAYS[name]
+
+    def run(module: TrainModule, train: Any, val: Any = None) -> str:
+        handler = Warnings()
+        logging.getLogger("trainer").addHandler(handler)
+        error = fit(way, module, train, val, {})
+        logging.getLogger("trainer").removeHandler(handler)
+        return error or "\n".join(handler.texts)
+
+    other = DataLoader(Kept(rank), 4)
+    found = {"samples": run(MLP(), other), "hooks": run(Hooked("layer", rank), data())}
+    found |= {"equal samples": run(MLP(), DataLoader(Kept(), 4)), "equal hooks": run(Hooked("on both", rank), data())}
+    if name != "DDP x2":  # the rest is the same under every strategy
+        return found
+    found["tensors"] = run(MLP(), DataLoader(TensorDataset(*(one + rank for one in MLP.data(16).tensors)), 4))
+    found["combined"] = run(Combined(), CombinedLoader([data(), other]))
+    found["validation"] = run(MLP(), data(), other)
+    found["hooks of a parameter"] = run(Hooked("gradient", rank), data())
+    kinds = ("training", "validation", "hook", "meant", "in other steps", "reduction", "")
+    found |= {f"names {kind}": run(Logging(kind), data(), DataLoader(MLP.data(2), 1)) for kind in kinds}
+    found["names of a process without batches"] = run(Logging(""), data(), DataLoader(MLP.data(1), 1))
+    return found
+
+
+class Combined(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+WARNED = {
+    "samples": "samples differ between processes:\n  the training loader, Kept.kept: ",
+    "tensors": "the training loader, TensorDataset.tensors: 2 lists (",
+    "combined": "the training loader, loader 1, Kept.kept: ",
+    "validation": "the evaluation loader '', Kept.kept: ",
+    "hooks": "hooks differ between processes:\n  forward hooks of layers.0: missing on rank 0, and Hooked.__init__.<",
+    "hooks of a parameter": "backward hooks of layers.0.weight: missing on rank 0, and Hooked.",
+    "names training": "logged by some of the processes only: 'extra' on rank 0. A",
+    "names validation": "logged by some of the processes only: 'extra' on rank 1. A",
+    "names hook": "logged by some of the processes only: 'extra' on rank 0. A",
+    "names reduction": "the processes do not agree on the reduction: 'mean' on one, and 'max' on another.",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_may_be_a_mistake_is_a_warning_on_rank_0(name: str, reported: Any) -> None:
+    skip_if_missing(name)
+    first, second = [rank["warnings"] for rank in reported[name]]
+    assert {case: text for case, text in first.items() if WARNED.get(case, "") not in text} == {}
+    assert {case: text for case, text in first.items() if text and case not in WARNED} == {}
+    assert {case for case, text in second.items() if text} == {"names reduction"} & first.keys()
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

@@ -168,6 +168,10 @@ class CombinedBatches(BatchLoader):
         each = enumerate(part.orders() for part in self.parts)
         return {f"loader {number}, {what}": one[what] for number, one in each for what in one}
 
+    def contents(self) -> dict[str, str]:
+        each = enumerate(part.contents() for part in self.parts)
+        return {f"loader {number}, {what}": one[what] for number, one in each for what in one}
+
     def identity(self, world_size: int) -> dict[str, str]:
         each = [part.identity(world_size) for part in self.parts]
         names = {name: None for one in each for name in one}

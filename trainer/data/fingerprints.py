@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
@@ -19,6 +20,7 @@ _MOST_DATASETS = 10_000
 _MOST_SAMPLES = 5_000_000
 _MOST_FUNCTIONS = 100
 _MOST_ITEMS = 1000
+_MOST_COMPARED = 16
 _PLAIN = (bool, int, float, str, tuple)
 _DEPTH = 6
 
@@ -75,6 +77,61 @@ def samples_fingerprints(dataset: Any) -> dict[str, str]:
     return {name: str(_joint_fingerprint(texts)) for name, texts in found.items()}
 
 
+def contents_fingerprints(dataset: Any) -> dict[str, str]:
+    """Return fingerprints of some samples that a dataset keeps in tensors, arrays and lists, by class and attribute.
+
+    Nothing of a dataset is called but its length. Texts do not count, which may be paths.
+    """
+    found: dict[str, list[str]] = {}
+    for one in _nested(dataset):
+        length = 0 if isinstance(one, (Subset, ConcatDataset)) else _length(one)
+        for name, value in attributes(one).items() if length else ():
+            try:
+                texts = [_digest(repr(_contents(column, length))) for column in _columns(value, length)]
+            except Exception:  # a foreign kind of array or tensor
+                continue
+            if texts:
+                found.setdefault(f"{type(one).__name__}.{name}", []).extend(texts)
+    return {name: str(_joint_fingerprint(texts)) for name, texts in found.items()}
+
+
+def _contents(column: Any, length: int) -> list[Any]:
+    """Return texts of a few entries of a tensor, array or list, the first and the last among them."""
+    positions = {number * (length - 1) // (_MOST_COMPARED - 1) for number in range(_MOST_COMPARED)}
+    return [_content(column[position]) for position in sorted(positions)]
+
+
+def _columns(value: Any, length: int) -> list[Any]:
+    """Return the tensors, arrays and lists with an entry for each sample: the value, or those in it."""
+    several = [*value.values()] if type(value) is dict else value if type(value) in (list, tuple) else []
+    if type(value) in (list, tuple) and len(value) == length:
+        return [value]
+    known = (torch.Tensor, np.ndarray)
+    return [
+        one for one in [value, *several[:_MOST_ITEMS]] if isinstance(one, known) and one.ndim and len(one) == length
+    ]
+
+
+def _content(value: Any, depth: int = 3) -> Any:
+    """Return text and lists that are equal for two samples of the same numbers; of an unknown object, its class."""
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        value = value.detach().reshape(-1)[:_MOST_ITEMS].resolve_conj().contiguous().view(torch.uint8).numpy()
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        return hashlib.sha256(np.asarray(value).reshape(-1)[:_MOST_ITEMS].tobytes()).hexdigest()
+    if value is None or type(value) in (bool, int, float, complex):
+        return repr(value)
+    inside = [*value.values()] if type(value) is dict else value if type(value) in (list, tuple) else []
+    return [type(value).__name__, *(_content(one, depth - 1) for one in inside[:_MOST_ITEMS] if depth)]
+
+
+def _length(dataset: Any) -> int:
+    """Return the length of a dataset; 0 if it has none."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return 0
+
+
 def _nested(dataset: Any) -> Iterator[Any]:
     """Yield a dataset and those that it is made of, which it keeps in attributes."""
     waiting, seen = [dataset], set()
@@ -94,11 +151,7 @@ def _nested(dataset: Any) -> Iterator[Any]:
 def _sample_list_fingerprint(value: Any, dataset: Any) -> str | None:
     if not isinstance(value, (list, tuple, range, np.ndarray, torch.Tensor)) or getattr(value, "ndim", 1) != 1:
         return None
-    try:
-        length = len(dataset)
-    except (TypeError, NotImplementedError):  # it has none
-        return None
-    return _list_fingerprint(value) if 0 < len(value) == length <= _MOST_SAMPLES else None
+    return _list_fingerprint(value) if 0 < len(value) == _length(dataset) <= _MOST_SAMPLES else None
 
 
 def _list_fingerprint(value: Any) -> str | None:
@@ -219,6 +272,20 @@ def functions_of(value: Any) -> list[Any]:
         one for one in type(value).__mro__ if not one.__module__.startswith(("torch.", "builtins", "typing", "abc"))
     ]
     return [one for kind in kinds for one in vars(kind).values()]
+
+
+def name_of(function: Any) -> str:
+    """Return a name by which two processes can compare a function: of a lambda with its place, of an object its class.
+
+    What the function holds or encloses, such as a generator or a rank, does not count.
+    """
+    if isinstance(function, partial):
+        return name_of(function.func)
+    function = getattr(function, "__func__", function)
+    if isinstance(function, FunctionType):
+        code = function.__code__
+        return f"{function.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def function_fingerprint(function: Any) -> str | None:

@@ -101,6 +101,10 @@ class BatchLoader(ABC):
         """
         return {}
 
+    def contents(self) -> dict[str, str]:
+        """Return fingerprints of samples that are in memory, which should be equal on all processes, by name."""
+        return {}
+
     @abstractmethod
     def identity(self, world_size: int) -> dict[str, str]:
         """Return descriptions that have to be equal to resume inside an epoch.

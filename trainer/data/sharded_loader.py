@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer.data.batch_sampler import DistributedBatchSampler
-from trainer.data.fingerprints import indices_fingerprint, samples_fingerprints
+from trainer.data.fingerprints import contents_fingerprints, indices_fingerprint, name_of, samples_fingerprints
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.micro_batches import parts_of
 from trainer.data.sampler_check import order_of, resumes_exactly
@@ -51,6 +51,7 @@ class ShardedDataLoader(BatchLoader):
         self.note = _note(loader, sampler, label)
         self._seed = mix_seed(sampler.seed, sampler.seed_rank)
         self._dataset: Any = loader.dataset
+        self._collate: Any = loader.collate_fn
         self._generator = torch.Generator()
         self._loader = self._make_again(loader)
         self.parts = 1
@@ -99,7 +100,8 @@ class ShardedDataLoader(BatchLoader):
 
     def equal_everywhere(self) -> dict[str, object]:
         sampler = self.sampler
-        facts = {"kind": "split by the trainer", "sampler": type(sampler.sampler)}
+        facts: dict[str, object] = {"kind": "split by the trainer", "sampler": type(sampler.sampler)}
+        facts["collate_fn"] = name_of(self._collate)
         if sampler.shards_itself:
             return facts
         of_batches = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, "shuffled": sampler.shuffled}
@@ -112,6 +114,9 @@ class ShardedDataLoader(BatchLoader):
     def orders(self) -> dict[str, str]:
         order = None if self.sampler.shards_itself or self.sampler.world_size == 1 else order_of(self.sampler)
         return {} if order is None else {f"order of its {type(self.sampler.sampler).__name__}": order}
+
+    def contents(self) -> dict[str, str]:
+        return {} if self.sampler.shards_itself else contents_fingerprints(self._dataset)
 
     def keep_indices(self) -> None:
         self.sampler.keep_indices()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import sys
 from collections import Counter
@@ -16,11 +17,11 @@ from torch.optim import Optimizer
 
 from trainer import __version__
 from trainer.arguments import local_path
-from trainer.data.fingerprints import function_fingerprint
+from trainer.data.fingerprints import function_fingerprint, name_of
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
 from trainer.hyperparameters import is_scalar
-from trainer.loop.compare_ranks import compare, describe_tensor
+from trainer.loop.compare_ranks import compare, describe_tensor, differing
 from trainer.loop.run import Run
 from trainer.model.blocks import class_of
 from trainer.module import TrainModule
@@ -47,6 +48,16 @@ MAY_DIFFER = (
 """The Trainer's arguments that need not be equal on all processes."""
 
 _MOST_OPTIONS = 100
+_MOST_LINES = 6
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
+
+log = logging.getLogger("trainer")
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
@@ -61,10 +72,13 @@ def check_settings(run: Run) -> None:
 def check_module(run: Run) -> None:
     """Check that all processes have the same layers, parameters and buffers in the same order, apart from values.
 
-    Strategies send tensors in this order. See `compare` for the error.
+    Strategies send tensors in this order. See `compare` for the error. Other hooks of layers are a warning: they may
+    only look at values.
     """
     processes, module = run.strategy.processes, run.module
-    compare(processes, _tensors(module, run.stage == "fit"), "Build the same module on all processes.")
+    facts, fix = _tensors(module, run.stage == "fit"), "Build the same module on all processes."
+    hooks = compare(processes, facts, fix, also=hooks_of(module))
+    _warn(processes, hooks, "hooks differ between processes", "One that changes values has to be on all of them.")
     # By itself, because a parameter that only some have changes the order, too.
     fix = "Register layers in the same order on all processes: the order of a set differs from process to process."
     compare(processes, _orders(module), fix)
@@ -85,15 +99,18 @@ def compare_loaders(processes: SingleProcess, loaders: dict[str, BatchLoader], t
     """Do what `check_loaders` does, with loaders by their names in messages, one of which may be for training."""
     fix = "Give every process the full dataset: the trainer splits it."
     length = None if training is None else training.length
-    orders = _orders_of_samples(loaders) if processes.world_size > 1 else {}
-    gathered = compare(processes, _facts_of_loaders(loaders), fix, also=(length, orders))
+    several = processes.world_size > 1
+    orders, contents = (_orders_of_samples(loaders), _contents(loaders)) if several else ({}, {})
+    gathered = compare(processes, _facts_of_loaders(loaders), fix, also=(length, orders, contents))
     # A process that could not try its sampler has no part in this.
-    known = [name for name in orders if all(name in of_rank for _, of_rank in gathered)]
+    known = [name for name in orders if all(name in of_rank for _, of_rank, _ in gathered)]
     if known:
         fix = "Samplers have to give the same order on all processes, which the trainer splits."
         compare(processes, ((name, orders[name]) for name in known), fix)
+    fix = "Make them from a seed (trainer.seed_everything before), or load them: the trainer splits one dataset."
+    _warn(processes, [of_rank for *_, of_rank in gathered], "samples differ between processes", fix)
     if training is not None:
-        training.shorten([length for length, _ in gathered])
+        training.shorten([length for length, *_ in gathered])
 
 
 def check_optimizers(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
@@ -166,6 +183,36 @@ def describe_layer(layer: torch.nn.Module) -> str:
     except Exception:  # the user's
         options = ""
     return f"{class_of(layer).__name__}({re.sub(r' at 0x[0-9a-f]+', '', options)[:_MOST_OPTIONS]})"
+
+
+def hooks_of(module: torch.nn.Module) -> dict[str, str]:
+    """Return the names of the hooks of layers and parameters, by kind and place.
+
+    Without those of wandb, which are for rank 0 alone.
+    """
+    places = [*module.named_modules(), *module.named_parameters()]
+    found = {
+        f"{kind.strip('_').replace('_', ' ')} of {name or type(place).__name__}": [
+            name_of(hook)
+            for hook in (getattr(place, kind, None) or {}).values()
+            if str(getattr(hook, "__module__", "")).partition(".")[0] != "wandb"
+        ]
+        for name, place in places
+        for kind in _HOOKS
+    }
+    return {where: ", ".join(names) for where, names in found.items() if names}
+
+
+def _contents(loaders: dict[str, BatchLoader]) -> dict[str, str]:
+    return {f"{name}, {what}": text for name, loader in loaders.items() for what, text in loader.contents().items()}
+
+
+def _warn(processes: SingleProcess, by_rank: list[dict[str, str]], what: str, fix: str) -> None:
+    """Log a warning if texts of the processes differ."""
+    lines = differing(by_rank)
+    if lines and processes.is_global_zero:
+        more = ["and more"] if len(lines) > _MOST_LINES else []
+        log.warning("%s", "\n  ".join([f"{what}:", *lines[:_MOST_LINES], *more]) + f"\n{fix}")
 
 
 def _facts_of_loaders(loaders: dict[str, BatchLoader]) -> Iterator[tuple[str, object]]:

@@ -61,6 +61,13 @@ def compare(processes: SingleProcess, facts: Iterator[tuple[str, object]], fix: 
     )
 
 
+def differing(by_rank: list[dict[str, str]]) -> list[str]:
+    """Return a line for each name whose texts differ, with the texts and the ranks that have them."""
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
+    values = {name: [of_rank.get(name, _MISSING) for of_rank in by_rank] for name in names}
+    return [f"{name}: {_by_rank(texts)}" for name, texts in values.items() if len(set(texts)) > 1]
+
+
 def _by_rank(values: list[str]) -> str:
     """Return the values, each with the ranks that have it."""
     ranks: dict[str, list[int]] = {}

@@ -28,7 +28,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
-from trainer.errors import ConfigError, did_you_mean
+from trainer.errors import ConfigError, did_you_mean, first_of, format_ranks
 from trainer.fault_tolerance.collective_check import CollectiveCheck, wait_after_run
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
@@ -201,7 +201,7 @@ class Run:
         session.start(stage)
         self.progress = session.progress
         self.options = OptionsCheck(self.strategy, self.progress)
-        self.metrics = MetricLog(module, self.options.gather)
+        self.metrics = MetricLog(module, self.options.gather, tell_of_names=self._tell_of_names)
         self.call_step: Callable[..., Any] = self.strategy.call_step
         self.times = HostTimes()
         self.transfer_hooks = transfer_hooks(module, datamodule)
@@ -637,6 +637,19 @@ class Run:
             with self.phase(LOGGING), self.times.during(LOGGING):
                 for logger in self.loggers:
                     logger.log_metrics(values.logger, self.progress.step)
+
+    def _tell_of_names(self, positions: dict[str, list[int]]) -> None:
+        """Warn of names that only some of the processes that report have logged."""
+        processes = self.strategy.processes
+        if processes.is_global_zero:
+            ranks = {
+                name: format_ranks([processes.reporters[one] for one in where]) for name, where in positions.items()
+            }
+            log.warning(
+                "logged by some of the processes only: %s. A value is reduced over those that log it. Log the same "
+                "names on all of them; or give self.log(..., rank_zero_only=True), if that of rank 0 is meant.",
+                first_of([f"{name!r} on {where}" for name, where in ranks.items()]),
+            )
 
     def new_value(self, config: SchedulerConfig) -> float | None:
         """Return the value that a scheduler monitors; None without one measured since the scheduler's last. Collective.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -21,6 +22,8 @@ from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Nu
 from trainer.profiling import LOGGING, Phase, unheard
 
 GatherObjects = Callable[[Any], list[Any]]
+TellOfNames = Callable[[dict[str, list[int]]], object]
+CompareNames = Callable[[list[list[str]]], object]
 
 
 @sendable
@@ -144,9 +147,19 @@ class MetricLog:
 
     Every rank must call the `read_*` methods at the same place. The logged names may differ between ranks (a rank
     without a batch logs nothing), because names are gathered with the values.
+
+    Args:
+        tell_of_names: called once, with names that only some of the processes have logged in an epoch or an evaluation,
+            and the positions of these in what is gathered.
     """
 
-    def __init__(self, module: torch.nn.Module, all_gather_object: GatherObjects, phase: Phase = unheard) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        all_gather_object: GatherObjects,
+        phase: Phase = unheard,
+        tell_of_names: TellOfNames | None = None,
+    ) -> None:
         self.module = module
         self.all_gather_object = all_gather_object
         self.phase = phase
@@ -175,6 +188,11 @@ class MetricLog:
         """The scope to which `log` adds; see `recording`."""
         self.names: set[str] = set()
         """All names ever logged, by this process."""
+        self.names_of_rank_0: set[str] = set()
+        """The names that are meant for rank 0 only; known there."""
+        self._restored = False
+        """True until the end of an epoch whose values are in part those of a checkpoint."""
+        self._tell_of_names = tell_of_names
         self.window = 0
         self.batch: Any = None
         """The batch in progress; its tensors give the number of samples if the loader does not know that number."""
@@ -211,6 +229,10 @@ class MetricLog:
         """Begin a step with its first batch, so that values logged before are of an earlier step; see `start_batch`."""
         self.window += 1
         self.batch, self.samples = batch, samples
+
+    def mark_restored(self) -> None:
+        """Compare no names until the end of the epoch, whose values are in part those of a checkpoint."""
+        self._restored = True
 
     def unflushed_entry(self, name: str, options: LogOptions) -> Entry:
         """Return the entry for values of a checkpoint: of a step before the next one, and not yet in the loggers."""
@@ -492,7 +514,9 @@ class MetricLog:
 
         torchmetrics objects are computed; `reset_computed` resets them.
         """
-        values = self._read_entries(scope.entries, scope.loader)
+        batches_of_some = scope.batches and scope is not self.train
+        values = self._read_entries(scope.entries, scope.loader, partial(self._compare_names, batches_of_some))
+        self._restored = self._restored and scope is not self.train
         self.computed += [e.metric for e in scope.entries.values() if e.metric is not None and not e.options.on_epoch]
         scope.entries.clear()
         return values
@@ -519,28 +543,43 @@ class MetricLog:
         """Return the reductions over all loaders of an evaluation; empty if there is only one loader."""
         return self._read_entries(scope.overall)
 
-    def _read_entries(self, entries: dict[str, Entry], loader: str = "") -> ReducedMetrics:
+    def _read_entries(
+        self, entries: dict[str, Entry], loader: str = "", compare: CompareNames | None = None
+    ) -> ReducedMetrics:
         local = {name: (e.options, e.epoch) for name, e in entries.items() if e.options.on_epoch}
         values = ReducedMetrics()
         with self.phase(LOGGING):
-            for name, (options, value) in self._reduce(local).items():
+            for name, (options, value) in self._reduce(local, entries, compare).items():
                 values.put(name, options, value, "epoch", loader)
         for name in values.all.keys() & self.train.entries.keys():
             self.train.entries[name].superseded = self.window
         return values
 
-    def _reduce(self, local: Mapping[Any, tuple[LogOptions, Accumulator]]) -> dict[Any, tuple[LogOptions, float]]:
+    def _reduce(
+        self,
+        local: Mapping[Any, tuple[LogOptions, Accumulator]],
+        names: Iterable[str] = (),
+        compare: CompareNames | None = None,
+    ) -> dict[Any, tuple[LogOptions, float]]:
         """Reduce with one host copy and one gather; every process then does the same arithmetic.
 
         The keys are names, or for values by step pairs of a name and whether the step is an earlier one.
+
+        Raises:
+            ConfigError: processes log a name with different reductions, or in part as a torchmetrics object; raised on
+                all of them.
         """
         numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
         mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
         combined: dict[Any, tuple[LogOptions, float | None, float]] = {}
-        for theirs in self.all_gather_object(mine):
+        everywhere = self.all_gather_object((mine, list(names) if compare is not None else []))
+        if compare is not None:
+            compare([theirs for _, theirs in everywhere])
+        for theirs, _ in everywhere:
             for name, (options, value, weight) in theirs.items():
                 if name in combined:
-                    _, before, weight_before = combined[name]
+                    options_before, before, weight_before = combined[name]
+                    _check_reductions(name, options_before, options)
                     if before is not None:  # a process whose weights are all 0 has no value
                         value = before if value is None else COMBINE_HOST[options.reduction](before, value)
                     weight += weight_before
@@ -550,6 +589,28 @@ class MetricLog:
             for name, (options, value, weight) in combined.items()
             if options.metric is not None or (value is not None and (options.reduction != "mean" or weight))
         }
+
+    def _compare_names(self, batches_of_some: bool, everywhere: list[list[str]]) -> None:
+        """Tell once of names that only some of the processes have logged.
+
+        Args:
+            batches_of_some: a process may have had no batch, and so have logged nothing.
+        """
+        if self._tell_of_names is None or self._restored:
+            return
+        found: dict[str, list[int]] = {}
+        for position, names in enumerate(everywhere):
+            for name in names:
+                found.setdefault(name, []).append(position)
+        all_of_them = [position for position, names in enumerate(everywhere) if names or not batches_of_some]
+        some = {
+            name: where
+            for name, where in found.items()
+            if where != all_of_them and not {name, name.rpartition("/")[0]} & self.names_of_rank_0
+        }
+        if some:
+            self._tell_of_names(some)
+            self._tell_of_names = None
 
     def _finish(self, name: str, options: LogOptions, value: float | None, weight: float) -> float:
         if value is None:
@@ -600,6 +661,17 @@ def with_suffix(name: str, suffix: str, loader: str = "") -> str:
     """Return the name of a value by step or epoch, where a name is logged by both; a loader's name stays last."""
     end = f"/{loader}" if loader else ""
     return f"{name.removesuffix(end)}_{suffix}{end}"
+
+
+def _check_reductions(name: str | tuple[str, bool], one: LogOptions, other: LogOptions) -> None:
+    """Check that a name's values of two processes can be reduced together."""
+    if (one.reduction, one.metric) == (other.reduction, other.metric):
+        return
+    kinds = [repr(o.reduction) if o.metric is None else f"a torchmetrics object, {o.metric}" for o in (one, other)]
+    raise ConfigError(
+        f"self.log({(name if isinstance(name, str) else name[0])!r}): the processes do not agree on the reduction: "
+        f"{kinds[0]} on one, and {kinds[1]} on another. Log a name in the same way on all of them."
+    )
 
 
 def _several_numbers(name: str, what: str) -> ConfigError:

@@ -60,6 +60,7 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
     """
     for state in states:
         metrics.names.update(state.get("names", ()))  # checkpoints of earlier versions have none
+    metrics.mark_restored()
     for scope, name in ((metrics.train, "train"), (metrics.hook_metrics, "hooks")):
         scope.entries.clear()
         for state in states:
