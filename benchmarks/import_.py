@@ -30,7 +30,7 @@ print(json.dumps([torch_cpu, time.process_time() - cpu, time.perf_counter() - wa
 """
 IMPORTS = {
     "nothing": "",
-    "from trainer import Trainer, TrainModule": "from trainer import Trainer, TrainModule",
+    "ours: from trainer import Trainer, TrainModule": "from trainer import Trainer, TrainModule",
     "pytorch_lightning": "import pytorch_lightning",
     "lightning_fabric": "import lightning_fabric",
     "accelerate": "import accelerate",
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         name: code
         for name, code in IMPORTS.items()
         if (not name.isidentifier() or name == "nothing" or find_spec(name) is not None)
-        and (not options.only or name == "nothing" or any(text in name for text in options.only))
+        and (not options.only or name == "nothing" or any(text.lower() in name.lower() for text in options.only))
     }
     report = Report(
         "import",
