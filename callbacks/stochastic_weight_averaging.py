@@ -168,9 +168,8 @@ class StochasticWeightAveraging(AveragingCallback):
         super().load_state_dict(state)
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        if (
-            trainer.run.ends
-        ):  # here, since the callback that has stopped the training is called after `on_train_epoch_end`
+        # Here, because a callback that stops the training may come after this one in `on_train_epoch_end`.
+        if trainer.run.ends:
             self._redo_statistics(trainer.run)
         super().on_save_checkpoint(trainer, module, checkpoint)
 
