@@ -31,6 +31,7 @@ SLOW = (
     "cli/test_init_command.py",
     "cli/test_launch_command.py",
     "data/test_lengths.py::test_a_process_whose_loader_is_wrong_ends_the_run_with_a_message_on_every_strategy",
+    "data/test_worker_lifetime.py",
     "distributed/test_loopback.py",
     "distributed/test_others_variables.py",
     "distributed/test_rendezvous.py",
@@ -49,13 +50,17 @@ SLOW = (
     "launchers/*",
     "lightning/*",
     "loop/test_agreement.py",
+    "loop/test_auto_accumulation.py",
     "loop/test_evaluation.py",
+    "loop/test_hostile_run_directory.py",
     "loop/test_logged_values.py",
     "loop/test_messages.py",
     "loop/test_mistakes.py::test_folders_of_the_user_called_callbacks_and_strategies",
     "loop/test_mistakes.py::test_parameters_without_gradient_on_two_processes",
     "loop/test_nonfinite.py",
     "loop/test_resume.py",
+    "loop/test_step_meaning.py",
+    "model/test_compile.py",
     "model/test_compile_slow.py",
     "model/test_dispatched.py",
     "model/test_memory_runs.py",
@@ -66,6 +71,7 @@ SLOW = (
     "strategies/test_fsdp.py",
     "strategies/test_full_parameters.py",
     "strategies/test_hugging_face_models.py",
+    "strategies/test_meta_parameters.py",
     "strategies/test_model_parallel.py",
     "strategies/test_parallel_cost.py",
     "strategies/test_portability.py",
@@ -78,6 +84,7 @@ SLOW = (
     "test_docs.py",
     "test_engine_processes.py",
     "test_gpu_report.py",
+    "test_notebook_page.py",
     "test_package.py",
     "test_parity_processes.py",
     "test_precision_float8.py",
@@ -85,7 +92,7 @@ SLOW = (
     "test_shape.py::test_further_arguments_of_the_trainer_are_lightnings",
     "test_shape.py::test_what_is_added_is_one_file_and_one_line",
 )
-"""Files whose tests start many processes: `make test-quick` leaves them out."""
+"""Files whose tests start many processes, compile, or wait: `make test-quick` leaves them out."""
 
 LONG: dict[str, tuple[str, ...]] = {
     "callbacks/test_bad_step_guard.py::test_every_strategy_refuses_the_same_steps": ("FSDP x2",),
