@@ -215,12 +215,12 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint, by `monitor`; without it the newest. Empty before the first.
+        """The best checkpoint, by `monitor`; without it the newest. Empty before the first, and with `save_top_k=0`.
 
         In a run resumed into another folder that of the former run, until this one has its own.
         """
         if self.monitor is None:
-            return self.last_model_path
+            return self.last_model_path if self.save_top_k else ""
         return str(self._earlier_best or "") if self.best is None else str(self._in_folder(self.best))
 
     @property
@@ -233,10 +233,8 @@ class ModelCheckpoint(Checkpoint):
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
         """The paths of the best checkpoints on disk, `save_top_k` at most, with their monitored values; best first."""
-        scored = [(name, value) for name, value in self.kept.items() if value is not None]
-        ordered = sorted(scored, key=lambda one: one[1], reverse=self.mode == "max")
-        most = len(ordered) if self.save_top_k == -1 else self.save_top_k
-        return {str(self._in_folder(name)): torch.tensor(value) for name, value in ordered[:most]}
+        best = self._retention.best(self.kept, self.nonfinite)
+        return {str(self._in_folder(name)): torch.tensor(self.kept[name]) for name in best}
 
     @property
     def kth_best_model_path(self) -> str:
@@ -252,8 +250,9 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def current_score(self) -> torch.Tensor | None:
-        """The monitored value of the newest checkpoint."""
-        return None if self.last is None else _as_tensor(self.kept.get(self.last))
+        """The monitored value of the newest of `best_k_models`, which is the last one that was better than others."""
+        best = self._retention.best(self.kept, self.nonfinite)
+        return next((_as_tensor(self.kept[name]) for name in reversed(self.kept) if name in best), None)
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
         """Write the paths and values of `best_k_models` to a YAML file, by default `best_k_models.yaml`."""
@@ -469,6 +468,9 @@ class ModelCheckpoint(Checkpoint):
         if self._base is None or [*self._base] != names:
             self._base = weight_sums(state, names, gather)
 
+    def _best_of(self, kept: Mapping[str, float | None]) -> str | None:
+        return next(iter(self._retention.best(kept, self.nonfinite)), None)
+
     def _newest(self) -> str | None:
         return next(reversed(self.kept), None)
 
@@ -520,7 +522,7 @@ class ModelCheckpoint(Checkpoint):
         previous = {other: one for other, one in self.kept.items() if other != name}
         self.kept, self.saved_step = {**previous, name: value}, trainer.global_step
         self.last = self.last if nonfinite else name
-        self.best = self._retention.best(self._remaining(), self.nonfinite)
+        self.best = self._best_of(self._remaining())
         # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
         return {"metrics": metrics, "follows": self._pointed or self._previous[1]}
 
@@ -707,7 +709,7 @@ class ModelCheckpoint(Checkpoint):
         """Restore the state before the newest checkpoint, unless only its pointers could not be written."""
         if not isinstance(error, PointerError):
             self.kept, self.last, self.nonfinite, self.saved_step = self._previous
-            self.best = self._retention.best(self.kept, self.nonfinite)
+            self.best = self._best_of(self.kept)
             self._unsaved = error
         if self.on_write_error == "raise":
             raise error
@@ -740,7 +742,7 @@ class ModelCheckpoint(Checkpoint):
             later = CheckpointDirectory(self._in_folder(self.last).parent).nonfinite_after(self.last)
             self.nonfinite += [name for name in later if name not in self.kept]
             self.kept |= {name: None for name in later if name not in self.kept}
-        self.best = self._retention.best(self.kept, self.nonfinite)
+        self.best = self._best_of(self.kept)
 
 
 def _sentence(error: CheckpointError) -> str:

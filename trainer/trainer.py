@@ -449,6 +449,8 @@ class Trainer:
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
+        if run.stops():
+            return
         if self.validation_due() and run.progress.validated_step != run.progress.step:
             validate_during_fit(run)
         windows, hooks, progress = self._windows(run), run.hooks, run.progress
@@ -487,14 +489,15 @@ class Trainer:
         """Call the first hook of an epoch, and restore the random numbers of a resumed run."""
         run.reload_if_due()
         run.begin_epoch(self._validation_interval(run))
-        resumed = run.progress.batch > 0
+        resumed = run.progress.batch > 0 or run.progress.epoch_started
         if not resumed:
             run.restore_rng()
-        # In the middle of an epoch the hook is called a second time: values logged and numbers drawn in it are dropped.
+        # In a resumed epoch the hook is called a second time: values logged and numbers drawn in it are dropped.
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope):
             run.hooks.on_train_epoch_start()
         run.restore_rng()
+        run.progress.epoch_started = True
 
     def _windows(self, run: Run) -> Iterator[list[Batch]]:
         """Yield the epoch's windows of batches, the last one possibly shorter, of equal lengths on all processes."""
@@ -645,7 +648,8 @@ class Trainer:
         progress = run.progress
         run.watchdog.heartbeats += 1
         run.watchdog.allow_slow = False
-        progress.batch += len(window)
+        progress.window = len(window)
+        progress.batch += progress.window
         for batch in window:
             progress.samples += batch.total or 0
         if refused:
@@ -727,9 +731,10 @@ class Trainer:
             return False
         if run.validation_clock is not None:
             return run.validation_clock.is_up(self.progress.step)
+        window = self.progress.window or batch % micro_batches or micro_batches
         if self.settings.check_val_every_n_epoch is None:
-            batch += self.progress.epoch * (run.num_training_batches or 0)
-        return batch % run.validation_interval < (batch % micro_batches or micro_batches)
+            batch += self.progress.batches_before
+        return batch % run.validation_interval < window
 
     def _validation_interval(self, run: Run) -> int | None:
         """Return the batches between validations inside this epoch; 1, if they come by time; None: no validation."""

@@ -140,7 +140,7 @@ class Model:
     @property
     def best(self) -> int | None:
         scored = [one for one in self.kept if one[1] is not None]
-        return min(scored, key=self.rank)[0] if scored and self.case.monitor else None
+        return min(scored, key=self.rank)[0] if scored and self.case.monitor and self.case.top_k else None
 
 
 class Known(Toy):
@@ -215,7 +215,7 @@ def check(case: Case, folder: Path, clock: list[float], processes: int = 1) -> N
     assert [(at[name], value) for name, value in checkpoint.kept.items()] == model.kept
     steps = [step for step, _ in model.kept]
     last = steps[-1] if steps else None
-    best = model.best if case.monitor else last
+    best = model.best if case.monitor else last if case.top_k else None
     directory = CheckpointDirectory(str(checkpoint._folder))
     assert sorted(read_manifest(path).info["step"] for path in directory.list()) == sorted(steps)
     assert at.get(Path(checkpoint.last_model_path).name) == last

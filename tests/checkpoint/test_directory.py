@@ -284,7 +284,7 @@ def test_a_pointer_may_end_a_path(tmp_path: Path) -> None:
 def test_of_equally_good_ones_the_oldest_is_the_best() -> None:
     kept = {"one": 0.9, "two": 0.99, "three": 0.99, "four": None}
     retention = Retention(by_value=True, mode="max", top_k=1, last=False)
-    assert retention.best(kept) == "two"
+    assert retention.best(kept) == ["two"]
     assert retention.to_delete(kept) == ["one", "three", "four"]
 
 

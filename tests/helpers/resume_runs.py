@@ -45,7 +45,7 @@ class BreakPoint(NamedTuple):
     when: int
     """The number of the hook's call that breaks the run, from 1."""
     how: str = "kill"
-    """"kill": nothing is saved any more; "stop": trainer.stop; "max_steps": the end of the run was there."""
+    """"kill": nothing is saved any more; "stop": trainer.stop; "signal"; "max_steps": the end of the run was there."""
     every: int = 1
     """Steps from checkpoint to checkpoint."""
     resumes_at: tuple[int, ...] = ()
@@ -63,6 +63,7 @@ BREAK_POINTS = {
 MORE_BREAK_POINTS = {
     "steps after the last checkpoint": BreakPoint("on_train_batch_start", 11, every=4, resumes_at=(4,)),
     "max_steps": BreakPoint("", 4, "max_steps", resumes_at=(4,)),
+    "start of an epoch": BreakPoint("on_train_epoch_start", 2, "signal", every=2, resumes_at=(3,)),
 }
 """With `num_workers=0` only."""
 
@@ -200,6 +201,8 @@ def break_at(break_point: BreakPoint) -> Callback:
         passed += 1
         if passed == break_point.when and break_point.how == "stop":
             trainer.stop("broken")
+        elif passed == break_point.when and break_point.how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
         elif passed == break_point.when:
             raise Killed
 
@@ -260,7 +263,7 @@ def broken_and_resumed(cell: Cell, break_point: BreakPoint, folder: Path, **inpu
     else:
         try:
             train(cell, folder, [break_at(break_point)], break_point.every, **made)
-        except Killed:
+        except (Killed, SystemExit):
             pass
         else:
             assert break_point.how == "stop", "the run has ended by itself"

@@ -42,7 +42,7 @@ def drawn(draw: random.Random) -> Scenario:
         "val_check_interval": draw.choice([1.0, 1.0, 0.5, 2]),
         "check_val_every_n_epoch": every,
     }
-    top_k = draw.choice([1, 2, 3, -1])
+    top_k = draw.choice([0, 1, 2, 3, -1])
 
     def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
         class Module(Net):
@@ -53,6 +53,7 @@ def drawn(draw: random.Random) -> Scenario:
                 best = self.trainer.checkpoint_callback
                 record.noted.append(sorted(map(float, best.best_k_models.values())))
                 record.noted.append((float(best.kth_value), bool(best.kth_best_model_path)))
+                record.noted.append(None if best.current_score is None else float(best.current_score))
 
             def configure_optimizers(self) -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=0.1)

@@ -189,17 +189,3 @@ def test_limits_that_the_trainer_names(tmp_path: Path) -> None:
         settings = {"fast_dev_run": 2, "num_sanity_val_steps": -1}
         noted = run(library, Scenario("", action=act, settings=settings), tmp_path).noted
         assert noted == [(sanity, limit), (2, [2])]
-
-
-@pytest.mark.parametrize("top", [0, 1])
-def test_the_best_and_the_current_score(top: int, tmp_path: Path) -> None:
-    found = {}
-    for library in (LIGHTNING, OURS):
-        keep = library.ModelCheckpoint(monitor="loss", mode="min", save_top_k=top)
-        latest = run(library, Scenario("", callbacks=lambda *_, it=keep: [it]), tmp_path).metrics["loss"]
-        score = None if keep.current_score is None else float(keep.current_score)
-        found[library.name] = (Path(keep.best_model_path).stem, score == pytest.approx(latest))
-    assert found == {
-        LIGHTNING.name: ("epoch=0-step=4" if top else "", False),
-        OURS.name: ("epoch=0-step=4" if top else "epoch=1-step=8", True),
-    }

@@ -263,6 +263,30 @@ def test_evaluation_has_no_gradients_and_gives_the_modes_back() -> None:
     assert not module.frozen.training
 
 
+@pytest.mark.parametrize("resumed_after", [0, 1, 2, 4])
+def test_batches_between_validations_are_counted_over_epochs_and_windows(resumed_after: int, tmp_path: Path) -> None:
+    class Notes(Callback):
+        def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+            trainer.accumulate_grad_batches = 3 if trainer.global_step < 3 else 2
+
+        on_train_start = on_train_step_end
+
+        def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+            validated.append((trainer.current_epoch, trainer.progress.batch))
+
+    def run(**limit: int) -> None:
+        settings = {"check_val_every_n_epoch": None, "val_check_interval": 4, "enable_checkpointing": True, **limit}
+        trainer = quiet(callbacks=[Notes()], accumulate_grad_batches=3, default_root_dir=tmp_path, **settings)
+        trainer.fit(Toy(), loader(11, 1), loader(1), ckpt_path="last")
+
+    validated: list[tuple[int, int]] = []
+    if resumed_after:
+        run(max_steps=resumed_after, max_epochs=-1)
+    run(max_epochs=2)
+    # Windows end at batches 3, 6, 9, 11, and 2, 4, ... of the next epoch: 4, 8, 12, ... lie in these.
+    assert validated == [(0, 6), (0, 9), (1, 2), (1, 6), (1, 10)]
+
+
 def test_the_sanity_check_leaves_nothing_behind(tmp_path: Path) -> None:
     class Look(Callback):
         def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -28,20 +28,19 @@ class Retention:
     top_k: int
     last: bool
 
-    def best(self, kept: Kept, nonfinite: Collection[str] = ()) -> str | None:
-        """Return the checkpoint with the best value, the oldest among equals; None if none has a value.
+    def best(self, kept: Kept, nonfinite: Collection[str] = ()) -> list[str]:
+        """Return the `top_k` checkpoints with the best values, best first, of equals the oldest.
 
         Args:
-            nonfinite: names of the checkpoints whose states are not finite, which are never the best.
+            nonfinite: names of the checkpoints whose states are not finite, which are never among the best.
         """
+        sign = 1 if self.mode == "min" else -1
         known = {
-            name: value
+            name: sign * value
             for name, value in kept.items()
             if value is not None and self._counts(value) and name not in nonfinite
         }
-        if not known:
-            return None
-        return (min if self.mode == "min" else max)(known, key=known.__getitem__)
+        return sorted(known, key=known.__getitem__)[: None if self.top_k == -1 else self.top_k]
 
     def to_delete(self, kept: Kept, nonfinite: Collection[str] = ()) -> list[str]:
         """Return the checkpoints that are not kept, oldest first.
@@ -62,9 +61,7 @@ class Retention:
             return [name for name in kept if name in delete]
         newest_first = list(reversed(list(kept)))
         if self.by_value:
-            sign = 1 if self.mode == "min" else -1
-            known = [name for name in kept if (value := kept[name]) is not None and self._counts(value)]
-            wanted = sorted(known, key=lambda name: sign * (kept[name] or 0.0))[: self.top_k]
+            wanted = self.best(kept)
         else:
             wanted = newest_first[: self.top_k]
         if self.last:

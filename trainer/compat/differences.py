@@ -97,7 +97,8 @@ _STEPS = (
     Difference(
         "rest of the epoch skipped",
         "`on_train_batch_start` returns -1: no validation at the end of that epoch",
-        "the epoch ends on all processes as soon as one returns -1, and is validated as always",
+        "the epoch ends on all processes as soon as one returns -1, and is validated as always; that batch does not "
+        "count",
     ),
     Difference(
         "gradients in training_step",
@@ -151,11 +152,6 @@ _STEPS = (
         "stop inside an epoch",
         "a stop inside an epoch validates once more, and counts the epoch",
         "no validation; `on_train_epoch_end` is called, and called again at the end of the epoch if the run is resumed",
-    ),
-    Difference(
-        "stop at an epoch's start",
-        "a stop asked for in `on_train_epoch_start`: the epoch has no batch, and counts",
-        "the epoch is left after its first step",
     ),
     Difference(
         "nothing to run",
@@ -396,16 +392,6 @@ _CHECKPOINTS = (
         'an error without `mode`; if the name does not tell the direction, "min"',
     ),
     Difference("NaN as a score", "NaN as a score counts as infinite", "is never the best"),
-    Difference(
-        "save_top_k=0",
-        "`ModelCheckpoint(monitor=..., save_top_k=0)`: `best_model_path` is empty",
-        "the newest checkpoint, unless `save_last=False`",
-    ),
-    Difference(
-        "current_score",
-        "`ModelCheckpoint.current_score` is the value of the latest checkpoint that was among the best `save_top_k`",
-        "of the newest checkpoint",
-    ),
     Difference("save_top_k without monitor", "`save_top_k=3` without `monitor` is refused", "keeps the newest three"),
     Difference(
         "unknown value in a filename", '`ModelCheckpoint(filename="{val_loss}")` before a value is known: 0', "nan"

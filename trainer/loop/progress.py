@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
+LATER = ("epoch_started", "window", "batches_before")
+"""Counters that checkpoints of earlier versions do not have."""
+
+
 @dataclass
 class Progress:
     """Counters of a run. All are plain integers, saved in every checkpoint."""
@@ -22,6 +26,12 @@ class Progress:
     """True after the end of an epoch (validation, schedulers, metrics): a resumed run starts the next epoch."""
     validated_step: int = -1
     """The step of the last validation, so that a resumed run does not validate twice at the same step."""
+    epoch_started: bool = False
+    """True from `on_train_epoch_start` on: what that hook logs and draws does not count again in a resumed run."""
+    window: int = 0
+    """Micro-batches of the last step; 0: not known."""
+    batches_before: int = 0
+    """Micro-batches consumed in the epochs before this one."""
 
     def validated(self) -> None:
         self.validated_step = self.step
@@ -29,15 +39,20 @@ class Progress:
     def split_batches(self, parts: int) -> None:
         """Count in parts of the batches that were counted so far."""
         self.batch *= parts
+        self.window *= parts
+        self.batches_before *= parts
 
     def next_epoch(self) -> None:
         self.epoch += 1
+        self.batches_before += self.batch
         self.batch = 0
-        self.epoch_ended = False
+        self.epoch_started = self.epoch_ended = False
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for field in fields(self):
-            setattr(self, field.name, state[field.name])
+            setattr(
+                self, field.name, state.get(field.name, field.default) if field.name in LATER else state[field.name]
+            )

@@ -27,7 +27,7 @@ from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, restoring
-from trainer.loop.progress import Progress
+from trainer.loop.progress import LATER, Progress
 from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
 from trainer.metrics.reductions import REDUCTIONS
@@ -179,7 +179,8 @@ KINDS: dict[str, Any] = {
     "schedulers": [dict],
     "scaler": dict,
     "progress": {
-        name: bool if first is False else Integer(first, _MAX_COUNT) for name, first in asdict(Progress()).items()
+        f"{name}?" if name in LATER else name: bool if first is False else Integer(first, _MAX_COUNT)
+        for name, first in asdict(Progress()).items()
     },
     "global_micro_batch?": (Integer(1), None),
     "fitting_samples?": Integer(1),
@@ -486,9 +487,11 @@ def _cursor(run: Run, checkpoint: Mapping[str, Any]) -> Progress:
     if progress.epoch_ended:
         progress.next_epoch()
     loader, now, before = run.train_loader, _global_micro_batch(run), checkpoint.get("global_micro_batch")
-    if loader is None or before is None or now is None or before == now:
-        return progress
-    progress.batch = place_in_epoch(loader, progress.batch, before, now)
+    if not (loader is None or before is None or now is None or before == now):
+        progress.batch, progress.window = place_in_epoch(loader, progress.batch, before, now), 0
+        progress.batches_before = progress.batches_before * before // now
+    if "batches_before" not in checkpoint["progress"]:
+        progress.batches_before = progress.epoch * (run.num_training_batches or 0)
     return progress
 
 

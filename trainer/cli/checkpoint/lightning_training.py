@@ -130,10 +130,12 @@ def _progress(read: Mapping[str, Any]) -> Progress:
     fit = read.get("loops", {}).get("fit_loop", {})
     epochs = fit.get("epoch_progress", {}).get("current", {})
     batches = fit.get("epoch_loop.batch_progress", {})
+    progress.batches_before = int(batches.get("total", {}).get("completed", 0))
     if epochs.get("ready", 0) <= epochs.get("processed", 0):
         return progress  # between two epochs
     if batches.get("is_last_batch"):
         progress.epoch_ended = True
     else:
         progress.batch = int(batches.get("current", {}).get("completed", 0))
+        progress.batches_before -= progress.batch
     return progress
