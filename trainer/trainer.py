@@ -451,8 +451,8 @@ class Trainer:
         self._start_epoch(run)
         if run.stops():
             return
-        if self.validation_due() and run.progress.validated_step != run.progress.step:
-            validate_during_fit(run)
+        if self.validation_due():
+            self._validate_once(run)
         windows, hooks, progress = self._windows(run), run.hooks, run.progress
         flush_interval = run.settings.log_every_n_steps
         with run.metrics.recording(run.metrics.train):
@@ -481,6 +481,7 @@ class Trainer:
                         run.flush_step()
                 if run.validation_interval is not None and self.validation_due():
                     validate_during_fit(run)
+                    self._step_waiting_schedulers(run)
                 if (run.stops() or progress.step >= run.last_step) and self._leaves_epoch(run, windows):
                     return
         self._end_epoch(run)
@@ -667,8 +668,8 @@ class Trainer:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
         if not run.module.automatic_optimization:
             self._manual_optimization.check_epoch()
-        if self._epoch_validates() and progress.validated_step != progress.step:
-            validate_during_fit(run)
+        if self._epoch_validates():
+            self._validate_once(run)
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1)
         progress.epoch_ended = True
@@ -679,6 +680,12 @@ class Trainer:
         run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         run.end_epoch()
+
+    def _validate_once(self, run: Run) -> None:
+        """Validate unless that has been done after this step, by the run from whose checkpoint this one was resumed."""
+        if run.progress.validated_step != run.progress.step:
+            validate_during_fit(run)
+        self._step_waiting_schedulers(run)
 
     def _publish_epoch(self, run: Run) -> None:
         """Publish the values of the epoch, and call its last hook, which may log more."""
@@ -758,12 +765,17 @@ class Trainer:
         return (self.progress.epoch + 1) % every == 0
 
     def _step_schedulers(self, run: Run, interval: str, count: int, on_plateau: bool | None = False) -> None:
-        """Step the schedulers that are due: those without a monitored value, those with one, or (None) all."""
+        """Step the schedulers that are due: those without a monitored value, those with one, or (None) all.
+
+        Of all of a step, those with a value wait for the validation after it, see `_step_waiting_schedulers`.
+        """
         for config in run.scheduler_configs:
             if not config.is_due(interval, count) or on_plateau not in (None, config.reduce_on_plateau):
                 continue
             value = None
             if config.reduce_on_plateau:
+                if on_plateau is None and self._is_to_be_validated(run):
+                    continue
                 value = run.new_value(config)
                 if value is None:
                     continue
@@ -771,6 +783,16 @@ class Trainer:
                 config.step_known_groups(run.module.lr_scheduler_step, value)
             else:
                 run.module.lr_scheduler_step(config.scheduler, value)
+
+    def _is_to_be_validated(self, run: Run) -> bool:
+        """Return True if the step that has just ended is followed by a validation."""
+        ends_epoch = run.progress.batch == run.num_training_batches
+        return self.validation_due() or (ends_epoch and self._epoch_validates())
+
+    def _step_waiting_schedulers(self, run: Run) -> None:
+        """Step the schedulers with interval "step" that monitor a value, after a validation; once for each value."""
+        if run.module.automatic_optimization:
+            self._step_schedulers(run, "step", run.progress.step, on_plateau=True)
 
     # -- services for modules and callbacks ----------------------------------------------------------------------------
 

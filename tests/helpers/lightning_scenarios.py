@@ -818,6 +818,22 @@ def normalized(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     return Module
 
 
+def notes_loaders(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def train_dataloader(self) -> Any:
+            record.noted.append("train")
+            return loader()
+
+        def val_dataloader(self) -> Any:
+            record.noted.append("val")
+            return loader(seed=8)
+
+        def on_validation_start(self) -> None:
+            record.noted.append(self.trainer.num_training_batches)
+
+    return Module
+
+
 def grows(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     class Module(Net):
         def train_dataloader(self) -> Any:
@@ -998,6 +1014,32 @@ def stepped_by_override(library: Library, Net: Any, record: Record) -> Any:  # n
 def monitored(**options: Any) -> Any:
     options = {"logging_interval": "step", **options}
     return lambda library, record, folder: [library.LearningRateMonitor(**options)]
+
+
+def plateau_by_step(monitor: str, frequency: int) -> Any:
+    """Define a module whose rate falls after every value but the first, and that notes the rate in validations."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.log("trained", float(self.global_step))
+                return super().training_step(batch, batch_idx)
+
+            def validation_step(self, batch: Any, batch_idx: int) -> Any:
+                self.log("validated", float(self.global_step))
+
+            def on_validation_epoch_end(self) -> None:
+                record.noted.append(self.optimizers().param_groups[0]["lr"])
+
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                falls = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+                schedule = {"scheduler": falls, "monitor": monitor, "interval": "step", "frequency": frequency}
+                return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+        return Module
+
+    return define
 
 
 def named_groups(*names: str | None, **options: Any) -> Any:
@@ -1537,6 +1579,12 @@ SCENARIOS = [
         },
         action=lambda trainer, module: trainer.fit(module, val_dataloaders=loader()),
     ),
+    Scenario(
+        "the order of the loaders",
+        notes_loaders,
+        action=lambda trainer, module: trainer.fit(module),
+        differs={"noted": "order of the loaders"},
+    ),
     Scenario("no validation loader", action=lambda trainer, module: trainer.fit(module, loader())),
     Scenario(
         "a second fit",
@@ -1578,6 +1626,11 @@ SCENARIOS = [
         scheduled(lambda o: StepLR(o, 2, 0.5), interval="step"),
         {"max_epochs": 3},
         monitored(logging_interval="epoch"),
+        differs={"logged": "rates by epoch"},
+    ),
+    Scenario(
+        "rates without a schedule",
+        callbacks=lambda library, record, folder: [library.LearningRateMonitor()],
         differs={"logged": "rates by epoch"},
     ),
     Scenario(
@@ -1699,6 +1752,9 @@ SCENARIOS = [
     ),
     Scenario("three schedules of one optimizer", with_optimizer(three_schedules), {"max_epochs": 4}),
     Scenario("plateau by step", scheduled(plateau, interval="step", monitor="loss"), {"max_epochs": 3}),
+    Scenario("plateau by step, validated by step", plateau_by_step("trained", 1), {"val_check_interval": 2}),
+    Scenario("plateau by step on a validation", plateau_by_step("validated", 2), {"val_check_interval": 2}),
+    Scenario("plateau by step on the epoch's validation", plateau_by_step("validated", 4), {"max_epochs": 3}),
     Scenario("plateau without its value", scheduled(plateau, monitor="never", strict=False), {"max_epochs": 3}),
     Scenario("schedule every second epoch", scheduled(lambda o: StepLR(o, 1, 0.5), frequency=2), {"max_epochs": 5}),
     Scenario("half of the validation batches", settings={"limit_val_batches": 0.5}),

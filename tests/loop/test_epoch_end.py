@@ -65,7 +65,7 @@ class Plateau(Toy):
         ("val", {}, {"check_val_every_n_epoch": 2}, [(8, 8.0)]),
         ("val", {"frequency": 2}, {}, [(8, 8.0)]),
         ("by_step", {"interval": "step", "frequency": 5}, {}, [(5, 4.0), (10, 9.0)]),
-        ("val", {"interval": "step"}, {"val_check_interval": 2}, [(3, 2.0), (5, 4.0), (7, 6.0), (9, 8.0), (11, 10.0)]),
+        ("val", {"interval": "step"}, {"val_check_interval": 2}, [(step, float(step)) for step in range(2, 13, 2)]),
     ],
 )
 def test_a_plateau_scheduler_is_given_each_value_once_when_it_is_complete(
@@ -74,6 +74,32 @@ def test_a_plateau_scheduler_is_given_each_value_once_when_it_is_complete(
     module = Plateau(monitor, **options)
     quiet(max_epochs=3, **settings).fit(module, loader(4), loader(1))
     assert module.given == given
+
+
+@pytest.mark.parametrize("interval", [2, 1.0])
+@pytest.mark.parametrize("saves", [{"every_n_train_steps": 1}, {"monitor": "val", "mode": "min", "save_top_k": -1}])
+def test_a_plateau_scheduler_of_steps_takes_each_validation_once_over_a_break(
+    saves: dict[str, Any], interval: float, tmp_path: Path
+) -> None:
+    class Break(Callback):
+        def on_checkpoint_saved(self, trainer: Trainer, module: Any, path: str) -> None:
+            if trainer.global_step >= at:
+                raise KeyboardInterrupt
+
+    def run(module: Plateau, folder: str, *callbacks: Callback) -> Plateau:
+        settings = {"max_epochs": 2, "val_check_interval": interval, "enable_checkpointing": True}
+        keep = ModelCheckpoint(**saves, save_last=True)
+        trainer = quiet(callbacks=[keep, *callbacks], default_root_dir=tmp_path / folder, **settings)
+        trainer.fit(module, loader(4), loader(2), ckpt_path="last")
+        return module
+
+    whole = run(Plateau("val", interval="step"), "whole").given
+    assert whole == [(step, float(step)) for step in range(1, 9) if step % (2 if interval == 2 else 4) == 0]
+    for at in range(1, 8):
+        first, second = Plateau("val", interval="step"), Plateau("val", interval="step")
+        with pytest.raises(KeyboardInterrupt):
+            run(first, str(at), Break())
+        assert first.given + run(second, str(at)).given == whole, at
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])

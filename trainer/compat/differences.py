@@ -241,8 +241,9 @@ _LOGGING = (
     ),
     Difference(
         "rates by epoch",
-        '`LearningRateMonitor(logging_interval="epoch")` logs the rate of an epoch at its first step',
-        "the same rate, with the other values of the epoch at its last step",
+        '`LearningRateMonitor(logging_interval="epoch")` logs the rate of an epoch at its first step; '
+        "`LearningRateMonitor()` logs a rate without a schedule twice there",
+        "the same rate, with the other values of the epoch at its last step; once",
     ),
     Difference(
         "value logged in some steps",
@@ -337,7 +338,15 @@ _DATA = (
         "same; a `generator` of a loader or sampler is seeded anew for each epoch",
     ),
     Difference(
-        "overfit_batches", "`overfit_batches` limits the validation loader", "validates on the same training batches"
+        "overfit_batches",
+        "`overfit_batches` limits the validation loader, if there is one",
+        "validates on the same training batches",
+    ),
+    Difference(
+        "order of the loaders",
+        "for the sanity check the validation loader is asked for before the training loader, and "
+        "`trainer.num_training_batches` is infinite in it",
+        "the training loader is asked for first, and its length is known",
     ),
     Difference(
         "length of a loader",

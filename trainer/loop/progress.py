@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-
 LATER = ("epoch_started", "window", "batches_before")
 """Counters that checkpoints of earlier versions do not have."""
 
