@@ -360,7 +360,8 @@ def functions_of_the_trainer(source: str) -> list[str]:
 ASSIGNED_BY_THE_LOOP = {
     "trainer": {
         *("watchdog.heartbeats", "watchdog.allow_slow", "metrics.batch"),
-        *("progress.step", "progress.batch", "progress.samples", "progress.epoch_ended"),
+        *("progress.step", "progress.batch", "progress.window", "progress.samples"),
+        *("progress.epoch_started", "progress.epoch_ended"),
     },
     "loop.evaluation": {"watchdog.heartbeats", "metrics.batch"},
     "loop.batch_statistics": {"watchdog.heartbeats"},
