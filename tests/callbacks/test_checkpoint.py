@@ -152,17 +152,17 @@ VALUES = [0.5, 0.3, 0.4, 0.2, 0.6]
         ({"save_top_k": 2, "mode": "max"}, [0, 4], 4),
         ({"save_top_k": 2, "save_last": False}, [1, 3], 3),
         ({"save_top_k": -1}, [0, 1, 2, 3, 4], 3),
-        ({"save_top_k": 0}, [4], 4),
+        ({"save_top_k": 0}, [4], None),
     ],
 )
-def test_the_best_are_kept(options: dict[str, Any], kept: list[int], best: int, tmp_path: Path) -> None:
+def test_the_best_are_kept(options: dict[str, Any], kept: list[int], best: int | None, tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="val_loss", **options)
     fit(checkpoint, Scored(VALUES), max_epochs=5)
     assert there(tmp_path) == [f"epoch={epoch}" for epoch in kept]
     assert list(checkpoint.kept) == there(tmp_path)
-    assert pointers(tmp_path) == [f"epoch={kept[-1]}", f"epoch={best}"]
-    assert checkpoint.best_model_path == str(tmp_path / f"epoch={best}")
-    assert checkpoint.best_model_score == VALUES[best]
+    assert pointers(tmp_path) == [f"epoch={kept[-1]}", None if best is None else f"epoch={best}"]
+    assert checkpoint.best_model_path == ("" if best is None else str(tmp_path / f"epoch={best}"))
+    assert checkpoint.best_model_score == (None if best is None else VALUES[best])
     assert checkpoint.last_model_path == str(tmp_path / f"epoch={kept[-1]}")
 
 
