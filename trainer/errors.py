@@ -169,6 +169,12 @@ def unknown_name_error(
     return ConfigError(f"unknown {kind} {name!r}.{did_you_mean(str(name), names, equivalents)}{listed}")
 
 
+def public_names(package: ModuleType) -> list[str]:
+    """Return the names that an error lists for a package: its `__all__`, or else what can be called in it."""
+    public = [one for one, value in vars(package).items() if callable(value) and not one.startswith("_")]
+    return [*vars(package).get("__all__", public)]
+
+
 def no_such_name(package: ModuleType, name: str, instead: str = "", depth: int = 2) -> AttributeError | ImportError:
     """Return the error that `__getattr__` of a package raises for an unknown name.
 
@@ -179,9 +185,8 @@ def no_such_name(package: ModuleType, name: str, instead: str = "", depth: int =
     An AttributeError, on which `hasattr`, `pickle` and `inspect` rely; but in `from package import name`, where Python
     would replace it and its message, an ImportError.
     """
-    public = [one for one, value in vars(package).items() if callable(value) and not one.startswith("_")]
-    known = vars(package).get("__all__", public)
-    text = str(unknown_name_error(f"name in {package.__name__}:", name, known, {name: instead} if instead else None))
+    equivalents = {name: instead} if instead else None
+    text = str(unknown_name_error(f"name in {package.__name__}:", name, public_names(package), equivalents))
     caller = sys._getframe(depth)  # Python's import system asks for an attribute, and then for a submodule
     in_import = caller.f_code.co_name == "_handle_fromlist" and caller.f_globals["__name__"] == "importlib._bootstrap"
     if not hasattr(package, "__path__"):  # a module without further ones: the importing code itself asks

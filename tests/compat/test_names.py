@@ -7,6 +7,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,14 @@ def test_words_are_given_by_attribute_errors() -> None:
                 with pytest.raises(AttributeError) as refused:
                     getattr(owner, member)
                 assert f"Use {words}." in str(refused.value)
+
+
+def test_what_the_words_for_earlier_names_of_the_trainer_say_is_there() -> None:
+    trainer = Trainer(logger=False)
+    paths = {path for words in EARLIER_NAMES["Trainer"].values() for path in re.findall(r"\btrainer\.([\w.]+)", words)}
+    assert {"train_loader", "stage", "settings.deadline"} <= paths
+    for path in paths:
+        attrgetter(path)(trainer)
 
 
 def test_pages_that_words_name_show_the_class() -> None:

@@ -112,7 +112,7 @@ def lightning_name(package: ModuleType, name: str) -> Any:
         AttributeError, ImportError: the name is not here; see `errors.no_such_name`.
     """
     from trainer.compat.names import MODULES, NAMES
-    from trainer.errors import did_you_mean, no_such_name
+    from trainer.errors import did_you_mean, no_such_name, public_names
 
     target = NAMES.get(name, "")
     home, _, attribute = target.partition(":")
@@ -127,7 +127,9 @@ def lightning_name(package: ModuleType, name: str) -> Any:
         if found is not None and (isinstance(package, LightningPath) or package.__name__.startswith(OWN)):
             return found
         target = _words_of_package(package.__name__.partition(".")[2])
-        unlike_ours = not name.startswith("__") and not did_you_mean(name, vars(package).get("__all__", ()))
+        of_a_file = not hasattr(package, "__path__")  # such as what the file imports, to which nothing is compared
+        known = vars(package).get("__all__", ()) if of_a_file else public_names(package)
+        unlike_ours = not name.startswith("__") and not did_you_mean(name, known)
         if not target and unlike_ours and package.__name__ != PACKAGE:
             target = ELSEWHERE
     raise no_such_name(package, name, target, depth=3)
