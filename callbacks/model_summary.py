@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -11,10 +12,15 @@ from torch.nn.parameter import is_lazy
 
 from trainer.arguments import Limit
 from trainer.callback import Callback
+from trainer.loop.terminal import GAP, columns_of, fitted, wrapped
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
+
+
+FIRST_TO_GO = (4, 5, 3, 1)
+"""The columns that a narrow terminal leaves out, in that order: buffers, MB, trainable, type."""
 
 
 class ModelSummary(Callback):
@@ -31,15 +37,19 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero and self.max_depth:
-            trainer.print(self.drawn(table_of(module, self.max_depth)))
+            trainer.print(self.drawn(table_of(module, self.max_depth), columns_of(sys.stdout)))
 
-    def drawn(self, table: list[tuple[str, ...]]) -> str:
-        """Return the text of a table, whose first row is the header, and whose last is the total."""
-        return as_text(table)
+    def drawn(self, table: list[tuple[str, ...]], columns: int | None) -> str:
+        """Return the text of a table, whose first row is the header, and whose last is the total.
+
+        Args:
+            columns: the width of the terminal; None: no limit.
+        """
+        return as_text(table, columns)
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero and self.max_depth:
-            trainer.print(trainer.run.times.line())
+            trainer.print(wrapped(trainer.run.times.line(), columns_of(sys.stdout)))
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> str:
@@ -61,12 +71,18 @@ def table_of(module: nn.Module, max_depth: int) -> list[tuple[str, ...]]:
     return [header, *lines, ("total", type(module).__name__, *_sizes(module))]
 
 
-def as_text(table: list[tuple[str, ...]]) -> str:
-    """Return the rows as lines, with rules below the header and above the total."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    header, *lines, total = [_line(row, widths) for row in table]
-    return "\n".join([header, rule, *lines, *([rule] if lines else []), total])
+def as_text(table: list[tuple[str, ...]], columns: int | None = None) -> str:
+    """Return the rows as lines, with rules below the header and above the total.
+
+    Args:
+        columns: the width of the terminal, whose want of room leaves columns out, and names them; None: no limit.
+    """
+    found = fitted(table, columns, FIRST_TO_GO)
+    widths = [max(map(len, cells)) for cells in zip(*found.rows, strict=True)]
+    rule = "-" * (sum(widths) + GAP * (len(widths) - 1))
+    header, *lines, total = [_line(row, found.kept, widths) for row in found.rows]
+    note = [f"left out: {', '.join(found.left_out)}"] if found.left_out else []
+    return "\n".join([header, rule, *lines, *([rule] if lines else []), total, *note])
 
 
 def _layers(module: nn.Module, max_depth: int) -> list[tuple[str, nn.Module]]:
@@ -107,10 +123,10 @@ def _elements(tensor: torch.Tensor) -> int:
     return full
 
 
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
+def _line(row: Sequence[str], columns: list[int], widths: list[int]) -> str:
     """Align names to the left, numbers to the right."""
     cells = [
         cell.ljust(width) if column < 2 else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        for cell, column, width in zip(row, columns, widths, strict=True)
     ]
-    return "  ".join(cells)
+    return (" " * GAP).join(cells)

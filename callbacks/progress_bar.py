@@ -335,6 +335,7 @@ class _Bars:
             total=total,
             initial=done,
             desc=title,
+            bar_format="{desc}",  # until it is laid out
             file=self.stream,
             leave=keep,
             position=len(self._running),
@@ -344,6 +345,8 @@ class _Bars:
         )
         self._running.append(bar)
         self._beyond.append(beyond)
+        self._lay_out(bar, done, [])
+        bar.refresh()
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         bar = self._running[-1]

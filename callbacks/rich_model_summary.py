@@ -5,8 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from trainer.callbacks.model_summary import ModelSummary
+from trainer.callbacks.model_summary import FIRST_TO_GO, ModelSummary
 from trainer.errors import MissingPackageError
+from trainer.loop.terminal import fitted
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -32,17 +33,19 @@ class RichModelSummary(ModelSummary):
         if find_spec("rich") is None:
             raise MissingPackageError("rich", "RichModelSummary")
 
-    def drawn(self, table: list[tuple[str, ...]]) -> str:
+    def drawn(self, table: list[tuple[str, ...]], columns: int | None) -> str:
         from rich.console import Console
         from rich.table import Table
 
-        header, *rows = table
+        console = Console()
+        borders = len(table[0]) + 3  # in addition to the gaps of plain text
+        found = fitted(table, columns or console.width, FIRST_TO_GO, beside=borders)
+        header, *rows = found.rows
         drawn = Table(**self.summarize_kwargs)
-        for number, name in enumerate(header):
+        for number, name in zip(found.kept, header, strict=True):
             drawn.add_column(name, justify="left" if number < 2 else "right")
         for row in rows:
             drawn.add_row(*row, end_section=row is rows[-2] if len(rows) > 1 else False)
-        console = Console()
         with console.capture() as text:
             console.print(drawn)
         return text.get()

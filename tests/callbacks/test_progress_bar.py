@@ -130,6 +130,7 @@ def test_a_narrow_terminal_shows_fewer_numbers_and_none_in_part(
     assert columns != 80 or "train_loss=" in lines[-1]  # even without a bar
     if bar is ProgressBar:
         assert max(map(len, lines)) <= columns
+        assert [line for line in lines if "[" in line and "]" not in line] == []  # of times, from the first drawing on
 
 
 def test_with_max_steps_the_bar_counts_the_batches_and_the_time_of_the_run(attach: Attach) -> None:

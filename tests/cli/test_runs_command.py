@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -88,6 +91,17 @@ def test_sorted_and_filtered(command: Command, runs: Path, options: list[str], n
     assert [one["name"] for one in listed(command, str(runs), *options)] == names
 
 
+def test_values_that_are_not_finite_are_last_and_text_in_json(command: Command, project: Path) -> None:
+    for name, loss in (("a", "nan"), ("b", "2"), ("c", "inf"), ("d", "1")):
+        (project / name).mkdir()
+        (project / name / "metrics.csv").write_text(f"step,loss\n1,{loss}\n")
+    (project / "e").mkdir()
+    os.mkfifo(project / "e" / "hparams.json")  # nobody writes to it
+    names = {key: [one["name"] for one in listed(command, ".", "--sort", key)] for key in ("loss", "-loss")}
+    assert names == {"loss": ["d", "b", "c", "a", "e"], "-loss": ["c", "b", "d", "a", "e"]}
+    assert [one["loss"] for one in listed(command, ".", "--sort", "loss")] == [1, 2, "inf", "nan", None]
+
+
 def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
     code, out, _ = command("runs", "ls", str(runs), "--metric", "score")
     assert code == 0
@@ -159,7 +173,8 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["runs/empty"], "runs/empty has no metrics.csv or metrics.jsonl below it"),
+        (["runs/empty"], "runs/empty has no metrics.csv or metrics.jsonl with values below it"),
+        (["runs/a", "--output", "taken.png"], "--output taken.png: it cannot be written: Is a directory."),
         (["nowhere"], "nowhere does not exist"),
         (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),
         (["runs/a", "--output", "curves.gif"], ".gif is none of .png, .svg, .pdf, .html"),
@@ -168,6 +183,7 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
     ],
 )
 def test_mistakes_of_plot(command: Command, runs: Path, arguments: list[str], words: str) -> None:
+    Path("taken.png").mkdir()
     code, _, err = command("plot", *arguments)
     assert code == 2
     assert words in err
@@ -176,3 +192,23 @@ def test_mistakes_of_plot(command: Command, runs: Path, arguments: list[str], wo
 def test_smoothing_begins_at_the_first_value() -> None:
     assert smoothed((4.0, 4.0, 4.0), 0.9) == pytest.approx([4.0, 4.0, 4.0])
     assert smoothed((1.0, 3.0), 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
+    first, second, third = smoothed((1.0, math.nan, 3.0), 0.5)
+    assert (first, third) == pytest.approx((1.0, (0.25 * 1 + 0.5 * 3) / 0.75))
+    assert math.isnan(second)
+
+
+def test_a_run_has_one_colour_and_is_named_whatever_its_name(command: Command, project: Path) -> None:
+    """Names with $ are no formulas, those with _ are not hidden, and runs may have different metrics."""
+    pytest.importorskip("matplotlib")
+    for name, head in (("_a", "step,$x_{"), ("$b$", "step,$x_{,late"), ("c", "step,late")):
+        (project / name).mkdir()
+        cells = ",".join("1" for _ in head.split(",")[1:])
+        (project / name / "metrics.csv").write_text(f"{head}\n1,{cells}\n2,{cells}\n")
+    code, out, err = command("plot", "_a", "$b$", "c", "-o", "curves.svg")
+    assert (code, err) == (0, "")
+    assert "$x_{" in out
+    first, second = re.split(r'<g id="axes_\d+">', Path("curves.svg").read_text())[1:]
+    explained = [re.findall("<!-- (.*?) -->", one.partition('<g id="legend_')[2]) for one in (first, second)]
+    assert explained == [["_a", "$b$"], ["c"]]
+    colours = [set(re.findall("stroke: (#1f77b4|#ff7f0e|#2ca02c)", one)) for one in (first, second)]
+    assert colours == [{"#1f77b4", "#ff7f0e"}, {"#ff7f0e", "#2ca02c"}]  # of _a and $b$, and of $b$ and c

@@ -6,23 +6,24 @@ import inspect
 import textwrap
 from typing import Any
 
+from trainer.cli.columns import WIDEST
 from trainer.config.types import allowed, constructor_parameters
 
-WIDTH = 110
 PROVIDED = {("optimizer", "params"), ("lr_scheduler", "optimizer")}
 """Arguments that no configuration gives."""
 
 
-def class_help(cls: type, place: str) -> str:
+def class_help(cls: type, place: str, width: int = WIDEST) -> str:
     """Return the first paragraph of a class's docstring, and each argument with its type, default and description.
 
     Args:
         place: where the arguments are written: `trainer.strategy`, `module`, `trainer.callbacks.N`; or nothing.
+        width: characters of a line.
     """
     text = inspect.getdoc(cls) or ""
     described = argument_texts(text)
     about = text.partition("\n\n")[0].split() if _is_own_text(cls) else []
-    lines = [cls.__qualname__, "", *(["\n".join(textwrap.wrap(" ".join(about), WIDTH)), ""] if about else [])]
+    lines = [cls.__qualname__, "", *(["\n".join(textwrap.wrap(" ".join(about), width)), ""] if about else [])]
     parameters = {name: p for name, p in constructor_parameters(cls).named.items() if (place, name) not in PROVIDED}
     option = f", or --{place}.NAME" if place else ""
     lines.append(f"arguments (init_args in a file{option}):" if parameters else "It takes no arguments.")
@@ -30,7 +31,7 @@ def class_help(cls: type, place: str) -> str:
         default = "" if parameter.default is parameter.empty else f" (default: {_shown(parameter.default)})"
         kind = "" if parameter.annotation is parameter.empty else f" {allowed(parameter.annotation)}"
         lines.append(f"  {name}{':' if kind else ''}{kind}{default}")
-        lines += textwrap.wrap(described.get(name, ""), WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        lines += textwrap.wrap(described.get(name, ""), width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 
 

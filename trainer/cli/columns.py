@@ -1,8 +1,21 @@
-"""Align the cells of a table."""
+"""Align the cells of a table, and print help in the width of the terminal."""
 
 from __future__ import annotations
 
+import re
+import sys
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from typing import TextIO
+
+from trainer.loop.terminal import columns_of, fitted, wrapped
+
+WIDEST = 110
+"""Characters of a line of help at most."""
+LEAST_WORDS = 24
+"""Columns of a description that stands beside its term; with less room it stands below."""
+COMMANDS = ("trainer ", "python ", "pip ", "eval ", "srun ", "torchrun ", "tensorboard ")
+"""Beginnings of lines that are typed, and that go on behind a backslash where they are broken."""
 
 
 def in_columns(rows: Iterable[Sequence[str]], right: Collection[int]) -> list[str]:
@@ -13,3 +26,80 @@ def in_columns(rows: Iterable[Sequence[str]], right: Collection[int]) -> list[st
         for width in [max(map(len, cells))]
     ]
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def fitted_lines(
+    rows: Sequence[Sequence[str]], right: Collection[int], first_to_go: Sequence[int], elsewhere: str, beside: int = 0
+) -> list[str]:
+    """Return a line for each row, in the width of the terminal on stdout, and one that names the columns left out.
+
+    Args:
+        right: the numbers of the columns that are aligned to the right.
+        first_to_go: the numbers of the columns that may be left out, in that order.
+        elsewhere: the options that show all columns.
+        beside: characters of each line beside the table.
+    """
+    columns = columns_of(sys.stdout)
+    table = fitted(rows, columns, first_to_go, beside)
+    lines = in_columns(table.rows, right=[place for place, number in enumerate(table.kept) if number in right])
+    if table.left_out and columns is not None:
+        names = ", ".join(filter(None, table.left_out))
+        lines += wrapped(f"left out: {names} ({elsewhere} shows all)", columns - beside).split("\n")
+    return lines
+
+
+def help_width() -> int:
+    """Return the number of characters of a line of help: that of the terminal on stdout, at most `WIDEST`."""
+    return min(columns_of(sys.stdout) or WIDEST, WIDEST)
+
+
+def print_fitted(text: str, file: TextIO | None = None) -> None:
+    """Print a text; a terminal gets lines of its width."""
+    stream = sys.stdout if file is None else file
+    print(fitted_text(text, columns_of(stream)), end="", file=stream, flush=True)
+
+
+def fitted_text(text: str, columns: int | None) -> str:
+    """Return a text whose longer lines are broken: descriptions beside or below their terms, commands at backslashes.
+
+    Args:
+        columns: the width; None: change nothing.
+    """
+    if columns is None:
+        return text
+    return "\n".join(line if len(line) <= columns else _fitted_line(line, columns) for line in text.split("\n"))
+
+
+def _fitted_line(line: str, columns: int) -> str:
+    own = line[: len(line) - len(line.lstrip())]
+    described = re.fullmatch(r"(\s*\S.*?)(\s{2,})(\S.*)", line)
+    if described is None:
+        is_typed = line.strip().startswith(COMMANDS)
+        return _broken_command(line.strip(), columns, own, f"{own}    ") if is_typed else wrapped(line, columns)
+    term, gap, words = described.groups()
+    start = len(term + gap)
+    longest = len(words) if words.startswith(COMMANDS) else max(map(len, words.split()))
+    if columns - start >= max(LEAST_WORDS, longest):
+        return _filled(words, columns, term + gap, " " * start)
+    below = f"{own}    "
+    return f"{fitted_text(term, columns)}\n{_filled(words, columns, below, below)}"
+
+
+def _filled(words: str, columns: int, first: str, others: str) -> str:
+    if words.startswith(COMMANDS):
+        return _broken_command(words, columns, first, f"{others}    ")
+    wrapper = textwrap.TextWrapper(columns, first, others, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(words)
+
+
+def _broken_command(command: str, columns: int, first: str, others: str) -> str:
+    """Return a command in several lines that a shell reads as one."""
+    lines = [first]
+    for word in re.findall(r"(?:[^\s'\"]|'[^']*'|\"[^\"]*\")+", command):
+        begun = lines[-1] not in (first, others)
+        if begun and len(lines[-1]) + 1 + len(word) > columns - 2:  # room for the backslash
+            lines[-1] += " \\"
+            lines.append(others)
+            begun = False
+        lines[-1] += f" {word}" if begun else word
+    return "\n".join(lines)

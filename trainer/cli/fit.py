@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.cli.columns import fitted_text
 from trainer.cli.run import Job, run_command, table
+from trainer.loop.terminal import columns_of
 
 if TYPE_CHECKING:
     from trainer.callback import Callback
@@ -59,7 +61,7 @@ def _print(job: Job) -> None:
     if trainer.has_fit and trainer.is_global_zero:
         lines = closing_lines(trainer.callback_metrics, trainer.global_step, trainer.run_dir, trainer.callbacks)
         lines += next_command(trainer.run_dir) if job.module.overrides("validation_step") else []
-        trainer.print("\n".join(lines))
+        trainer.print(fitted_text("\n".join(lines), columns_of(sys.stdout)))
         sys.stdout.flush()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.cli.columns import help_width, print_fitted
 from trainer.cli.main import COMMANDS, dispatch
 from trainer.cli.options import reports_errors
 from trainer.errors import ConfigError, did_you_mean
@@ -28,7 +29,7 @@ def run(arguments: list[str]) -> int:
     if not arguments:
         return dispatch(["--help"])
     if arguments[0] in ("-h", "--help"):
-        print(HELP, end="")
+        print_fitted(HELP)
         return 0
     name = arguments[0]
     if name in COMMANDS:
@@ -44,7 +45,7 @@ def run(arguments: list[str]) -> int:
     if found is None:
         close = did_you_mean(name, [*COMMANDS, *_classes()])
         raise ConfigError(f"there is no command and no class {name!r}.{close} Or write file.py:Class.")
-    print(class_help(*found), end="")
+    print_fitted(class_help(*found, width=help_width()))
     return 0
 
 

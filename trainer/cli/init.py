@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.arguments import local_path
+from trainer.cli.columns import print_fitted
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
 
@@ -45,7 +46,7 @@ def run(arguments: list[str]) -> int:
     """Copy an example into a new folder. Returns the exit code: 2 when nothing was written."""
     options = _parser().parse(arguments)
     if options.list:
-        print("\n".join(f"{name:<21}{words}" for name, words in TEMPLATES.items()))
+        print_fitted("".join(f"{name:<21}{words}\n" for name, words in TEMPLATES.items()))
     else:
         _write(options.template, options.folder)
     return 0

@@ -167,7 +167,9 @@ def dispatch(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
     if first in ("-h", "--help", ""):
         commands = "\n".join(f"  {name:<22}{summary}" for name, (_, summary) in COMMANDS.items())
-        print(USAGE.format(commands=commands), end="", file=sys.stdout if first else sys.stderr)
+        from trainer.cli.columns import print_fitted
+
+        print_fitted(USAGE.format(commands=commands), sys.stdout if first else sys.stderr)
         return 0 if first else 2
     if first in ("--version", "-V", "version"):
         print(f"trainer {trainer.__version__}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.arguments import whole_number
+from trainer.cli.columns import fitted_text
 from trainer.cli.main import usage_error
 from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
 from trainer.errors import ConfigError, TrainerError, did_you_mean
+from trainer.loop.terminal import columns_of
 from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:
@@ -68,6 +71,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def format_help(self) -> str:
+        """Return the help, in the width of the terminal on stdout."""
+        return fitted_text(super().format_help(), columns_of(sys.stdout))
 
     def error(self, message: str) -> NoReturn:
         if choice := re.fullmatch(r"argument (\S+): (invalid choice: '(.*)') \(choose from (.*)\)", message):

@@ -7,6 +7,7 @@ import fnmatch
 import html
 import io
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ examples:
   trainer plot runs/a/version_0 runs/b/version_3 --output curves.html --smooth 0.6
 """
 FORMATS = (".png", ".svg", ".pdf", ".html")
+MOST_NAMES = 20
+"""Runs that are named beside their lines, at most."""
 
 Curves = dict[str, dict[str, list[tuple[int, float]]]]
 """Steps and values by metric, then by name of the run."""
@@ -36,7 +39,9 @@ def run(arguments: list[str]) -> int:
         epilog=EXAMPLES,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, or a folder with runs below")
-    parser.add_argument("--output", metavar="FILE", default="curves.png", help="PNG, SVG, PDF or HTML (curves.png)")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="curves.png", help="PNG, SVG, PDF or HTML (curves.png)"
+    )
     parser.add_argument("--metric", metavar="NAME", nargs="+", help="names of metrics; * and ? match others")
     parser.add_argument("--smooth", metavar="S", type=float, default=0.0, help="0 to 1: moving average")
     parser.add_argument("--log", action="store_true", help="a logarithmic scale of values")
@@ -66,7 +71,7 @@ def curves_of(paths: list[str]) -> Curves:
         runs = sorted(run_directories(path)) if path.is_dir() else []
         found = {str(one): metrics for one in runs if (metrics := read_metrics(one))}
         if not found:
-            why = "has no metrics.csv or metrics.jsonl below it" if path.is_dir() else "does not exist"
+            why = "has no metrics.csv or metrics.jsonl with values below it" if path.is_dir() else "does not exist"
             raise ConfigError(f"{text} {why}. CSVLogger or JSONLLogger writes one: Trainer(logger=[CSVLogger()]).")
         for name, metrics in found.items():
             for metric, points in metrics.items():
@@ -101,41 +106,77 @@ def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None
     rows = math.ceil(len(curves) / columns)
     figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="constrained")
     FigureCanvasAgg(figure)
+    names = list(dict.fromkeys(name for runs in curves.values() for name in runs))
+    colours = {name: f"C{number % 10}" for number, name in enumerate(names)}
+    explained: set[str] = set() if len(names) > 1 else {*names}
     for number, (metric, runs) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(rows, columns, number)
-        for name, points in runs.items():
-            _draw_curve(axes, points, smooth, name)
-        axes.set_title(metric)
+        lines = {name: _draw_curve(axes, points, smooth, colours[name]) for name, points in runs.items()}
+        axes.set_title(metric, parse_math=False)
         axes.set_xlabel("step")
         if logarithmic:
             axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        if number == 1 and len(runs) > 1:
-            axes.legend(fontsize="small")
-    if output.suffix.lower() != ".html":
-        figure.savefig(output, dpi=120)
-        return
+        _explain(axes, {name: line for name, line in lines.items() if name not in explained})
+        explained |= lines.keys()
+    _write(figure, output, ", ".join(curves))
+
+
+def _write(figure: Any, output: Path, title: str) -> None:
+    """Write a figure to a file of the ending's format.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    is_page = output.suffix.lower() == ".html"
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    data, title = base64.b64encode(picture.getvalue()).decode(), html.escape(", ".join(curves))
-    image = f'<img src="data:image/png;base64,{data}" alt="{title}">'
-    output.write_text(f'<!doctype html><meta charset="utf-8"><title>{title}</title>{image}\n', encoding="utf-8")
+    with warnings.catch_warnings(action="ignore"):  # of letters that the font lacks
+        figure.savefig(picture, format="png" if is_page else output.suffix[1:].lower(), dpi=120)
+    content = picture.getvalue()
+    if is_page:
+        data, title = base64.b64encode(content).decode(), html.escape(title)
+        image = f'<img src="data:image/png;base64,{data}" alt="{title}">'
+        content = f'<!doctype html><meta charset="utf-8"><title>{title}</title>{image}\n'.encode()
+    try:
+        output.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: it cannot be written: {error.strerror}.") from None
 
 
-def _draw_curve(axes: Any, points: list[tuple[int, float]], smooth: float, name: str) -> None:
+def _draw_curve(axes: Any, points: list[tuple[int, float]], smooth: float, colour: str) -> Any:
+    """Draw a curve, and return its line."""
     steps, values = zip(*points, strict=True)
     marker = "o" if len(points) == 1 else ""
-    if not smooth:
-        axes.plot(steps, values, marker=marker, label=name)
+    if smooth:
+        axes.plot(steps, values, alpha=0.25, color=colour)
+        values = tuple(smoothed(values, smooth))
+    (line,) = axes.plot(steps, values, marker=marker, color=colour)
+    return line
+
+
+def _explain(axes: Any, lines: dict[str, Any]) -> None:
+    """Say whose the lines are that have not been explained yet."""
+    names = list(lines)[:MOST_NAMES]
+    if not names:
         return
-    (line,) = axes.plot(steps, values, alpha=0.25)
-    axes.plot(steps, smoothed(values, smooth), marker=marker, color=line.get_color(), label=name)
+    more = len(lines) - len(names)
+    last = names[-1] if not more else f"{names[-1]}, and {more} more"
+    place = "upper right" if more else "best"  # which takes minutes to find among many lines
+    legend = axes.legend([lines[name] for name in names], [*names[:-1], last], fontsize="small", loc=place)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def smoothed(values: tuple[float, ...], weight: float) -> list[float]:
-    """Return the exponential moving average, corrected for its start, as TensorBoard's scalar page draws it."""
+    """Return the exponential moving average, corrected for its start, as TensorBoard's scalar page draws it.
+
+    A value that is not finite stays as it is, and changes no other.
+    """
     average, total, found = 0.0, 0.0, []
     for value in values:
+        if not math.isfinite(value):
+            found.append(value)
+            continue
         average, total = weight * average + (1 - weight) * value, weight * total + (1 - weight)
         found.append(average / total)
     return found

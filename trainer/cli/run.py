@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer.arguments import local_path
 from trainer.cli.collisions import collisions, own_file, searched_before
-from trainer.cli.columns import in_columns
+from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
@@ -63,7 +63,8 @@ def run_command(
     parser = make_parser(command, COMMANDS[command][1])
     traced = "--traceback" in arguments
     if "-h" in arguments or "--help" in arguments:
-        print(parser.format_help(), DOTTED_HELP, arguments_help(), f"examples:\n{examples}", sep="\n", end="")
+        print(parser.format_help())
+        print_fitted(f"{DOTTED_HELP}\n{arguments_help(help_width())}\nexamples:\n{examples}")
         return 0
 
     try:
@@ -74,7 +75,8 @@ def run_command(
             from trainer.config.load import chosen_class
 
             findings.report()
-            print(class_help(chosen_class(options.config, options.overrides, options.help_of), options.help_of), end="")
+            chosen = chosen_class(options.config, options.overrides, options.help_of)
+            print_fitted(class_help(chosen, options.help_of, help_width()))
             return 0
         configuration = _load(command, options, findings)
         if options.print_config:

@@ -14,7 +14,7 @@ NAMES = {"strategy": strategies, "precision": precisions}
 """The arguments that take a name of a table."""
 
 
-def arguments_help(width: int = 110) -> str:
+def arguments_help(width: int) -> str:
     """Return the list of the trainer's arguments for `trainer fit --help`."""
     lines = ["trainer arguments (under `trainer:` in a file, or as options):"]
     for field in fields(Settings):

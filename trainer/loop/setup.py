@@ -43,6 +43,7 @@ from trainer.loop.run_directory import (
 )
 from trainer.loop.save_pretrained import gather_to_save
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
+from trainer.loop.terminal import columns_of, wrapped
 from trainer.loop.training_state import (
     check_storable,
     choose_seed,
@@ -329,7 +330,12 @@ def start_watchdog(run: Run, cleanup: ExitStack) -> None:
 
 
 class _Shown(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the value of `sys.stderr` at the time of each message."""
+    """Writes to the value of `sys.stderr` at the time of each message. Facts are broken in the width of a terminal;
+    warnings are not, which may hold a command to copy."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return wrapped(text, columns_of(self.stream)) if record.levelno == logging.INFO else text
 
     def emit(self, record: logging.LogRecord) -> None:
         self.setStream(sys.stderr)

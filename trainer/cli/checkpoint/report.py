@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.columns import in_columns
+from trainer.cli.columns import fitted_lines, in_columns
 from trainer.errors import printable
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
@@ -40,7 +40,9 @@ def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
                 "damaged" if one.damage else "ok",
             ]
         )
-    lines = in_columns(rows, right=range(1, len(head) - 3))
+    size_at, written_at = len(head) - 4, len(head) - 3
+    first_to_go = [written_at, 2, *reversed(range(3, size_at)), size_at]
+    lines = fitted_lines(rows, range(1, len(head) - 3), first_to_go, "--json", beside=2)
     return [f"  {line}" for line in [*lines, *(plain(problem) for one in found for problem in one.damage)]]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.arguments import local_path
 from trainer.checkpoint.disk import atomic_file
+from trainer.cli.columns import print_fitted
 from trainer.cli.config.draft import ConfigDraft, launch_line
 from trainer.cli.config.wizard import PRESETS, ask_all
 from trainer.cli.options import CommandParser, reports_errors
@@ -52,7 +53,7 @@ def _parser() -> CommandParser:
         metavar="FILE",
         help="translate an Accelerate configuration or a DeepSpeed JSON, and say what became of every key",
     )
-    parser.add_argument("--output", metavar="FILE", default="run.yaml", help="default: run.yaml; -: the terminal")
+    parser.add_argument("-o", "--output", metavar="FILE", default="run.yaml", help="default: run.yaml; -: the terminal")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     parser.add_argument("--list", action="store_true", help="list the presets, write nothing")
     return parser
@@ -60,7 +61,7 @@ def _parser() -> CommandParser:
 
 def _write(options: argparse.Namespace) -> int:
     if options.list:
-        print("\n".join(PRESET_LINES))
+        print_fitted("".join(f"{line}\n" for line in PRESET_LINES))
         return 0
     _check_options(options)
     file = "run.yaml" if options.output == "-" else options.output

@@ -12,6 +12,7 @@ from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING
 
 from trainer.arguments import local_path
+from trainer.cli.columns import print_fitted
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, overrides_of, positive, reports_errors
@@ -48,9 +49,9 @@ def run(arguments: list[str]) -> int:
             results.append(result)
             # Rank 0 prints everything; the other ranks print only their problems.
             if not given.json and environment.rank == 0:
-                print(result.line(), flush=True)
+                print_fitted(f"{result.line()}\n")
             elif not given.json and result.status != "OK":
-                print(f"rank {environment.rank}: {result.line()}", flush=True)
+                print_fitted(f"rank {environment.rank}: {result.line()}\n")
     if environment.rank == 0:
         print(as_json(results) if given.json else f"\n{summary(results)}", flush=True)
     return int(failed(results))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.report import NEEDED, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, positive, quantity, reports_errors
@@ -43,7 +44,7 @@ EXAMPLES = """\
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Print the estimate. Returns the exit code."""
-    print(_report(arguments), end="")
+    print_fitted(_report(arguments))
     return 0
 
 

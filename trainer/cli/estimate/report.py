@@ -6,12 +6,14 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.cli.columns import in_columns
+from trainer.cli.columns import fitted_lines
 from trainer.model.memory import Memory, ModelSize, Transformer, zero_table
 
 NEEDED = ("layers", "hidden", "sequence", "batch")
 """Options that an estimate of a transformer's activations needs."""
 COLUMNS = ("weights", "gradients", "master_weights", "optimizer", "device", "temporary", "host")
+FIRST_TO_GO = (2, 3, 1, 4, 7, 6)
+"""The numbers of the columns of a table that a narrow terminal leaves out, in that order; the sum stays."""
 LEGEND = """\
 weights: parameters and buffers. master weights: float32 copies of weights in low precision.
 device: the sum in the memory of the device once the gradients exist, without the figures in brackets.
@@ -83,7 +85,8 @@ def _table(title: str, rows: dict[str, Memory], configured: str | None) -> list[
         texts = {name: f"{value / size:,.2f}" for name, value in row.items()}
         texts |= {name: f"({texts[name]})" for name in rows[label].offloaded}
         cells.append([f"{'*' if label == configured else ' '} {label}", *texts.values()])
-    head, *lines = in_columns(cells, right=range(1, len(cells[0])))
+    numbers = range(1, len(cells[0]))
+    head, *lines = fitted_lines(cells, numbers, FIRST_TO_GO, "--json", beside=2 + len(unit))
     return [f"{head}  {unit}", *lines]
 
 

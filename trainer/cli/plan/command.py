@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from trainer.cli.columns import print_fitted
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, positive, quantity, reports_errors
 from trainer.cli.plan.architecture import NAMES, architecture_of_options, assumed, read_config
@@ -59,7 +60,7 @@ def run(arguments: list[str]) -> int:
     if given.json:
         print(json.dumps({**as_data(model, cluster, batch, ranked, excluded), "notes": notes}, indent=2))
     else:
-        print(report(model, cluster, batch, ranked, excluded, given.top, notes, given.precision), end="")
+        print_fitted(report(model, cluster, batch, ranked, excluded, given.top, notes, given.precision))
     return int(not ranked)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import Any
 
-from trainer.cli.columns import in_columns
+from trainer.cli.columns import fitted_lines, in_columns
 from trainer.cli.plan.architecture import describe
 from trainer.cli.plan.candidates import Candidate, Cluster, Excluded, GlobalBatch
 from trainer.errors import first_of
+from trainer.loop.terminal import columns_of
 from trainer.model.parallel_cost import Architecture, Layout
 
 SPENT = {
@@ -25,6 +27,10 @@ SPENT = {
 """The words for the time that is spent on something else than computing."""
 
 
+NUMBERS = (2, 3, 4, 5)
+"""The columns of the table that are aligned to the right."""
+FIRST_TO_GO = (4, 3, 1)
+"""The columns that a narrow terminal leaves out, in that order: GB sent, bubble, micro-batches."""
 NEAREST = 5
 """Layouts without enough memory that are printed."""
 
@@ -69,12 +75,12 @@ def report(
 
 
 def _table(ranked: list[Candidate]) -> list[str]:
-    rows = [["", "layout", "micro-batches", "GB", "bubble", "GB sent", "seconds", "the time of a step"]]
+    digits = len(str(len(ranked)))
+    rows = [[f"{'':{digits}}  layout", "micro-batches", "GB", "bubble", "GB sent", "seconds", "the time of a step"]]
     for number, one in enumerate(ranked, 1):
         rows.append(
             [
-                f"{number}",
-                name_of(one.layout),
+                f"{number:{digits}}  {name_of(one.layout)}",
                 f"{one.work.window} of {one.work.micro_batch}{', recomputing' if one.work.checkpointing else ''}",
                 f"{one.memory.total / 1e9:,.1f}",
                 f"{one.bubble:.0%}",
@@ -83,7 +89,11 @@ def _table(ranked: list[Candidate]) -> list[str]:
                 why(one, ranked[0]),
             ]
         )
-    return in_columns(rows, right=(0, 3, 4, 5, 6))
+    lines, columns = in_columns(rows, NUMBERS), columns_of(sys.stdout)
+    if columns is None or max(map(len, lines)) <= columns:
+        return lines
+    times = [f"  {number:{digits}}  {row[-1]}" for number, row in enumerate(rows[1:], 1)]
+    return [*fitted_lines([row[:-1] for row in rows], NUMBERS, FIRST_TO_GO, "--json"), f"{rows[0][-1]}:", *times]
 
 
 def why(one: Candidate, first: Candidate) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import operator
 import re
 import sys
@@ -12,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from trainer.arguments import local_path
-from trainer.cli.columns import in_columns
+from trainer.cli.columns import fitted_lines
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.cli.runs.find import RunSummary, find_runs
 from trainer.errors import ConfigError, did_you_mean, printable
@@ -53,20 +54,31 @@ def run(arguments: list[str]) -> int:
         rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
     if options.sort:
         name = _require_known(options.sort.removeprefix("-"), known)
-        there = [row for row in rows if row[1].get(name) is not None]
+        there = [row for row in rows if _has_order(row[1].get(name))]
+        others = [row for row in rows if not _has_order(row[1].get(name))]
         there.sort(key=lambda row: _sortable(row[1][name]), reverse=options.sort.startswith("-"))
-        rows = there + [row for row in rows if row[1].get(name) is None]
+        rows = there + others
     head = [*COLUMNS, *metrics, *parameters]
     if options.json:
-        print(json.dumps([{name: values.get(name) for name in head} for _, values in rows], indent=1, default=str))
+        found_values = [{name: _json_ready(values.get(name)) for name in head} for _, values in rows]
+        print(json.dumps(found_values, indent=1, default=str))
     elif options.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(head)
         writer.writerows([values.get(name) for name in head] for _, values in rows)
     else:
         cells = [head, *([_cell(name, values.get(name)) for name in head] for _, values in rows)]
-        print("\n".join(in_columns(cells, right=range(2, len(COLUMNS) + len(metrics)))))
+        named = {*(options.metric or ()), *(options.hparam or ()), (options.sort or "").removeprefix("-")}
+        first_to_go = sorted(_first_to_go(len(metrics), len(parameters)), key=lambda number: head[number] in named)
+        right = range(2, len(COLUMNS) + len(metrics))
+        print("\n".join(fitted_lines(cells, right, first_to_go, "--csv or --json")))
     return 0
+
+
+def _first_to_go(metrics: int, parameters: int) -> list[int]:
+    """Return the numbers of the columns that a narrow terminal leaves out, in that order; the name stays."""
+    _, state, step, epoch, began, time, *others = range(len(COLUMNS) + metrics + parameters)
+    return [began, time, epoch, state, *reversed(others), step]
 
 
 def _parser() -> CommandParser:
@@ -134,6 +146,16 @@ def _holds(compare: Callable[[Any, Any], bool], value: Any, wanted: str) -> bool
         return compare(float(value), float(wanted))
     except (TypeError, ValueError):
         return compare(str(value).lower(), wanted.lower())
+
+
+def _has_order(value: Any) -> bool:
+    """Whether a value has a place in an order: a missing one and nan have none."""
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+def _json_ready(value: Any) -> Any:
+    """Return nan and infinities as text, as `trainer checkpoint show --json` does: JSON has no numbers for them."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _sortable(value: Any) -> tuple[int, Any]:

@@ -133,9 +133,9 @@ def is_locked(folder: Path) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a file; an empty one if there is none."""
+    """Return the object in a file; an empty one if there is none, or if reading might wait, as at a pipe."""
     try:
-        if file.stat().st_size > MAX_BYTES:
+        if not file.is_file() or file.stat().st_size > MAX_BYTES:
             return {}
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

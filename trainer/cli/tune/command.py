@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import local_path, make_folder
+from trainer.cli.columns import print_fitted
 from trainer.cli.main import usage_error
 from trainer.cli.options import CommandParser, byte_count
 from trainer.cli.run import Job, run_command
@@ -55,7 +56,7 @@ examples:
 def run(arguments: list[str]) -> int:
     """Run the search that the arguments name. Returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help") or "--help" in arguments:
-        print(HELP, end="")
+        print_fitted(HELP)
         return 0 if arguments else 2
     which, *rest = arguments
     if which not in SEARCHES:

@@ -1,0 +1,90 @@
+"""Text and tables in the width of a terminal: whole numbers and names, fewer columns."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GAP = 2
+"""Spaces between two columns of a table."""
+LEAST_NAME = 12
+"""Columns of the first column of a table at least, where it is folded."""
+
+
+def columns_of(stream: Any) -> int | None:
+    """Return the width of a terminal in characters; None for other streams, and where nobody knows the width."""
+    try:
+        return (os.get_terminal_size(stream.fileno()).columns or None) if stream.isatty() else None
+    except (AttributeError, OSError, ValueError):  # a stream of a notebook or a test, or a closed one
+        return None
+
+
+def wrapped(text: str, columns: int | None, indent: str = "    ") -> str:
+    """Return a text whose lines are broken between words where they are longer than a terminal is wide.
+
+    Args:
+        columns: the width; None: change nothing.
+        indent: begins the further lines, after the indent of the first one.
+    """
+    if columns is None:
+        return text
+    return "\n".join(line if len(line) <= columns else _broken(line, columns, indent) for line in text.split("\n"))
+
+
+def _broken(line: str, columns: int, indent: str) -> str:
+    own = line[: len(line) - len(line.lstrip())]
+    lines = textwrap.wrap(line, columns, subsequent_indent=own + indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class FittedTable:
+    """The part of a table for which there is room."""
+
+    rows: list[list[str]]
+    """A first cell that is too long goes on in further rows."""
+    kept: list[int]
+    """The numbers of the columns in `rows`."""
+    left_out: list[str]
+    """The heads of the other columns."""
+
+
+def fitted(
+    rows: Sequence[Sequence[str]], columns: int | None, first_to_go: Sequence[int], beside: int = 0
+) -> FittedTable:
+    """Return a table in the width of a terminal.
+
+    Columns are left out until there is room for the rest, and where that is not enough, the first column is folded.
+
+    Args:
+        rows: the cells, with the heads as the first row.
+        columns: the width; None: the whole table.
+        first_to_go: the numbers of the columns that may be left out, in that order.
+        beside: characters of each line beside the cells and the gaps between them.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    kept = list(range(len(widths)))
+
+    def room() -> int:
+        """Return the room for the first column."""
+        assert columns is not None
+        return columns - beside - sum(widths[number] + GAP for number in kept[1:])
+
+    if columns is not None:
+        for number in first_to_go:
+            if room() < widths[0]:
+                kept.remove(number)
+    cells = [[row[number] for number in kept] for row in rows]
+    if columns is not None and room() < widths[0]:
+        cells = [part for row in cells for part in _folded(row, max(room(), LEAST_NAME))]
+    return FittedTable(cells, kept, [rows[0][number] for number in range(len(widths)) if number not in kept])
+
+
+def _folded(row: list[str], room: int) -> list[list[str]]:
+    """Return a row and further ones that hold the rest of its first cell."""
+    first, *others = row
+    parts = textwrap.wrap(first, room, subsequent_indent=" ", break_on_hyphens=False) or [first]
+    return [[parts[0], *others], *([part, *[""] * len(others)] for part in parts[1:])]
