@@ -194,7 +194,7 @@ class TensorBoardLogger(Logger):
             else:
                 self._opened().add(step=step, summary=summary)
 
-    def flush(self) -> None:
+    def save(self) -> None:
         self._flushed_at = time.monotonic()
         if self._writer is not None:
             self._writer.flush()

@@ -288,8 +288,14 @@ class Logger(Callback):
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
-        if type(self).log_hyperparams is not Logger.log_hyperparams:
+
+    def record_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Call `log_hyperparameters`, or, where a subclass overrides this method, Lightning's `log_hyperparams`."""
+        names = ("log_hyperparameters", "log_hyperparams")
+        if next(name for kind in type(self).__mro__ for name in names if name in vars(kind)) == "log_hyperparams":
             self.log_hyperparams(flat_hyperparameters(hyperparameters))
+        else:
+            self.log_hyperparameters(hyperparameters)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Record values at `step`, the number of completed steps and the only step axis."""
@@ -519,7 +525,8 @@ class FileLogger(Logger):
             self._flushed_at = time.monotonic()
             self._file.write()
 
-    def flush(self) -> None:
+    def save(self) -> None:
+        """Write all logged values to the file. Called by `flush`."""
         if self._file is not None:
             self._flushed_at = time.monotonic()
             self._file.write(to_disk=True)
@@ -528,6 +535,7 @@ class FileLogger(Logger):
         """Write what is pending, and close the file."""
         if self._file is not None:
             self.flush()
+            FileLogger.save(self)  # whatever a subclass's `save` does
             self._file.report_loss()
             self._file.close()
             self._file = None

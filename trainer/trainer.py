@@ -434,7 +434,7 @@ class Trainer:
     def _start_training(self, run: Run) -> None:
         self._session.has_fit = True
         for logger in run.loggers if self.is_global_zero else ():
-            logger.log_hyperparameters(with_plain_numbers(run.logged_hyperparameters()))
+            logger.record_hyperparameters(with_plain_numbers(run.logged_hyperparameters()))
             logger.log_graph(run.module)
         run.hooks.on_fit_start()
         if run.progress.step == 0:

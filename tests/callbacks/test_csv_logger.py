@@ -205,3 +205,36 @@ def test_a_second_fit_has_a_file_of_its_own() -> None:
 def test_a_value_of_the_name_of_the_first_column_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a value 'step', the name of its first column"):
         CSVLogger(tmp_path).log_metrics({"loss": 1.0, "step": 3.0}, 1)
+
+
+class Own(CSVLogger):
+    """Overrides methods of Lightning's names."""
+
+    def __init__(self) -> None:
+        super().__init__("logs", name="own")
+        self.recorded: dict[str, Any] = {}
+        self.saved = 0
+
+    def log_hyperparams(self, params: Any = None, metrics: Any = None) -> None:
+        self.recorded = dict(params)
+        super().log_hyperparams({**params, "more": 1}, metrics)
+
+    def save(self) -> None:
+        self.saved += 1
+        super().save()
+
+
+def test_methods_of_lightnings_names_are_called_and_may_be_overridden() -> None:
+    class Module(Toy):
+        def __init__(self, width: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    logger = Own()
+    quiet(max_epochs=1, logger=logger).fit(Module(), loader(2))
+    assert logger.recorded == {"width": 3}
+    assert json.loads((Path(logger.log_dir) / "hparams.json").read_text()) == {"width": 3, "more": 1}
+    assert logger.saved > 0
+    logger.experiment.log_metrics({"after": 1.0}, step=9)
+    logger.save()
+    assert "after" in (Path(logger.log_dir) / "metrics.csv").read_text()
