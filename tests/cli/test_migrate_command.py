@@ -139,6 +139,9 @@ def test_a_name_that_another_file_imports_is_kept(command: Command, tmp_path: Pa
         command, tmp_path / "p", base__py=base, use__py="from base import LightningModule\nimport lightning"
     )
     assert found["base__py"] == "from trainer import LightningModule\n"
+    # Also where the other file has nothing else of Lightning's.
+    found, _ = written(command, tmp_path / "q", base__py=base, use__py="from base import LightningModule\n")
+    assert found["base__py"] == "from trainer import LightningModule\n"
 
 
 DECISIONS = {

@@ -61,8 +61,9 @@ def run(arguments: list[str]) -> int:
     missing = [path for path in options.paths if not os.path.exists(path)]
     problems = [f"{path}: there is no such file or folder" for path in missing]
     files = list(dict.fromkeys(file for path in options.paths if path not in missing for file in _files(Path(path))))
-    sources = _read(files, problems)
-    kept = _names_taken_from_others(sources.values())
+    contents = _read(files, problems)
+    kept = _names_taken_from_others(contents.values())
+    sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
     changed, places = 0, [f"{file}:1: {NAMESAKE}" for file in files if _is_namesake(file)]
     for file, source in sources.items():
         try:
@@ -108,17 +109,19 @@ def _is_namesake(file: Path) -> bool:
 
 
 def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
-    """Return the contents of the files that name Lightning or this package."""
+    """Return the contents of the files."""
     found = {}
     for file in files:
         try:
-            source = file.read_bytes()
+            found[file] = file.read_bytes()
         except OSError as error:
             problems.append(f"{file}: {error.strerror or error}")
-            continue
-        if MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name):
-            found[file] = source
     return found
+
+
+def _names_lightning(file: Path, source: bytes) -> bool:
+    """Whether a file names Lightning or this package."""
+    return bool(MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name))
 
 
 def _names_taken_from_others(sources: Iterable[bytes]) -> set[str]:
