@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
 
 class Profiler(Callback):
-    """Base class of profilers, `Trainer(profiler=)`: `with trainer.profiler.profile("my action")` measures a block."""
+    """Base class of profilers, `Trainer(profiler=)`: `with trainer.profiler.profile("my action")` measures a block.
+
+    Args:
+        dirpath, filename: the place of a file of results, for a subclass that writes one.
+    """
+
+    dirpath: Path | None = None
+    filename: str | None = None
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath")
+        self.filename = filename
 
     def start(self, action_name: str) -> None:
         """Begin an action."""
@@ -67,8 +78,7 @@ class AdvancedProfiler(Profiler):
         filename: str | None = None,
         line_count_restriction: PositiveInt | float = 1.0,
     ) -> None:
-        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath")
-        self.filename = filename
+        super().__init__(dirpath, filename)
         self.line_count_restriction = line_count_restriction
         self.profiles: dict[str, cProfile.Profile] = {}
         self._running: list[str] = []

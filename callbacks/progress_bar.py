@@ -41,6 +41,8 @@ class ProgressBar(Callback):
     """
 
     in_place_of = "enable_progress_bar"
+    number_format = ".4g"
+    """The format of the values."""
 
     def __init__(self, refresh_rate: NonNegativeInt = 1, leave: bool = False) -> None:
         self.refresh_rate = refresh_rate
@@ -191,7 +193,11 @@ class ProgressBar(Callback):
     def _metrics(self) -> list[str]:
         # An error in a subclass's get_metrics ends the run: it is none of the terminal's.
         shown = self.get_metrics(*self._run) if self._display is not None and self._run is not None else {}
-        return [f"{name}={value}" if isinstance(value, str) else f"{name}={value:.4g}" for name, value in shown.items()]
+        numbers = self.number_format
+        return [
+            f"{name}={value}" if isinstance(value, str) else f"{name}={value:{numbers}}"
+            for name, value in shown.items()
+        ]
 
     def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""

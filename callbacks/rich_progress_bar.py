@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RichProgressBarTheme:
-    """Styles of rich (https://rich.readthedocs.io/en/stable/style.html) for the parts of a `RichProgressBar`."""
+    """Styles of rich (https://rich.readthedocs.io/en/stable/style.html) for the parts of a `RichProgressBar`; the text
+    between two values, and the format of a number."""
 
     description: str = ""
     progress_bar: str = "#6206E0"
@@ -29,6 +30,8 @@ class RichProgressBarTheme:
     time: str = "dim"
     processing_speed: str = "dim underline"
     metrics: str = "italic"
+    metrics_text_delimiter: str = ", "
+    metrics_format: str = ".4g"
 
 
 class RichProgressBar(ProgressBar):
@@ -52,7 +55,7 @@ class RichProgressBar(ProgressBar):
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(refresh_rate, leave)
-        self.theme = theme
+        self.theme, self.number_format = theme, theme.metrics_format
         self.console_kwargs = dict(console_kwargs or {})
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -76,7 +79,7 @@ class _RichBars:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.style import Style
 
-        self.stream, self.leave = stream, leave
+        self.stream, self.leave, self._delimiter = stream, leave, theme.metrics_text_delimiter
         console = Console(**{"file": stream, **console_kwargs})
         self._bar_width = 40 if console.width > 100 else 10
         self._progress = Progress(
@@ -128,7 +131,7 @@ class _RichBars:
         )
         for number in range(len(metrics), 0, -1):
             rest = [f"+{len(metrics) - number}"] if number < len(metrics) else []
-            if len(text := ", ".join([*metrics[:number], *rest])) <= room:
+            if len(text := self._delimiter.join([*metrics[:number], *rest])) <= room:
                 return text
         return ""
 

@@ -96,6 +96,16 @@ def test_isolated_rng_also_after_an_error() -> None:
     assert draw() == expected
 
 
+def test_lightnings_isolate_rng() -> None:
+    from trainer.utilities.seed import isolate_rng  # type: ignore[import-not-found]
+
+    for arguments in ({}, {"include_cuda": False}):
+        before = torch.get_rng_state()
+        with isolate_rng(**arguments):
+            torch.rand(3)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_isolated_rng_of_further_generators() -> None:
     generator = torch.Generator().manual_seed(3)
     state = generator.get_state()

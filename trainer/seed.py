@@ -11,7 +11,7 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -175,6 +175,12 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
     np.random.set_state({**state["numpy"], "state": inner})
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+
+
+def isolate_rng(include_cuda: bool = True) -> AbstractContextManager[None]:
+    """Return `isolated_rng`, with the generator of the current GPU if there is one: Lightning's name."""
+    include_cuda = include_cuda and torch.cuda.is_available()
+    return isolated_rng(torch.device("cuda", torch.cuda.current_device()) if include_cuda else None)
 
 
 @contextmanager

@@ -85,6 +85,31 @@ OTHER_OPTIONS = {
     "ddp_comm_state": "comm_hook_state=",
     "offload_params_device": "offload_parameters=",
     "offload_optimizer_device": "offload_optimizer=",
+    "activation_checkpointing": "Trainer(activation_checkpointing=...)",
+    "data_parallel_size": "nothing: the processes that the other sizes leave read different samples",
+    "tensor_parallel_size": "tensor_parallel=",
+    "save_distributed_checkpoint": "nothing: each process writes its shards",
+    "exclude_frozen_parameters": "ModelCheckpoint(trainable_only=True)",
+    "load_full_weights": "nothing: checkpoints are readable under every strategy",
+    "ddp_comm_wrapper": "comm_hook=, with a function that calls the other",
+    "model_averaging_period": "comm_hook= of torch.distributed.algorithms.ddp_comm_hooks",
+    "start_method": "nothing: the processes are started anew, or forked by trainer.launch in a notebook",
+    "debug": "the environment variable PT_XLA_DEBUG",
+    "sync_module_states": "nothing: all processes begin with the same weights",
+    "zero_optimization": "stage=",
+    "remote_device": "offload_parameters=",
+    **dict.fromkeys(
+        (
+            *("params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size"),
+            *("queue_depth", "single_submit", "overlap_events", "thread_count", "pin_memory", "sub_group_size"),
+            *("contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter"),
+            *("allgather_bucket_size", "reduce_bucket_size", "zero_allow_untested_optimizer", "logging_level"),
+            *("logging_batch_size_per_gpu", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+            *("min_loss_scale", "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+            "synchronize_checkpoint_boundary",
+        ),
+        "config={...}, where DeepSpeed's own configuration has it",
+    ),
 }
 """Options of other trainers' strategies -> what to use instead."""
 

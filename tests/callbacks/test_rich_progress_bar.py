@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import pytest
 
@@ -53,3 +54,12 @@ def test_it_takes_the_place_of_the_progress_bar() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="refresh_rate=-1"):
         RichProgressBar(refresh_rate=-1)
+
+
+def test_a_theme_has_the_format_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(RichProgressBar):
+        def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+            return {"a": 1.0, "b": 2.0}
+
+    text = shown(monkeypatch, Two(theme=RichProgressBarTheme(metrics_text_delimiter=" / ", metrics_format=".1e")))
+    assert "a=1.0e+00 / b=2.0e+00" in text

@@ -30,6 +30,7 @@ from trainer.compat.names import (
 from trainer.compat.page import page
 from trainer.precision import resolve_precision
 from trainer.strategies import SingleDeviceStrategy
+from trainer.strategy import Strategy
 
 lightning = pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
@@ -87,12 +88,30 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
     if not argument:
         return hasattr(kind, method) or method in vars(kind) or method in assigned(kind)
     parameters = inspect.signature(getattr(kind, method) if method else kind.__init__).parameters
-    return argument in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return argument in parameters or (anything and kind.__init__ is not object.__init__)
 
 
 def assigned(kind: type) -> str:
     """Return the source of a class and its bases, in which attributes are assigned."""
     return " ".join(inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("trainer."))
+
+
+def test_every_argument_of_lightnings_strategies_is_here_or_answered_in_words() -> None:
+    theirs, here = import_module("pytorch_lightning.strategies"), import_module("trainer.strategies")
+    unanswered = []
+    for name in theirs.__all__:
+        if not inspect.isclass(getattr(theirs, name)) or " " in NAMES.get(name, "") or "Registry" in name:
+            continue
+        kind = getattr(here, name)
+        if kind is Strategy or "xla" in kind.__module__:
+            continue
+        for argument in inspect.signature(getattr(theirs, name)).parameters.keys() - {"kwargs"}:
+            try:
+                kind(**{argument: None})
+            except ConfigError as error:
+                unanswered += [] if re.search("Use |give|needs", str(error)) else [str(error)]
+    assert not unanswered, "\n".join(unanswered)
 
 
 @pytest.mark.parametrize("name", SURFACE)
@@ -233,6 +252,7 @@ OLD = {
     "from trainer.utilities.device_parser import parse_gpu_ids": "devices=",
     "from trainer.strategies import DDPShardedStrategy": "fsdp",
     "from trainer.strategies.launchers.subprocess_script import _SubprocessScriptLauncher": "torchrun",
+    "from trainer.utilities.model_summary import ModelSummary": "summarize(module, max_depth)",
     "from trainer.data import LightningDataset": "litdata",
     "from trainer.store import download_model": "model store",
     "from trainer.core.step_result import EvalResult": "self.log in the step",

@@ -746,6 +746,14 @@ def data_module_of(library: Library, record: Record) -> Any:
     return Data()
 
 
+def validations(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_validation_epoch_end(self) -> None:
+            record.noted.append(self.trainer.global_step)
+
+    return Module
+
+
 def last_batches(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     class Module(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -1557,6 +1565,12 @@ SCENARIOS = [
         action=lambda trainer, module: trainer.fit(module, datamodule=data_module_of(OF[type(trainer)], module.record)),
     ),
     Scenario("loader without a length", action=fit_with(lambda: DataLoader(Stream(), batch_size=3), loader)),
+    Scenario(
+        "validation over epochs of a loader without a length",
+        validations,
+        {"val_check_interval": 4, "check_val_every_n_epoch": None},
+        action=fit_with(lambda: DataLoader(Stream(), batch_size=3), loader),
+    ),
     Scenario(
         "last batch of a loader without a length",
         last_batches,

@@ -165,6 +165,16 @@ _STEPS = (
         "is False when the next epoch begins, and after `fit`",
     ),
     Difference(
+        "set_epoch of a batch sampler",
+        "`set_epoch` of a batch sampler is not called, only that of the sampler in it",
+        "is called at the start of each epoch, as the sampler's",
+    ),
+    Difference(
+        "random numbers after load_from_checkpoint",
+        "`load_from_checkpoint` draws the random numbers of the module's initial weights from the global generators",
+        "the generators are as before",
+    ),
+    Difference(
         "data without a length",
         "a loader without a length is read one batch ahead, and `trainer.is_last_batch` is True in its last step",
         "each batch is read when it is due, so that data made with the weights are made with those of now; "

@@ -114,11 +114,11 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     from trainer.compat.names import MODULES, NAMES
     from trainer.errors import did_you_mean, no_such_name, public_names
 
-    target = NAMES.get(name, "")
+    inside = f"{package.__name__}.{name}".partition(".")[2]
+    target = NAMES.get(inside, NAMES.get(name, ""))
     home, _, attribute = target.partition(":")
     if attribute and " " not in target:
         return getattr(import_module(home), attribute)
-    inside = f"{package.__name__}.{name}".partition(".")[2]
     if inside in MODULES.split() or (package.__name__ == PACKAGE and name in PACKAGES):
         return import_module(f"{PACKAGE}.{inside}")
     if not target:

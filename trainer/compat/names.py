@@ -8,7 +8,8 @@ A name is here under the same name, has another name here (`ALIASES`, `NAMES`), 
 from __future__ import annotations
 
 NAMES: dict[str, str] = {
-    # Names that modules and packages export. "module:name" is imported; other texts are answers in words.
+    # Names that modules and packages export, with the path of the module where another one has the name, too.
+    # "module:name" is imported; other texts are answers in words.
     "LightningModule": "trainer.module:TrainModule",
     "LightningDataModule": "trainer.data.datamodule:DataModule",
     "TrainModule": "trainer.module:TrainModule",
@@ -19,7 +20,7 @@ NAMES: dict[str, str] = {
     "LightningLoggerBase": "trainer.callback:Logger",
     "Checkpoint": "trainer.callback:Checkpoint",
     "seed_everything": "trainer.seed:seed_everything",
-    "isolate_rng": "trainer.seed:isolated_rng",
+    "isolate_rng": "trainer.seed:isolate_rng",
     "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
     "AttributeDict": "trainer.hyperparameters:Hyperparameters",
     "rank_zero_only": "trainer.distributed.rank_zero:rank_zero_only",
@@ -90,6 +91,14 @@ NAMES: dict[str, str] = {
     "has_len_all_ranks": "trainer.num_training_batches, which is math.inf where no length is known",
     "LayerSummary": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text",
     "summarize": "trainer.callbacks.model_summary:summarize",
+    **dict.fromkeys(
+        (
+            *("utilities.model_summary.ModelSummary", "utilities.model_summary.model_summary.ModelSummary"),
+            "core.memory.ModelSummary",
+        ),
+        "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text; the callback "
+        "is trainer.callbacks.ModelSummary",
+    ),
     "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",
     # accelerators, plugins, profilers, strategies
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu'), or a subclass of trainer.Strategy",
@@ -191,6 +200,8 @@ NAMES: dict[str, str] = {
     "LightningLite": "trainer.Trainer: a loop of your own becomes training_step",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     **dict.fromkeys(("TrainResult", "EvalResult"), "self.log in the step, which returns the loss"),
+    "data_loader": "train_dataloader, val_dataloader and the like without a decorator",
+    "auto_move_data": "trainer.predict, or batch.to(self.device)",
     "__version__": "trainer:__version__",
     **dict.fromkeys(
         ("__author__", "__author_email__", "__copyright__", "__docs__", "__docs_url__", "__homepage__", "__license__"),
@@ -557,6 +568,8 @@ WORDS: dict[str, dict[str, str]] = {
         "(sort_by_key)": "nothing: the table is sorted by time",
         "(record_module_names)": "with_stack=True",
         "(table_kwargs)": "nothing: the table has the most expensive operators",
+        "(schedule)": "wait=, warmup=, active= and repeat=",
+        "(on_trace_ready)": "dirpath=, the folder of the traces",
         "(dirpath)": "dirpath=",
     },
     "Engine": _ENGINE,

@@ -105,7 +105,7 @@ def name_here(module: str, name: str) -> Here:
         return served
     inside = module_here(module)
     known = RENAMED.get(name, name)
-    target = NAMES.get(known, "")
+    target = NAMES.get(f"{inside.path.partition('.')[2]}.{name}", NAMES.get(known, ""))
     if target and (" " in target or ":" not in target):
         return Here("", target)
     if known in trainer.__all__:
