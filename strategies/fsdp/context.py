@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
 from trainer.seed import isolated_rng
+from trainer.strategies.fsdp.first_batch import refuse_left_tensors
 from trainer.strategy import eval_mode
 
 AttentionExchange = Literal["auto", "heads", "keys"]
@@ -29,7 +31,8 @@ class ContextParallel:
 
     The first block's input, and what belongs to tokens among the arguments of blocks, is cut; the last block's output
     is gathered. Embeddings, positions, masks, labels and the loss are replicated, so that a `training_step`
-    for one device stays right. The first forward of each block is compared with one of full sequences.
+    for one device stays right. The first forward of each block is compared with one of full sequences. In it the output
+    of every block is gathered: where the next block gets another tensor than that, sequences stay full in between.
 
     Args:
         blocks: all blocks by name, in the order in which they are called.
@@ -50,16 +53,51 @@ class ContextParallel:
         """Sizes of the full sequences of the forward in progress."""
         self._unsplit = {name: block.forward for name, block in here.items()}
         """The forwards for full sequences, until they have been compared with the sharded ones."""
+        self._unchecked = set(here)
+        """The blocks that have not been in a training step yet."""
+        self._blocks = list(blocks.values())
+        self._is_static = False
+        """True if blocks are compiled, with their hooks: then sequences are split from the first block to the last."""
+        self._is_split = False
+        """True between the first block and the last one: there are parts of sequences."""
+        self._given: tuple[str, int, int] | None = None
+        """The name of a block before, and the address and version of its output, if that was gathered."""
+        self._follows: dict[tuple[str, bool], bool] = {}
+        """By a block and whether it trains: True if only the next one gets its output, which then is not gathered."""
+        self._outputs: list[tuple[tuple[str, bool], weakref.ref[torch.Tensor]]] = []
+        """The gathered outputs of blocks before the last in the step in progress."""
         first, *_, last = [*blocks, *blocks]
+        after = [*blocks][[*blocks].index([*here][-1]) + 1 :]
         blocks[first].register_forward_pre_hook(self._measure, with_kwargs=True)
         for name, block in here.items():
             block.forward = _WithAttention(SplitAttention(group, exchange), block.forward)
-            block.register_forward_pre_hook(self._cutter(name, cut_hidden=name == first), with_kwargs=True)
-        if last in here:
-            blocks[last].register_forward_hook(self._join)
+            starts_split = name == next(iter(here)) != first
+            block.register_forward_pre_hook(self._cutter(name, name == first, starts_split), with_kwargs=True)
+            block.register_forward_hook(self._left_checker(name), with_kwargs=True)
+            block.register_forward_hook(self._joiner(name, name == last))
+        for name in after[:1]:
+            blocks[name].register_forward_pre_hook(self._cut_sent, with_kwargs=True)
+
+    def begin(self) -> None:
+        """Prepare for a step, after one that may have ended with an error."""
+        self._is_split, self._given = False, None
+        self._outputs.clear()
+        self._is_static = any(block._compiled_call_impl is not None for block in self._blocks)
+
+    def check_end(self) -> None:
+        """Raise ConfigError if a forward has ended with parts of sequences, because it has skipped the last block."""
+        if self._is_split:
+            raise ConfigError(
+                "context_parallel: a step has not called the last block, whose output is gathered, and has computed "
+                "with parts of sequences after the blocks: multiply what a block adds by 0 instead of skipping it."
+            )
 
     def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.check_end()
         hidden, _, _ = split_hidden(block, args, kwargs)
+        self._measure_hidden(hidden)
+
+    def _measure_hidden(self, hidden: torch.Tensor) -> None:
         if hidden.dim() < 3:
             raise ConfigError(
                 f"context_parallel: the first block gets a tensor of {tuple(hidden.shape)}; what is split is "
@@ -72,16 +110,65 @@ class ContextParallel:
                 f"least 2: pad the batches to a multiple of {self.parts}, in the collate_fn."
             )
 
-    def _cutter(self, name: str, cut_hidden: bool) -> Callable[..., Any]:
+    def _cutter(self, name: str, is_first: bool, starts_split: bool) -> Callable[..., Any]:
         def cut(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             hidden, args, kwargs = split_hidden(block, without_caches(args), without_caches(kwargs))
-            own = Cut.apply(hidden, 1, self.group) if cut_hidden else hidden
+            if self._is_static:
+                cuts = is_first
+            else:
+                self._compare_given(hidden, block.training)
+                cuts, self._is_split = not (self._is_split or starts_split), True
+            if cuts and not is_first:
+                self._measure_hidden(hidden)
+            own = Cut.apply(hidden, 1, self.group) if cuts else hidden
             own_args, own_kwargs = map_leaves(args, self._part_of), map_leaves(kwargs, self._part_of)
             if name in self._unsplit and not torch.compiler.is_compiling():
                 self._compare(name, block, (own, *own_args), own_kwargs, args, kwargs)
             return (own, *own_args), own_kwargs
 
         return cut
+
+    def _cut_sent(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Cut what a stage of a pipeline sends, in front of the first block after its own ones."""
+        hidden, args, kwargs = split_hidden(block, args, kwargs)
+        if self._is_static:
+            return (hidden, *args), kwargs
+        self._compare_given(hidden, block.training)
+        sent = hidden if self._is_split else Cut.apply(hidden, 1, self.group)
+        self._is_split = False
+        return (sent, *args), kwargs
+
+    def _joiner(self, name: str, is_last: bool) -> Callable[..., Any]:
+        def join(block: nn.Module, args: Any, output: Any) -> Any:
+            if not is_last and (self._is_static or self._follows.get((name, block.training))):
+                return None
+            joined = self._join(output)
+            if not self._is_static:
+                gathered = first_tensor(joined)
+                self._is_split, self._given = False, (name, gathered.data_ptr(), gathered._version)
+                # That of the block before is still in a variable; those before it are in use somewhere else.
+                if any(output() is not None for _, output in self._outputs[:-1]):
+                    self._follows.update({key: False for key, _ in self._outputs})
+                self._outputs.append(((name, block.training), weakref.ref(gathered)))
+            return joined
+
+        return join
+
+    def _compare_given(self, hidden: torch.Tensor, training: bool) -> None:
+        """Remember whether the block before has returned this very tensor."""
+        if self._given is not None and not self._is_split:
+            name, *given = self._given
+            follows = given == [hidden.data_ptr(), hidden._version]
+            if self._follows.setdefault((name, training), follows) != follows:
+                self._follows[name, training] = False
+
+    def _left_checker(self, name: str) -> Callable[..., Any]:
+        def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if name in self._unchecked and block.training and torch.is_grad_enabled():
+                self._unchecked.remove(name)
+                refuse_left_tensors("context_parallel", name, block, (args, kwargs))
+
+        return check
 
     def _part_of(self, leaf: Any) -> Any:
         """Return this process's tokens of an argument that belongs to tokens; masks of attention stay full."""
@@ -102,7 +189,7 @@ class ContextParallel:
             return None
         return of_length[0]
 
-    def _join(self, block: nn.Module, args: Any, output: Any) -> Any:
+    def _join(self, output: Any) -> Any:
         if isinstance(output, tuple):
             return (_Join.apply(output[0], 1, self.group), *output[1:])
         return _Join.apply(output, 1, self.group)

@@ -145,6 +145,7 @@ class Pipeline:
                 block.register_forward_hook(self._end)
             if name in self.blocks:
                 block.register_forward_hook(self._first_batch.block_checker(name), with_kwargs=True)
+                block.register_forward_hook(self._first_batch.left_checker(name), with_kwargs=True)
 
     def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._begin(block, args, kwargs)

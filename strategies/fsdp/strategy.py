@@ -30,7 +30,8 @@ from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward
-from trainer.strategies.fsdp.context import AttentionExchange
+from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
+from trainer.strategies.fsdp.first_batch import refuse_router_losses
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
 from trainer.strategies.swapped_parameters import (
@@ -116,6 +117,7 @@ class FSDPStrategy(DistributedStrategy):
         self.context_exchange = context_exchange
         self.pipeline: Pipeline | None = None
         """The stage of this process, with `pipeline_parallel`."""
+        self._context: ContextParallel | None = None
         self.divisions = ""
         """A description of what `layout` splits."""
         self.sharding_strategy = sharding_strategy
@@ -304,7 +306,7 @@ class FSDPStrategy(DistributedStrategy):
                 enable_activation_checkpointing(module, activation_checkpointing)
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one, maybe by another strategy object
-            _, _, self.pipeline, self._loss_parallel, self.divisions = self.wrapped.division
+            _, _, self.pipeline, self._context, self._loss_parallel, self.divisions = self.wrapped.division
             # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
             reshard_all(self.wrapped)
             self._list_units()
@@ -320,7 +322,7 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped = self._shard(module, units)
         self._list_units()
         self.wrapped.division = Division(
-            self.layout, self.processes.world_size, self.pipeline, self._loss_parallel, self.divisions
+            self.layout, self.processes.world_size, self.pipeline, self._context, self._loss_parallel, self.divisions
         )
         keep_wrapper(module, self.wrapped, FSDPStrategy)
         self._allocate(module)
@@ -374,6 +376,7 @@ class FSDPStrategy(DistributedStrategy):
             return blocks
         if self.layout.pipeline * self.layout.context > 1:
             blocks = main_stack(blocks)
+            refuse_router_losses(f"{self.layout}", module)
         lines, here = [], blocks
         if self.layout.pipeline > 1:
             self.pipeline = self._make_pipeline(module, blocks)
@@ -382,9 +385,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout.tensor * self.layout.expert > 1:
             lines.append(self._divide_layers(module))
         if self.layout.context > 1:
-            from trainer.strategies.fsdp.context import ContextParallel
-
-            ContextParallel(blocks, here, self._mesh.group("context"), self.context_exchange)
+            self._context = ContextParallel(blocks, here, self._mesh.group("context"), self.context_exchange)
         self.divisions = "; ".join(lines)
         log.info("fsdp: %s", "; ".join(filter(None, (self._mesh.describe(), self.divisions))))
         return here
@@ -520,7 +521,12 @@ class FSDPStrategy(DistributedStrategy):
 
     def call_step(self, step: str, *args: Any) -> Any:
         with self._explaining.paused():
-            return self._call_step(step, *args)
+            if self._context is None:
+                return self._call_step(step, *args)
+            self._context.begin()
+            outputs = self._call_step(step, *args)
+            self._context.check_end()
+            return outputs
 
     def _call_step(self, step: str, *args: Any) -> Any:
         self._refuse_replaced_parameters()
@@ -913,6 +919,7 @@ class Division(NamedTuple):
     layout: ModelSplit
     processes: int
     pipeline: Pipeline | None
+    context: ContextParallel | None
     loss_parallel: bool
     description: str
 

@@ -257,6 +257,56 @@ class Tuples(Attending):
         return super().forward(x), None
 
 
+class Keeping(Attending):
+    """Has a loss of its own, as routers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.losses = [self.qkv(x).square().sum()]
+        return super().forward(x)
+
+
+class AddingLosses(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + sum(block.losses[0] for block in self.blocks)  # type: ignore[operator, index]
+
+
+class SkippingLast(Small):
+    """Leaves the last block out in training only, as a random depth may."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in [*self.blocks][:-1] if self.skips else self.blocks:
+            x = block(x)
+        return x.mean(1, keepdim=True)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+        self.skips = True
+
+
+class Centred(SkippingLast):
+    """Tokens are mixed, and get their positions, between two blocks; one step in two has a block less."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            if number and not self.skips:
+                x = x - x.mean(1, keepdim=True) + torch.arange(x.shape[1])[:, None] / 10
+            if number == 0 or not self.skips:
+                x = block(x)
+        self.skips = self.training and not self.skips
+        return x.cumsum(1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
 class Unpacking(Small):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -396,6 +446,8 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "attention that begins with zeros": (CP, Small, Zeros, "nn.MultiheadAttention"),
     "attention by hand": (CP, Small, Eager, "scaled_dot_product_attention only"),
     "convolutions": (CP, Small, Convolved, "convolutions"),
+    "a loss that blocks keep": (CP, AddingLosses, Keeping, "blocks.0.losses is a tensor with a gradient"),
+    "a last block that is skipped": (CP, SkippingLast, Attending, "has not called the last block"),
     "a skip connection": (PP, Skipping, Attending, "embed"),
     "a head that is registered before the blocks": (PP, HeadFirst, Attending, "depends on head."),
     "two forwards": (PP, Twice, Attending, "called twice"),
@@ -451,9 +503,15 @@ def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torc
 
 @pytest.mark.parametrize(
     ("way", "kind", "block"),
-    [("CP x2", Small, Biased), ("TP x2", Shared, OneKey), ("TP x2", Sequences, Attending)],
+    [
+        ("CP x2", Small, Biased),
+        ("CP x2", Centred, Attending),
+        ("TP x2", Shared, OneKey),
+        ("TP x2", Sequences, Attending),
+    ],
     ids=[
         "a mask that is computed from tokens",
+        "tokens that are mixed between two blocks",
         "one key for all heads, and layers whose outputs change in place",
         "activations that are split along the sequence, and split logits",
     ],
@@ -465,6 +523,7 @@ def test_every_part_has_its_gradient(way: str, kind: type[Small], block: type[nn
 
 
 NOT_SENT: dict[str, tuple[type[Small], type[nn.Module], str]] = {
+    "losses that blocks keep": (AddingLosses, Keeping, "blocks.0.losses is a tensor with a gradient"),
     "tuples": (Unpacking, Tuples, "returns a tuple, and what a stage sends is one tensor"),
     "blocks in another order": (Backwards, Attending, "in the order in which they are registered"),
 }
