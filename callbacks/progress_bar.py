@@ -323,6 +323,10 @@ class _Bars:
             monitor_interval = 0
             """No monitor thread: updates are timed here."""
 
+            def __del__(self) -> None:
+                with suppress(Exception):  # before 4.70 there is one where the terminal was gone when the bar was made
+                    super().__del__()
+
         self.stream = stream
         self.leave = leave
         self._new_bar: type[tqdm[Any]] = Bar

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
@@ -37,6 +38,14 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == trainer.__version__
     assert f"## {trainer.__version__} " in (ROOT / "CHANGELOG.md").read_text()
     assert version("exact-trainer") == trainer.__version__
+
+
+def test_the_lowest_versions_are_tried() -> None:
+    """In the environment of `make test-xla`, which has the torch that is the lowest."""
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    tried = dict(re.findall(r"^([\w-]+)==(.*)$", (ROOT / "constraints-xla.txt").read_text(), re.MULTILINE))
+    for name, lowest in (text.split(">=") for text in required):
+        assert f"{tried[name]}.".startswith(f"{lowest}."), name
 
 
 @pytest.fixture(scope="module")

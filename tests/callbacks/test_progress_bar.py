@@ -117,6 +117,8 @@ class Talkative(Toy):
 def test_a_narrow_terminal_shows_fewer_numbers_and_none_in_part(
     attach: Attach, columns: int, bar: type[ProgressBar]
 ) -> None:
+    if bar is RichProgressBar:
+        pytest.importorskip("rich")
     terminal = attach(columns=columns)
     fit(bar(), Talkative(), num_sanity_val_steps=0)
     text = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", terminal.text())
