@@ -65,6 +65,7 @@ class AveragingCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._weights = AveragedWeights(trainer.strategy, self.use_buffers, self.device)
+        trainer.run.nonfinite.look_at_averages(self._weights.entries)
         if self._stored is not None:
             self._load_stored()
 

@@ -17,7 +17,7 @@ from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
-from trainer.callbacks import ModelCheckpoint
+from trainer.callbacks import ModelCheckpoint, WeightAveraging
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.finite import floating_tensors, not_finite
 from trainer.checkpoint.format import read_checkpoint
@@ -177,6 +177,34 @@ def test_averages_of_weights_in_a_callback_are_looked_at(tmp_path: Path) -> None
     assert checkpoint.last == "epoch=0-step=4"
 
 
+class SpoilAverage(Callback):
+    """Write a NaN into the average of the weights; of shards, on rank 1 only."""
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        (averaging,) = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+        if trainer.global_step == 3 and (trainer.rank == 1 or trainer.strategy.name != "fsdp"):
+            for average in averaging._averaged._averages.values():
+                if average.numel():
+                    average.view(-1)[0] = math.nan
+
+
+class WithMask(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+
+
+def test_averages_of_weights_are_looked_at_and_masks_are_no_mistake(tmp_path: Path) -> None:
+    checkpoint = train(tmp_path, WithMask(), before=[SpoilAverage(), WeightAveraging()])
+    directory = CheckpointDirectory(tmp_path / "version_0" / "checkpoints")
+    assert directory.info([*checkpoint.kept][-1])["nonfinite"] == ["average.layer.weight", "average.layer.bias"]
+    assert checkpoint.last == "epoch=0-step=2"
+    finite = WithMask()
+    train(tmp_path / "finite", finite, before=[WeightAveraging()])
+    assert finite.get_buffer("mask").tolist() == [0.0, -math.inf]  # the average has taken the place of the weights
+    assert steps_in(tmp_path / "finite")["-> last"] == 12
+
+
 class GrowingMask(Toy):
     """A mask of which more and more is -inf, and then a part NaN."""
 
@@ -292,13 +320,12 @@ class WithAdam(MLP):
 
 def train_on_two(name: str, folder: str) -> dict[str, Any]:
     found = {}
-    for kind in ("sync", "async"):
+    for kind in ("sync", "async", "average"):
         checkpoint = ModelCheckpoint(
             every_n_train_steps=1, async_save=kind == "async", dirpath=f"{folder}/{name}{kind}"
         )
-        trainer = WAYS[name].trainer(
-            seed=1, max_steps=5, callbacks=[SpoilRankOne(), checkpoint], enable_checkpointing=True
-        )
+        spoiling = [SpoilAverage(), WeightAveraging()] if kind == "average" else [SpoilRankOne()]
+        trainer = WAYS[name].trainer(seed=1, max_steps=5, callbacks=[*spoiling, checkpoint], enable_checkpointing=True)
         trainer.fit(WithAdam(), DataLoader(MLP.data(64), 4))
         found[kind] = (list(checkpoint.kept), checkpoint.nonfinite, checkpoint.last)
     return found
@@ -317,7 +344,7 @@ def test_the_processes_agree_on_what_one_of_them_owns(name: str, on_two: dict[st
     skip_if_missing(name)
     expected = (["epoch=0-step=2", "epoch=0-step=5"], ["epoch=0-step=5"], "epoch=0-step=2")
     for rank in on_two[name]:
-        assert rank == {"sync": expected, "async": expected}
+        assert rank == {"sync": expected, "async": expected, "average": expected}
 
 
 # -- losses, scales and rates ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.finite import not_finite
 from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
 from trainer.errors import ConfigError
 from trainer.loop.compare_ranks import compare
@@ -37,6 +38,8 @@ class AveragedWeights:
         self._trained: dict[str, TensorOrShard] | None = None
         """The weights of the training while the averages are in their place."""
         self._current: dict[str, TensorOrShard] | None = None
+        self._copied: set[str] = set()
+        """Buffers that are not finite, such as masks of -inf: their mean would be NaN, so they are copied."""
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -45,15 +48,19 @@ class AveragedWeights:
         """Take the weights of now into the averages; the first time they are the averages."""
         if self._current is None:
             self._current = self._entries()
-        pairs = [(self._average_of(name, entry), _local(entry)) for name, entry in self._current.items()]
-        floating = [(average, now.to(average.device)) for average, now in pairs if average.is_floating_point()]
+            buffers = [name for name, b in self._strategy.module.named_buffers() if b.is_floating_point()]
+            known = {name: _local(self._current[name]) for name in buffers if name in self._current}
+            self._copied = {*not_finite(iter(known.items()))}
+        named = [(name, self._average_of(name, entry), _local(entry)) for name, entry in self._current.items()]
+        averaged = {name for name, average, _ in named if average.is_floating_point() and name not in self._copied}
+        floating = [(average, now.to(average.device)) for name, average, now in named if name in averaged]
         averages, now = [average for average, _ in floating], [value.to(a.dtype) for a, value in floating]
         if self.count == 0:
             torch._foreach_copy_(averages, now)
         else:
             change(averages, now, self.count)
-        for average, value in pairs:
-            if not average.is_floating_point():
+        for name, average, value in named:
+            if name not in averaged:
                 average.copy_(value)
         self.count += 1
 
@@ -160,11 +167,14 @@ class AveragedWeights:
         if self.count == 0:
             return
         self._synchronize_buffers()
-        entries = self._entries()
-        own = {name: _like(entry, self._average_of(name, entry)) for name, entry in entries.items()}
         trained = self._trained or {}
-        checkpoint["average"] = self._under_all_names(own)
+        checkpoint["average"] = self._under_all_names(self.entries())
         checkpoint["model"] = {**checkpoint["model"], **self._under_all_names(trained)}
+
+    def entries(self) -> dict[str, TensorOrShard]:
+        """Return the averages by name, of tied weights once; none before the first update."""
+        entries = self._entries() if self.count else {}
+        return {name: _like(entry, self._average_of(name, entry)) for name, entry in entries.items()}
 
     def _under_all_names(self, entries: Mapping[str, TensorOrShard]) -> dict[str, TensorOrShard]:
         """Return the entries of tied weights under each of their names, as `module_state` does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ class NonFiniteMonitor:
         self._first_step = 0
         """The step at which the run begins."""
         self._state: StateMonitor | None = None
+        self._averages: Callable[[], Mapping[str, Any]] = dict
 
     def begin_training(self, optimizers: list[Optimizer], saves: bool) -> None:
         """Check the weights with which training begins. Call this when they are restored.
@@ -102,13 +103,17 @@ class NonFiniteMonitor:
             others = f", as well as {first_of([*wrong][1:])}" if len(wrong) > 1 else ""
             log.warning("%s is %s in the validation after step %d%s", name, value, progress.step, others)
 
+    def look_at_averages(self, averages: Callable[[], Mapping[str, Any]]) -> None:
+        """Check averages of the weights, which a function returns by name, with each state to be saved."""
+        self._averages = averages
+
     def check_state(self, state: dict[str, Any], reported: bool) -> list[str]:
         """Return the names of tensors in a state to be saved that are not finite. Collective; see `StateMonitor`.
 
         Args:
             reported: the caller logs it.
         """
-        names = [] if self._state is None else self._state.nonfinite(state)
+        names = [] if self._state is None else self._state.nonfinite({**state, "average": self._averages()})
         if names:
             self._report_state(names, reported)
         return names
@@ -197,7 +202,7 @@ class StateMonitor:
         """Return the names of the tensors that are not finite on some process, at most 20 per process. Collective.
 
         Args:
-            state: with the entries "model", "optimizers" and "callbacks".
+            state: with the entries "model", "optimizers", "callbacks" and "average".
         """
         tensors = dict(self._own(state))
         wrong = not_finite(iter(tensors.items()))
@@ -207,6 +212,8 @@ class StateMonitor:
                 self._left_out[name] = 0
             elif name not in self._known and name.startswith("callbacks."):
                 self._left_out[name] = number_of_nans(tensors[name])  # a callback may write nan for "no value yet"
+            elif name not in self._known and (weight := name.replace("average.", "model.", 1)) in self._left_out:
+                self._left_out[name] = self._left_out[weight]
         self._known |= tensors.keys()
         left_out = self._left_out
         own = [name for name in wrong if name not in left_out or number_of_nans(tensors[name]) > left_out[name]]
@@ -216,6 +223,6 @@ class StateMonitor:
     def _own(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, by name, that this process writes into a checkpoint."""
         others = not self._strategy.processes.is_global_zero
-        for key in ("model", "optimizers", "callbacks"):
+        for key in ("model", "optimizers", "callbacks", "average"):
             # A NaN in an option of an optimizer, such as its learning rate, makes the weights NaN.
             yield from floating_tensors(state.get(key), key, shards_only=others, numbers=key == "optimizers")
