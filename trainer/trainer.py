@@ -692,6 +692,8 @@ class Trainer:
         # Callbacks also see the latest values of names that are logged by step only.
         run.update_metrics(run.metrics.read_step())
         run.log_to_loggers(run.metrics.read_epoch(run.metrics.train))
+        if self.world_size > 1:
+            run.metrics.fill_empty_lists()
         with run.metrics.latest_including(run.metrics.hook_metrics):
             run.hooks.on_train_epoch_end()
         run.log_to_loggers(run.metrics.read_epoch(run.metrics.hook_metrics))

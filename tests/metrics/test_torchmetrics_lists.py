@@ -9,7 +9,9 @@ import pytest
 import torch
 import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import AUROC, Metric
+from torchmetrics import AUROC, Metric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
+from torchmetrics.retrieval import RetrievalMAP
 
 from tests.helpers.compare import QUIET
 from tests.helpers.processes import run_distributed
@@ -54,7 +56,8 @@ class Each(Metric):
 class Measured(TrainModule):
     def __init__(self, with_each: bool = False) -> None:
         super().__init__()
-        self.auroc, self.rows = AUROC(task="binary"), Rows()
+        self.auroc, self.rows, self.retrieval = AUROC(task="binary"), Rows(), RetrievalMAP()
+        self.by_hand = MetricCollection([BinaryAveragePrecision(), BinaryAUROC()])
         self.each = Each() if with_each else None
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -63,9 +66,16 @@ class Measured(TrainModule):
         self.log("auroc", self.auroc)
         self.rows.update(x)
         self.log("rows", self.rows)
+        self.retrieval.update(x, label, indexes=torch.zeros_like(label))
+        self.log("retrieval", self.retrieval)
+        self.by_hand.update(x, label)
         if self.each is not None:
             self.each.update(x)
             self.log("each", self.each)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.by_hand.compute())
+        self.by_hand.reset()
 
 
 def data(samples: int) -> TensorDataset:
@@ -86,10 +96,15 @@ def test_a_process_without_samples(tmp_path: Path, monkeypatch: Any) -> None:
     for found, refused in run_distributed(measure, 2):
         for size, metrics in zip(SIZES, found, strict=True):
             x, label = data(size).tensors
-            auroc, rows = AUROC(task="binary"), Rows()
-            auroc.update(x, label)
-            rows.update(x)
-            assert metrics == pytest.approx({"auroc": float(auroc.compute()), "rows": float(rows.compute())}, rel=1e-6)
+            one = Measured()
+            one.auroc.update(x, label)
+            one.rows.update(x)
+            one.retrieval.update(x, label, indexes=torch.zeros_like(label))
+            one.by_hand.update(x, label)
+            known = {"auroc": one.auroc, "rows": one.rows, "retrieval": one.retrieval, **one.by_hand}
+            assert metrics == pytest.approx(
+                {name: float(m.compute()) for name, m in known.items()}, rel=1e-6, nan_ok=True
+            )
         assert "Each gathers its state 'values' entry by entry" in refused
 
 

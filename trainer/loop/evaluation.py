@@ -139,6 +139,8 @@ def evaluate(
                     metrics.reset_computed()
             read(metrics.read_overall(scope), [])
         run.strategy.release_gathered()
+        if run.strategy.processes.world_size > 1:
+            metrics.fill_empty_lists()
         # Kept apart from the values of the training around the evaluation.
         closing = metrics.begin_evaluation_end()
         with metrics.latest_including(closing if log_results else None), metrics.recording(closing):

@@ -629,10 +629,22 @@ class MetricLog:
             raise _several_numbers(name, f"{type(metric).__name__}.compute() gives")
         return float(value)
 
-    def _fill_empty_lists(self, name: str, metric: Any) -> None:
+    def fill_empty_lists(self) -> None:
+        """Make the list states of the module's torchmetrics objects ready to be computed in hooks. Collective."""
+        for collection in self.module.modules():
+            if type(collection).__name__ == "MetricCollection":
+                # Metrics that share a state get it when they are read.
+                list(collection.values(copy_state=False))  # type: ignore[operator]
+        self._fill_empty_lists(None, self.module)
+
+    def _fill_empty_lists(self, name: str | None, metric: Any) -> None:
         """Give list states without an entry an empty one of the other processes' dtype and shape. Collective.
 
         A process without samples has none, and torchmetrics would gather an empty vector of floats from it.
+
+        Args:
+            name: of the logged value; None: of values that hooks may compute.
+            metric: the metric, or a module that has metrics.
         """
         own = {
             f"{prefix}.{key}": (part, key, reduction)
@@ -646,15 +658,21 @@ class MetricLog:
         described = {path: [(one.dtype, one.shape[1:]) for one in value[:1]] for path, value in values.items()}
         everywhere = self.all_gather_object((described, {path: len(value) for path, value in values.items()}))
         for path, (part, key, reduction) in own.items():
-            if reduction is None and len({lengths[path] for _, lengths in everywhere}) > 1:
+            most = max(lengths[path] for _, lengths in everywhere)
+            concatenates = reduction is not None or type(part).__module__.startswith("torchmetrics.retrieval.")
+            if not concatenates and any(lengths[path] < most for _, lengths in everywhere):
+                if name is None:
+                    continue
                 raise ConfigError(
                     f"self.log({name!r}): {type(part).__name__} gathers its state {key!r} entry by entry, and the "
                     "processes have different numbers of entries. Evaluate it on one process (devices=1)."
                 )
             known = next((theirs[path][0] for theirs, _ in everywhere if theirs[path]), None)
-            if not values[path] and known is not None:
+            lacking = (most if reduction is None else min(most, 1)) - len(values[path])
+            if lacking > 0 and known is not None:
                 dtype, shape = known
-                setattr(part, key, [torch.empty(0, *shape, dtype=dtype, device=part.device)])
+                empty = torch.empty(0, *shape, dtype=dtype, device=part.device)
+                setattr(part, key, [*values[path], *[empty] * lacking])
 
 
 def with_suffix(name: str, suffix: str, loader: str = "") -> str:
