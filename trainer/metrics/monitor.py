@@ -36,8 +36,8 @@ class Measured:
 
 _LARGER = """
     acc accs accuracy top f1 f2 fbeta fscore fmeasure auc auroc auprc aupr logauc roc ap map precision recall
-    sensitivity specificity tpr tnr ppv npv kappa mcc matthews iou miou giou diou ciou union dice jaccard panoptic pq mota hota
-    idf1 pck pckh match correct success
+    sensitivity specificity tpr tnr ppv npv kappa mcc matthews iou miou giou diou ciou union dice jaccard panoptic
+    pq mota hota idf1 pck pckh match correct success
     r2 rsquared explained corr correlation corrcoef pearson spearman kendall concordance similarity likelihood elbo
     ndcg dcg mrr hit hits rand nmi ami ari silhouette homogeneity completeness mutual dunn calinski fowlkes
     bleu sacrebleu rouge meteor chrf cider spice squad em preserved psnr ssim vif quality snr sdr sisnr
