@@ -79,8 +79,9 @@ _STEPS = (
     Difference("work per step", "`on_train_batch_end` for work per step", "also `on_train_step_end`: once per update"),
     Difference(
         "short window",
-        "loss divided by `accumulate_grad_batches`, even in a short last window",
-        "divided by the actual size of the window",
+        "loss divided by `accumulate_grad_batches`, even in a short last window or with a short last batch",
+        "divided by the actual size of the window, in which micro-batches of unequal sizes, also of several processes, "
+        "count by their samples",
     ),
     Difference(
         "accumulation schedule",
