@@ -44,7 +44,7 @@ class Precision:
         return self.name
 
     def __eq__(self, other: object) -> bool:
-        """A precision is equal to its name, which is what Lightning's `trainer.precision` is."""
+        """Whether they are equal. A precision equals its name too, which is what Lightning's `trainer.precision` is."""
         if isinstance(other, str):
             return self.name == other
         return isinstance(other, Precision) and astuple(self) == astuple(other)

@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 
 
 def test_nothing_set_is_a_single_process() -> None:
-    assert detect_environment({}) == Environment(0, 0, 1, 1, 0, 1, "single process", 0)
+    assert detect_environment({}) == Environment(0, 0, 1, 1, 0, 1, "single process")
 
 
 def test_master_address_alone_means_nothing() -> None:
@@ -22,13 +22,13 @@ def test_master_address_alone_means_nothing() -> None:
 
 
 def test_torchrun() -> None:
-    assert detect_environment(TORCHRUN) == Environment(5, 1, 8, 4, 1, 2, "torchrun", 2, "localhost", 29500)
+    assert detect_environment(TORCHRUN) == Environment(5, 1, 8, 4, 1, 2, "torchrun", "localhost", 29500)
 
 
 def test_nodes_are_counted_where_nobody_says() -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = detect_environment({name: TORCHRUN[name] for name in names})
-    assert (environment.node_rank, environment.num_nodes, environment.restart_count) == (1, 2, 0)
+    assert (environment.node_rank, environment.num_nodes) == (1, 2)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])

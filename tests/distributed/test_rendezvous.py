@@ -119,7 +119,7 @@ def test_processes_of_a_second_attempt_do_not_meet_the_dead_ones_of_the_first(mo
     found: dict[str, str] = {}
 
     def come(name: str, rank: int) -> None:
-        environment = Environment(rank, rank, 2, 2, 0, 1, "torchrun", rank, "127.0.0.1", server.port)
+        environment = Environment(rank, rank, 2, 2, 0, 1, "torchrun", "127.0.0.1", server.port)
         store = join_store(environment, timedelta(seconds=30))
         store.set(f"here/{rank}", name)
         found[name] = f"{store.get(f'here/{1 - rank}').decode()} {attempt()}"
@@ -135,7 +135,7 @@ def test_processes_of_a_second_attempt_do_not_meet_the_dead_ones_of_the_first(mo
 
 def test_whoever_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_ATTEMPT", "")
-    environment = Environment(0, 0, 3, 3, 0, 1, "Slurm", 0, "127.0.0.1", free_port())
+    environment = Environment(0, 0, 3, 3, 0, 1, "Slurm", "127.0.0.1", free_port())
     with pytest.raises(TrainerError, match="ranks 1, 2 of 3 have not come within 0 s"):
         join_store(environment, timedelta(seconds=0.2))
 
@@ -145,7 +145,7 @@ def test_missing_ranks_are_named_while_the_others_wait(
 ) -> None:
     monkeypatch.setenv("TRAINER_ATTEMPT", "")
     monkeypatch.setattr(rendezvous, "_MISSING_NOTICE_S", 0.0)
-    environment = Environment(0, 0, 2, 2, 0, 1, "Slurm", 0, "127.0.0.1", free_port())
+    environment = Environment(0, 0, 2, 2, 0, 1, "Slurm", "127.0.0.1", free_port())
     with pytest.raises(TrainerError):
         join_store(environment, timedelta(seconds=0.2))
     assert "s to begin: rank 1 of 2 has not come" in caplog.text

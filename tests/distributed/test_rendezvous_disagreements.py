@@ -81,7 +81,7 @@ def test_a_rank_that_is_there_twice_is_reported_on_all(ranks: tuple[tuple[int, i
 def test_whoever_comes_late_does_not_stop_those_that_have_met() -> None:
     """A process that joins again is not reported as a duplicate, either."""
     port = free_port()
-    environment = Environment(0, 0, 1, 1, 0, 1, "torchrun", 0, "127.0.0.1", port)
+    environment = Environment(0, 0, 1, 1, 0, 1, "torchrun", "127.0.0.1", port)
     first = join_store(environment, timedelta(seconds=30))
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     late = start_python(JOIN, env={**env, "MASTER_PORT": str(port)}).wait().check()

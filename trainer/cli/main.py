@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "plan": (
         "trainer.cli.plan.command",
-        "rank the ways to divide a model over GPUs: data, tensor, context and pipeline parallel",
+        "rank the ways to divide a model over GPUs: data, tensor, context, pipeline, expert parallel",
     ),
     "tune": (
         "trainer.cli.tune.command",
@@ -36,7 +36,7 @@ COMMANDS = {
     "env": ("trainer.cli.env", "show how this process was started, versions and devices"),
     "doctor": (
         "trainer.cli.doctor.command",
-        "try what a training needs on this machine, and say what is wrong and how to mend it",
+        "try what a training needs on this machine, and say what is wrong and how to fix it",
     ),
     "checkpoint": ("trainer.cli.checkpoint.command", "look into checkpoints: ls, show, verify, export, import"),
     "runs": (

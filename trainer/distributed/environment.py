@@ -38,8 +38,6 @@ class Environment:
     num_nodes: int = 1
     source: str = "single process"
     """The program that set the variables, or `"single process"`. Our own launcher sets torchrun's variables."""
-    restart_count: int = 0
-    """Number of times that torchrun has restarted the processes (`--max-restarts`)."""
     master_addr: str = ""
     """Address of the rendezvous; empty for a single process."""
     master_port: int = 0
@@ -196,10 +194,10 @@ def _torchrun(environ: Mapping[str, str]) -> Environment | str:
         number.add(f"GROUP_WORLD_SIZE={nodes} must be from 1 to WORLD_SIZE={size}.")
     elif environ.get("GROUP_WORLD_SIZE") and environ.get(node_name):
         number.below(node_name, "GROUP_WORLD_SIZE")
-    restarts = number("TORCHELASTIC_RESTART_COUNT")
+    number("TORCHELASTIC_RESTART_COUNT")  # only checked here; the rendezvous reads it
     number.check()
     source = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else environ.get(_SOURCE) or "torchrun"
-    return Environment(rank, local_rank, size, local_size, node, nodes, source, restarts, environ["MASTER_ADDR"], port)
+    return Environment(rank, local_rank, size, local_size, node, nodes, source, environ["MASTER_ADDR"], port)
 
 
 def _ray(environ: Mapping[str, str]) -> Environment | str:
@@ -243,7 +241,7 @@ class _Mpi:
         if size == 1:
             return "a single process"
         node, nodes = rank // local_size, -(-size // local_size)
-        return Environment(rank, local_rank, size, local_size, node, nodes, self.start, 0, address, port, "mpirun -n")
+        return Environment(rank, local_rank, size, local_size, node, nodes, self.start, address, port, "mpirun -n")
 
 
 def _slurm(environ: Mapping[str, str]) -> Environment | str:
@@ -282,7 +280,7 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = environ.get("MASTER_ADDR") or slurm.hosts(nodelist)[0]
     return Environment(
-        rank, local_rank, size, counts[node], node, len(counts), "Slurm", 0, address, port, "--ntasks-per-node"
+        rank, local_rank, size, counts[node], node, len(counts), "Slurm", address, port, "--ntasks-per-node"
     )
 
 
@@ -309,7 +307,7 @@ def _kubeflow(environ: Mapping[str, str]) -> Environment | str:
     rank, size, port = number("RANK"), number("WORLD_SIZE"), number.port()
     number.below("RANK", "WORLD_SIZE")
     number.check("Kubeflow's variables")
-    return Environment(rank, 0, size, 1, rank, size, "Kubeflow", 0, environ["MASTER_ADDR"], port)
+    return Environment(rank, 0, size, 1, rank, size, "Kubeflow", environ["MASTER_ADDR"], port)
 
 
 def _port_of_job(job: str) -> int:

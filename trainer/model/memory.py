@@ -213,7 +213,7 @@ def _torch_temporary(partitioning: StatePartitioning, size: ModelSize, setup: Se
 
 
 def _zero_temporary(partitioning: StatePartitioning, size: ModelSize, setup: Setup, gradients: int) -> int:
-    """`gradients`: bytes of the shard's gradients in float32, as the optimizer's step reads them."""
+    """Return the temporary bytes of ZeRO. `gradients`: bytes of the shard's gradients in float32, read by the step."""
     number = min(setup.numbers.computed, 4)
     bucket, in_step = number * setup.bucket, 0 if partitioning.offload_optimizer else gradients
     if partitioning.stage < 3:

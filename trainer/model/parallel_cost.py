@@ -386,7 +386,7 @@ def _sharding_collectives(model: Architecture, layout: Layout, work: Work, stage
 
 
 def _expert_collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
-    """Tokens travel to their experts and back, if the router sends as many to each."""
+    """Yield the collectives that take tokens to their experts and back, if the router sends as many to each."""
     parts, forwards = layout.expert, 2 if work.checkpointing else 1
     of_blocks = stage.blocks * work.window
     rows = work.tokens // layout.context * model.experts_per_token // layout.tensor
@@ -454,7 +454,7 @@ def _pipeline_collectives(model: Architecture, layout: Layout, work: Work, stage
 
 
 def _norm_collectives(layout: Layout, work: Work) -> Iterator[Collective]:
-    """Squares of norms are summed for weights that are split in the same way: by rows, by columns, or not."""
+    """Yield the sums of squared norms, one for weights that are split in the same way: by rows, by columns, or not."""
     by_plan = 2 if layout.tensor > 1 else 0
     experts = int(layout.expert > 1)
     for count, processes in (
