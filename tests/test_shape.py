@@ -372,8 +372,18 @@ ASSIGNED_BY_THE_LOOP = {
 
 RUN_TYPES = {
     "Run": [],
+    "CallbackList": ["hooks"],
+    "CollectiveCheck": ["collective_check"],
+    "Deadline": ["deadline"],
+    "GradientNorms": ["gradient_norms"],
+    "HostTimes": ["times"],
+    "Loaders": ["loaders"],
     "MetricLog": ["metrics"],
+    "NonFiniteMonitor": ["nonfinite"],
+    "OptionsCheck": ["options"],
+    "Progress": ["progress"],
     "Session": ["session"],
+    "SkippedBatches": ["skipping"],
     "StopCoordinator": ["stop_coordinator"],
     "Watchdog": ["watchdog"],
 }
@@ -453,6 +463,7 @@ def test_what_the_loop_assigns_is_listed_once() -> None:
         ("def f(trainer): trainer.run.x = 1", "x"),
         ("def f(current: Run): current.x = 1", "x"),
         ("def f(values: MetricLog): values.x = 1", "metrics.x"),
+        ("def f(hooks: CallbackList): setattr(hooks, name, 1)", "setattr hooks.*"),
         ("def f(run):\n    session, other = run.session, run.other\n    session.seed = 1", "session.seed"),
         ("with start() as run:\n    run.x = 1", "x"),
     ],

@@ -1008,6 +1008,13 @@ class CallbackList:
         """True if a hook before the end of a micro-batch is overridden; the loop leaves them out otherwise."""
         self.take_outputs = self.on_train_batch_end is not nothing
 
+    def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Call each hook that a callback or the module overrides through the function that `wrap` returns for it."""
+        for hook in HOOKS:
+            call = getattr(self, hook)
+            if call is not nothing:
+                setattr(self, hook, wrap(call))
+
     @property
     def module_answer(self) -> Any:
         """The last return value of the module's `on_train_batch_start`, by which a module ends an epoch: -1."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from trainer.callback import HOOKS, CallbackList, nothing
+from trainer.callback import CallbackList
 from trainer.profiling import DATA, LOGGING, TRANSFER
 
 CALLBACKS = "callbacks"
@@ -78,10 +79,7 @@ class HostTimes:
 
     def time_hooks(self, hooks: CallbackList, part: str = CALLBACKS) -> None:
         """Add the time of all hooks that a callback or the module overrides to a part."""
-        for hook in HOOKS:
-            call = getattr(hooks, hook)
-            if call is not nothing:
-                setattr(hooks, hook, self.timed(part, call))
+        hooks.wrap_calls(partial(self.timed, part))
 
     def _add(self, part: str, seconds: float, inside_before: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds - self._inside
