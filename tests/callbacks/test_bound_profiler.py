@@ -136,7 +136,7 @@ def test_a_fused_optimizer_is_advised_with_a_bound_of_its_gain(fused: bool) -> N
 
 
 def test_a_short_run_says_that_no_steps_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet(max_steps=4, profiler="bound").fit(Toy(), loader(4))
+    quiet(max_steps=2, profiler="bound").fit(SlowStep(), loader(4))  # longer than whatever a busy machine adds
     printed = capsys.readouterr().out
     assert "no steps were profiled: the run had fewer than 13" in printed
     assert "Bound by the steps and the rest. BoundProfiler(first_step=1, steps=1)" in printed
