@@ -281,10 +281,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         """
         self.trainer.manual_backward(loss, *args, **kwargs)
 
-    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+    def toggle_optimizer(self, optimizer: Optimizer, optimizer_idx: int | None = None) -> None:
         """Disable gradients of the other optimizers' parameters, until `untoggle_optimizer`.
 
-        `optimizer`: as `optimizers` returns it, or torch's.
+        Args:
+            optimizer: as `optimizers` returns it, or torch's.
+            optimizer_idx: no effect; Lightning 1 has it.
         """
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for wrapped in self.trainer.manual_optimizers:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Engine, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint, StochasticWeightAveraging, TQDMProgressBar
 from trainer.compat.names import (
@@ -151,6 +152,35 @@ def test_what_the_words_for_earlier_names_of_the_trainer_say_is_there() -> None:
     assert {"train_loader", "stage", "settings.deadline"} <= paths
     for path in paths:
         attrgetter(path)(trainer)
+
+
+def test_what_cannot_be_set_is_told() -> None:
+    trainer = Trainer(logger=False)
+    for name, words in {
+        "max_epochs": r"give Trainer\(max_epochs=...\)",
+        "logger": r"give Trainer\(logger=...\)",
+        "optimizers": "it follows from the run",
+        "fit_loop": "Use trainer.progress",
+        "model": "it is that of module",
+    }.items():
+        with pytest.raises(AttributeError, match=f"Trainer.{name} cannot be set: .*{words}"):
+            setattr(trainer, name, None)
+    trainer.mine = 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("def backward(self, use_amp, loss, optimizer): ...", r"called with \(loss\): define backward\(self, loss\)"),
+        ("def optimizer_step(self, a, b, c, optimizer_i, closure=None): ...", "takes optimizer_i, as in Lightning 1"),
+    ],
+)
+def test_hooks_of_lightning_1_are_refused(hook: str, message: str) -> None:
+    found: dict[str, Any] = {}
+    exec(hook, found)
+    module = type("Mine", (Toy,), found)()
+    with pytest.raises(ConfigError, match=message):
+        quiet(max_steps=1).fit(module, loader(2))
 
 
 def test_pages_that_words_name_show_the_class() -> None:

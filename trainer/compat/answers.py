@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from inspect import getattr_static
+from inspect import getattr_static, signature
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -39,15 +39,33 @@ class Absent:
         raise AttributeError(f"{owner.__name__} has no attribute {self.name!r}. Use {self.words}.")
 
 
+class NotToSet(Absent):
+    """An attribute that is not here, and whose assignment would change nothing."""
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise AttributeError(f"{type(instance).__name__}.{self.name} cannot be set: it is not here. Use {self.words}.")
+
+
 def answer_members(kind: Class, lightning: str) -> Class:
     """Give a class an answer for each member of Lightning's class `lightning` that it does not have."""
+    absent = NotToSet if lightning == "Trainer" else Absent
     for name, path in ALIASES.get(lightning, {}).items():
         if name not in dir(kind):
             setattr(kind, name, Alias(name, path))
     for name, words in _words_of(lightning).items():
         if name.isidentifier() and name not in dir(kind):
-            setattr(kind, name, Absent(name, words))
+            setattr(kind, name, absent(name, words))
+    for name, found in [*vars(kind).items()] if lightning == "Trainer" else ():
+        if isinstance(found, property) and found.fset is None:
+            setattr(kind, name, found.setter(partial(_refuse_to_set, name)))
     return kind
+
+
+def _refuse_to_set(name: str, instance: Any, value: object) -> None:
+    kind = type(instance)
+    if name in signature(kind.__init__).parameters:
+        raise AttributeError(f"{kind.__name__}.{name} cannot be set: give {kind.__name__}({name}=...).")
+    raise AttributeError(f"{kind.__name__}.{name} cannot be set: it follows from the run.")
 
 
 def member_words(lightning: str, name: str) -> str | None:

@@ -227,11 +227,13 @@ def _predicts_by_forward(module: TrainModule, method: str) -> bool:
     return method == "predict_step" and type(module).forward is not nn.Module.forward
 
 
-def _takes_optimizer_idx(module: TrainModule, name: str) -> bool:
+def _optimizer_idx(module: TrainModule, name: str) -> str | None:
+    """Return the name under which a method takes the number of an optimizer; None if it does not."""
     try:
-        return "optimizer_idx" in inspect.signature(getattr(module, name)).parameters
+        parameters = inspect.signature(getattr(module, name)).parameters
     except (TypeError, ValueError):  # written in C, or no function
-        return False
+        return None
+    return next((one for one in ("optimizer_idx", "optimizer_i", "opt_idx") if one in parameters), None)
 
 
 def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...]) -> dict[str, str]:
@@ -266,14 +268,15 @@ def _check_signatures(module: TrainModule, stage: str) -> list[str]:
     for name in (*MODULE_HOOKS, *METHODS):
         if name in STEPS.values() and name not in STEPS_OF[stage]:
             continue
-        if module.overrides(name) and _takes_optimizer_idx(module, name):
+        if module.overrides(name) and (index := _optimizer_idx(module, name)):
             problems.append(
-                f"{type(module).__name__}.{name} takes optimizer_idx, as in Lightning 1: with several optimizers set "
+                f"{type(module).__name__}.{name} takes {index}, as in Lightning 1: with several optimizers set "
                 "automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise leave "
                 "the argument out."
             )
         elif module.overrides(name):
             evaluates = name in STEPS.values() and name != "training_step"
             expected = EVALUATION_ARGUMENTS if evaluates else parameters_of(getattr(TrainModule, name))
+            expected = ["loss"] if name == "backward" else expected
             problems.append(check_signature(module, name, expected))
     return [problem for problem in problems if problem is not None]
