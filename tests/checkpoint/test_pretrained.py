@@ -16,12 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.compare import QUIET
+from tests.helpers.hf_models import make
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT, Transformer
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
 from trainer import CheckpointError, ConfigError, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
-from trainer.checkpoint.pretrained import open_weights
+from trainer.checkpoint.pretrained import open_weights, weights_for
+from trainer.checkpoint.shards import FlatSlice
 from trainer.strategies import STRATEGIES
 
 LAYOUTS = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "CP x2", "PP x2", "ZeRO-3 x2")
@@ -232,6 +234,107 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     train(module, tmp_path / "snapshots")
     assert module.net is not None
     assert torch.equal(module.net.blocks[1].qkv.weight, weights_of()["blocks.1.qkv.weight"])
+
+
+class Colliding(Frozen):
+    key_mapping: ClassVar = {r"blocks\.\d\.": "blocks.0."}
+
+
+def test_a_pattern_that_gives_two_weights_one_name_is_told(tmp_path: Path) -> None:
+    save_file(weights_of(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.\S+ and blocks\.1\.\S+ of the weights one name"):
+        train(Colliding(tied=True), tmp_path)
+
+
+def test_one_file_counts_before_an_index(tmp_path: Path) -> None:
+    save_sharded(tmp_path, weights_of(1))
+    save_file(weights_of(2), tmp_path / "model.safetensors")
+    assert torch.equal(open_weights(tmp_path)["norm.weight"].read(), weights_of(2)["norm.weight"])
+    assert torch.equal(open_weights(tmp_path)["tokens.weight"].read(), weights_of(2)["tokens.weight"])
+
+
+def test_shards_without_an_index_are_named(tmp_path: Path) -> None:
+    save_sharded(tmp_path, weights_of())
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match=r"index.json, but model-00001-of-00002.safetensors, model-00002"):
+        train(Frozen(tied=True), tmp_path)
+
+
+def test_weights_that_are_tied_in_the_module_alone_are_told(tmp_path: Path) -> None:
+    weights = weights_of()
+    same = {**weights, "head.weight": weights["tokens.weight"].clone()}
+    save_file(same, tmp_path / "model.safetensors")
+    train(Frozen(tied=True), tmp_path)
+    save_file({**same, "head.weight": same["head.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"net.head.weight has other values in the weights than tokens.weight"):
+        train(Frozen(tied=True), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_weights_are_told(dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = weights_of()
+    weights["blocks.0.qkv.weight"] = weights["blocks.0.qkv.weight"].to(dtype)
+    save_file(weights, tmp_path / "model.safetensors")
+    for module in (Frozen(tied=True), Lenient(tied=True)):
+        with pytest.raises(CheckpointError, match=r"qkv.weight is torch.\w+ in the weights and torch.float32"):
+            train(module, tmp_path)
+
+
+class Mixture(TrainModule):
+    """A Hugging Face mixture, whose experts files have one by one."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = make(name)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(input_ids=batch).logits.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def save_mixtures(folder: Path) -> dict[str, str]:
+    pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
+    folders = {name: str(folder / name) for name in ("Mixtral", "Qwen3-MoE")}
+    for name, path in folders.items():
+        Mixture(name, 2).net.save_pretrained(path, max_shard_size="20KB")
+        index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+        assert any("experts.3." in key for key in index["weight_map"])
+    return folders
+
+
+def test_experts_that_are_saved_one_by_one_are_one_tensor_with_slices(tmp_path: Path) -> None:
+    for name, folder in save_mixtures(tmp_path).items():
+        expected = Mixture(name, 2).state_dict()
+        found = weights_for(Mixture(name, 1), open_weights(folder), {}, strict=True)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(found[key].read(), value)
+            last = FlatSlice(value.numel() // 2, value.numel() // 2)
+            assert torch.equal(found[key].read(last), value.flatten()[value.numel() // 2 :])
+
+
+def fit_mixtures(ways: list[str], folders: dict[str, str]) -> dict[str, Any]:
+    found = {}
+    for way in ways:
+        for name, folder in folders.items():
+            trainer = WAYS[way].trainer(max_steps=1)
+            trainer.fit(Mixture(name, 1), DataLoader(torch.ones(4, 8, dtype=torch.int64), 2), weights=folder)
+            found[way, name] = trainer.full_state_dict(everywhere=True)
+    return found
+
+
+@pytest.mark.long
+def test_experts_that_are_saved_one_by_one_are_read_into_every_layout(tmp_path: Path) -> None:
+    folders = save_mixtures(tmp_path)
+    for found in run_distributed(fit_mixtures, 2, ["FSDP x2", "TP x2", "EP x2", "PP x2"], folders):
+        for (way, name), weights in found.items():
+            expected = {f"net.{key}": value for key, value in Mixture(name, 2).net.state_dict().items()}
+            assert weights.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.equal(weights[key], value), f"{way}, {name}: {key}"
 
 
 class Lenient(Frozen):

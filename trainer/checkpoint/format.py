@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -398,6 +398,16 @@ class FileTensor(StoredTensor):
 
     def __repr__(self) -> str:
         return f"FileTensor({self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    @classmethod
+    def joined(cls, name: str, shape: tuple[int, ...], pieces: Sequence[FileTensor]) -> FileTensor:
+        """Return a tensor of this shape whose elements are those of complete tensors, one after the other."""
+        parts, start = [], 0
+        for piece in pieces:
+            (part,) = piece._parts
+            parts.append(FilePart(part.path, part.offset, FlatSlice(start, part.extent.numel)))
+            start += part.extent.numel
+        return cls(name, shape, pieces[0].dtype, parts)
 
     def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
         wanted = FlatSlice(0, math.prod(self.shape)) if extent is None else extent

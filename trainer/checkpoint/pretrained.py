@@ -13,13 +13,15 @@ from torch import nn
 
 from trainer.checkpoint.format import FilePart, FileTensor
 from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
+from trainer.checkpoint.saved_names import as_the_model_names_them
 from trainer.checkpoint.serialization import from_json
-from trainer.checkpoint.shards import FlatSlice, StoredTensor
+from trainer.checkpoint.shards import FlatSlice
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, first_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX = 100_000_000
+_COMPARED = 2**16
 
 
 def weights_problem(path: str | Path) -> str | None:
@@ -29,13 +31,15 @@ def weights_problem(path: str | Path) -> str | None:
         return None
     if not place.exists():
         return f"weights={str(path)!r} does not exist. Give a folder that save_pretrained has written."
+    others = sorted(one.name for one in place.glob("*.safetensors")) if isinstance(place, Path) else []
+    there = f", but {first_of(others)}" if others else ""
     return (
-        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a folder that save_pretrained has written, "
-        "or a .safetensors file; for a checkpoint of this package ckpt_path=, or load_from_checkpoint."
+        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}{there}. Give a folder that save_pretrained has "
+        "written, or a .safetensors file; for a checkpoint of this package ckpt_path=, or load_from_checkpoint."
     )
 
 
-def open_weights(path: str | Path) -> dict[str, StoredTensor]:
+def open_weights(path: str | Path) -> dict[str, FileTensor]:
     """Return the tensors of a file or folder by name. Only headers are read.
 
     Raises:
@@ -45,7 +49,7 @@ def open_weights(path: str | Path) -> dict[str, StoredTensor]:
     if _is_file(place):
         return dict(_tensors_of(place))
     index = place / INDEX
-    if not index.exists():
+    if (place / SINGLE).exists():  # before an index, as in transformers
         return dict(_tensors_of(place / SINGLE))
     where: Any = _read_index(index).get("weight_map")
     files = {*where.values()} if isinstance(where, dict) and all(map(_is_text, where.values())) else {""}
@@ -74,7 +78,7 @@ def _read_index(path: StoragePath) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _tensors_of(path: StoragePath) -> list[tuple[str, StoredTensor]]:
+def _tensors_of(path: StoragePath) -> list[tuple[str, FileTensor]]:
     """Return the tensors of a safetensors file, whose header has to describe places within it."""
     file_path = _followed(path)
     with reading(path), storage_of(path).open_file(file_path) as (file, size):
@@ -93,7 +97,7 @@ def _followed(path: StoragePath) -> StoragePath:
     return path.resolve() if isinstance(path, Path) else path
 
 
-def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> StoredTensor:
+def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> FileTensor:
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, span = DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
     if dtype is None or not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
@@ -110,8 +114,8 @@ def _are_sizes(value: Any) -> bool:
 
 
 def weights_for(
-    module: nn.Module, weights: Mapping[str, StoredTensor], key_mapping: Mapping[str, str], strict: bool
-) -> dict[str, StoredTensor]:
+    module: nn.Module, weights: Mapping[str, FileTensor], key_mapping: Mapping[str, str], strict: bool
+) -> dict[str, FileTensor]:
     """Return pretrained weights by the names of the module's `state_dict`; a tied weight by all of its names.
 
     A model that is an attribute of the module is found by its names: those of the weights get the prefix with which
@@ -127,17 +131,29 @@ def weights_for(
         ConfigError: an entry of `key_mapping` is no regular expression.
     """
     own = module.state_dict(keep_vars=True)
-    renamed = {_renamed(name, key_mapping): value for name, value in weights.items()}
+    renamed = as_the_model_names_them(module, _mapped(weights, key_mapping))
     prefix = _prefix(module, [*renamed], own)
     found = {name: renamed[name.removeprefix(prefix)] for name in own if name.removeprefix(prefix) in renamed}
     found = {name: value for name, value in found.items() if name.startswith(prefix)}
-    of_tensor = {id(own[name]): value for name, value in found.items()}
+    of_tensor: dict[int, FileTensor] = {}
+    problems = []
+    for name, value in found.items():
+        other = of_tensor.setdefault(id(own[name]), value)
+        if other is not value and not _looks_equal(value, other):
+            problems.append(
+                f"{name} has other values in the weights than {other.name}, and is one with it in the module"
+            )
     found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
     used = {name.removeprefix(prefix) for name in found}
-    problems = [
+    problems += [
         f"{name} is {list(value.shape)} in the weights and {list(_shape(own[name]))} in the module"
         for name, value in found.items()
         if tuple(value.shape) != tuple(_shape(own[name]))
+    ]
+    problems += [
+        f"{name} is {value.dtype} in the weights and {own[name].dtype} in the module: save them dequantized"
+        for name, value in found.items()
+        if not _can_be_cast(value.dtype, own[name].dtype)
     ]
     if strict:
         problems += [f"the weights lack {name}" for name in own if name not in found]
@@ -148,6 +164,35 @@ def weights_for(
             "in the module; to load the names that are there, with equal shapes, strict_loading = False."
         )
     return found
+
+
+def _mapped(weights: Mapping[str, FileTensor], key_mapping: Mapping[str, str]) -> dict[str, FileTensor]:
+    names: dict[str, str] = {}
+    for name in weights:
+        renamed = _renamed(name, key_mapping)
+        if renamed in names:
+            raise CheckpointError(
+                f"key_mapping gives {names[renamed]} and {name} of the weights one name, {renamed}: make its patterns "
+                "narrower."
+            )
+        names[renamed] = name
+    return {renamed: weights[name] for renamed, name in names.items()}
+
+
+def _looks_equal(one: FileTensor, other: FileTensor) -> bool:
+    """Whether two tensors are equal in the beginning, the middle and the end."""
+    if one.shape != other.shape:
+        return False
+    numel = math.prod(one.shape)
+    length = min(numel, _COMPARED)
+    places = {FlatSlice(start, length) for start in (0, (numel - length) // 2, numel - length)}
+    return all(torch.equal(one.read(place), other.read(place)) for place in places)
+
+
+def _can_be_cast(stored: torch.dtype, own: torch.dtype) -> bool:
+    """Whether numbers of one dtype mean the same in the other one: quantized ones have a scale somewhere else."""
+    plain = stored.itemsize > 1 and stored.is_floating_point
+    return stored == own or (plain and own.is_floating_point) or not (stored.is_floating_point or own.is_floating_point)
 
 
 def _renamed(name: str, key_mapping: Mapping[str, str]) -> str:

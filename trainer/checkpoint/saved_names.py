@@ -1,0 +1,99 @@
+"""Rename and join the weights of a Hugging Face model whose files have other tensors than the model, as mixtures do."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from trainer.checkpoint.format import FileTensor
+
+
+def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """Return weights by the names of the Hugging Face model in a module, experts that are saved one by one as one.
+
+    By the table from which transformers' `from_pretrained` knows what to rename and to join; tensors are read no
+    earlier than others. What the model names in the same way stays as it is, and so do weights that need another
+    change, such as a transposition, and all weights of a module with several models.
+    """
+    models = _outermost_models(module)
+    if len(models) != 1:
+        return dict(weights)
+    ((prefix, model),) = models.items()
+    own = {f"{prefix}{name}" for name in model.state_dict(keep_vars=True)}
+    unknown = [name for name in weights if name not in own and f"{prefix}{name}" not in own]
+    found = {name: value for name, value in weights.items() if name not in unknown}
+    changes = _changes(model) if unknown else []
+    joined: dict[str, dict[str, list[str]]] = {}
+    operations: dict[str, Any] = {}
+    for name in unknown:
+        renamed, change, pattern = _renamed(name, changes)
+        if change is None:
+            found[renamed] = weights[name]
+        else:
+            joined.setdefault(renamed, {}).setdefault(pattern, []).append(name)
+            operations[renamed] = change
+    for renamed, sources in joined.items():
+        change = operations[renamed]
+        several = [sorted(sources.get(pattern, ()), key=_numbers) for pattern in change.source_patterns]
+        one = _joined(renamed, change, [[weights[name] for name in names] for names in several])
+        found |= {name: weights[name] for names in several for name in names} if one is None else {renamed: one}
+    return found
+
+
+def _outermost_models(module: nn.Module) -> dict[str, Any]:
+    transformers = sys.modules.get("transformers")
+    found: dict[str, Any] = {}
+    if transformers is None:
+        return found
+    for name, child in module.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(child, transformers.PreTrainedModel) and not any(prefix.startswith(one) for one in found):
+            found[prefix] = child
+    return found
+
+
+def _changes(model: Any) -> list[Any]:
+    """Return transformers' changes of names and tensors, those that only rename first."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # of transformers 4, whose models have the tensors of the files
+        return []
+    return sorted(get_model_conversion_mapping(model), key=lambda change: hasattr(change, "operations"))
+
+
+def _renamed(name: str, changes: Sequence[Any]) -> tuple[str, Any, str]:
+    """Return a new name, and the change that joins the weight with others, with its pattern that matches."""
+    renamed = name
+    for change in changes:
+        renamed, pattern = change.rename_source_key(renamed)
+        if pattern is not None and hasattr(change, "operations"):
+            return renamed, change, pattern
+    return renamed, None, ""
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+def _joined(name: str, change: Any, several: list[list[FileTensor]]) -> FileTensor | None:
+    """Return one tensor made of those of each pattern; None if they are not simply one after the other in memory."""
+    steps = [(type(one).__name__, one.dim) for one in change.operations if hasattr(one, "dim")]
+    lengths, pieces = {len(tensors) for tensors in several}, [one for tensors in several for one in tensors]
+    alike = len({(tensor.shape[1:], tensor.dtype) for tensor in pieces}) == 1
+    if len(steps) != len(change.operations) or len(change.target_patterns) != 1 or len(lengths) != 1 or not alike:
+        return None
+    count, rest = len(several[0]), pieces[0].shape[1:]
+    if steps == [("Concatenate", 0)] and count == 1:
+        return FileTensor.joined(name, (sum(tensor.shape[0] for tensor in pieces), *rest), pieces)
+    of_each = [list(together) for together in zip(*several, strict=True)]
+    rows = {sum(tensor.shape[0] for tensor in together) for together in of_each}
+    if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]) or len(rows) != 1:
+        return None
+    shape = (count, rows.pop(), *rest)
+    assert math.prod(shape) == sum(math.prod(tensor.shape) for tensor in pieces)
+    return FileTensor.joined(name, shape, [tensor for together in of_each for tensor in together])
