@@ -193,7 +193,7 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     else:
         _convert_to_float8(module, fits, recipe, native)
     reasons = {
-        f"because sizes are no multiples of {multiple}": [path for path in plain if path not in fits],
+        f"because sizes are not multiples of {multiple}": [path for path in plain if path not in fits],
         "because a subclass of nn.Linear may compute something else": [path for path in linear if path not in plain],
     }
     log.info(

@@ -279,7 +279,7 @@ class ResolvedDeepSpeed:
                 self._set("train_batch_size", product)
         elif total % product or (complete and total != product):
             factors = " x ".join(f"{name} {value}" for name, value in known.items())
-            relation = "does not multiply out:" if complete else "is no multiple of"
+            relation = "does not multiply out:" if complete else "is not a multiple of"
             # The JSON's own parts may be wrong, too.
             certain = None not in (settings.micro_batch, settings.window, settings.world_size)
             self.problems.append(

@@ -258,7 +258,7 @@ def split_hidden(
     """Return the first argument of a block, which the block before has returned, and the other ones.
 
     Raises:
-        ConfigError: it is no tensor.
+        ConfigError: it is not a tensor.
     """
     rest = dict(kwargs)
     hidden = args[0] if args else rest.pop(next(iter(rest), ""), None)

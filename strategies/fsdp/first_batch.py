@@ -37,7 +37,7 @@ class FirstBatch:
         """Return a forward hook for a block.
 
         Raises:
-            ConfigError: the block's output is no tensor, or not finite.
+            ConfigError: the block's output is not a tensor, or not finite.
         """
 
         def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -290,7 +290,11 @@ def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
             2,
             "is itself a checkpoint: leave out --ckpt",
         ),
-        (["verify", "empty"], 1, "empty is no checkpoint, and there is none in it. Give a checkpoint, a run directory"),
+        (
+            ["verify", "empty"],
+            1,
+            "empty is not a checkpoint, and there is none in it. Give a checkpoint, a run directory",
+        ),
         (["export", "runs/version_0", "empty"], 2, "empty is a folder"),
         (["export", "runs/version_0", "no/such.safetensors"], 2, "there is no folder no"),
         (["export", "runs/version_0", "new", "--max-shard-size", "5"], 2, "give a number and a unit, such as 5GB"),

@@ -107,7 +107,7 @@ def test_other_files_are_refused_in_words(command: Command) -> None:
         with pytest.raises(CheckpointError, match=words):
             convert(f"{name}.ckpt", "new", force=False)
     code, _, err = command("checkpoint", "import", "nowhere.ckpt", "new")
-    assert (code, "nowhere.ckpt is no file" in err) == (1, True)
+    assert (code, "nowhere.ckpt is not a file" in err) == (1, True)
 
 
 def module_of(library: Any, kind: str) -> Any:
@@ -173,7 +173,7 @@ def test_a_training_that_does_not_map_is_told(tmp_path: Path) -> None:
     ("entry", "value", "words"),
     [
         ("state_dict", {"weight": [1.0]}, "the weight 'weight' in 'state_dict' is a list"),
-        ("state_dict", {1: torch.ones(1)}, "called 1, which is no text"),
+        ("state_dict", {1: torch.ones(1)}, "called 1, which is not a text"),
         (
             "state_dict",
             {"a": torch.eye(2).to_sparse()},
@@ -182,9 +182,9 @@ def test_a_training_that_does_not_map_is_told(tmp_path: Path) -> None:
         ("epoch", "a", "its 'epoch' is 'a'"),
         ("epoch", -1, "its 'epoch' is '-1'"),
         ("global_step", [1], "its 'global_step' is"),
-        ("hyper_parameters", 3, "no dict of names"),
-        ("hyper_parameters", {1: 2}, "no dict of names"),
-        ("datamodule_hyper_parameters", [2], "its 'datamodule_hyper_parameters' are no dict of names"),
+        ("hyper_parameters", 3, "not a dict of names"),
+        ("hyper_parameters", {1: 2}, "not a dict of names"),
+        ("datamodule_hyper_parameters", [2], "its 'datamodule_hyper_parameters' are not a dict of names"),
     ],
 )
 def test_an_entry_of_another_kind_is_refused(entry: str, value: object, words: str) -> None:

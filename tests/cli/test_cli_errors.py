@@ -359,7 +359,7 @@ LINES = {
     ),
     "two dots": (
         ["fit", "--config", "run.yaml", "--trainer..seed", "3"],
-        "error: command line: --trainer..seed is no name",
+        "error: command line: --trainer..seed is not a name",
     ),
     "no value": (
         ["fit", "--config", "run.yaml", "--trainer.fast_dev_run"],

@@ -187,7 +187,7 @@ def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
     code, out, _ = dry("--world-size", "8", *message, "{train_batch_size: 100, train_micro_batch_size_per_gpu: 4}")
     assert code == 1
     assert any(
-        "train_batch_size=100 is no multiple of micro-batch 4 x processes 8" in line
+        "train_batch_size=100 is not a multiple of micro-batch 4 x processes 8" in line
         for line in printed(out, "strategy")
     )
 

@@ -109,7 +109,7 @@ def test_names_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {"embed_tokens.weight", "layers.0.attention.wq.weight"} <= load_file(out).keys()
     for rule, says in {
         "norm": "write PATTERN=NAME",
-        "(=x": "is no regular expression",
+        "(=x": "is not a regular expression",
         r".*=x": "two weights would be 'x",
     }.items():
         assert export(tmp_path / "c", tmp_path / "other", "--rename", rule, "--max-shard-size", "1GB") == 2

@@ -250,7 +250,7 @@ def test_what_cannot_be_read_is_told_and_the_others_go_on(command: Command, tmp_
     assert code == 1
     assert (folder / "good.py").read_text() == "import trainer as L\n"
     assert (folder / "latin.py").read_bytes() == b"import lightning\n# \xff\n"
-    for name, words in {"bad.py": "line 2", "latin.py": "UTF-8", "bad.yaml": "no YAML", "latin.yaml": "UTF-8"}.items():
+    for name, words in {"bad.py": "line 2", "latin.py": "UTF-8", "bad.yaml": "not YAML", "latin.yaml": "UTF-8"}.items():
         assert any(name in line and words in line and "left as it is" in line for line in err.splitlines()), err
     assert "trainer.py:1: a module of yours with the import name" in out
     assert "requirements.txt:1: pytorch-lightning: where this is a requirement" in out

@@ -131,7 +131,7 @@ def test_an_assumed_step_can_be_shared_by_any_number_of_gpus(command: Command) -
         (("--config", "empty.json"), "does not say layers, hidden, heads, vocabulary"),
         (("--params", "7b", "--precision", "bf16-mixd"), "bf16-mixed"),
         (("--params", "7b", "--batch", "8", "--global-batch-tokens", "1M"), "either --batch"),
-        (("--params", "7b", "--gpus-per-node", "7"), "no multiple of --gpus-per-node 7"),
+        (("--params", "7b", "--gpus-per-node", "7"), "not a multiple of --gpus-per-node 7"),
         (("--params", "7b", "--global-batch-tokens", "1k"), "less than one sequence"),
         (("--params", "lots"), "give a number such as"),
     ],

@@ -291,7 +291,7 @@ def test_all_contradictions_come_in_one_message_with_both_values() -> None:
         ({"bf16": {"enabled": False}}, {"precision": PRECISIONS["bf16-mixed"]}, "bf16.enabled=false"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, "torch_autocast"),
         ({"train_micro_batch_size_per_gpu": 8}, {}, "the DataLoader's batch_size=4"),
-        ({"train_batch_size": 25}, {"micro_batch": None}, "no multiple of window 3 x processes 2 = 6"),
+        ({"train_batch_size": 25}, {"micro_batch": None}, "not a multiple of window 3 x processes 2 = 6"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "offload_param needs stage 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {"offload_optimizer": "cpu"}, "'cpu'"),
         ({"gradient_allreduce_op": "sum"}, {}, "averages"),

@@ -128,7 +128,7 @@ def weights_for(
 
     Raises:
         CheckpointError: names or shapes differ.
-        ConfigError: an entry of `key_mapping` is no regular expression.
+        ConfigError: an entry of `key_mapping` is not a regular expression.
     """
     own = module.state_dict(keep_vars=True)
     renamed = as_the_model_names_them(module, _mapped(weights, key_mapping))
@@ -201,7 +201,7 @@ def _renamed(name: str, key_mapping: Mapping[str, str]) -> str:
             name = re.sub(pattern, replacement, name)
         except (re.error, TypeError) as error:
             raise ConfigError(
-                f"key_mapping has {pattern!r}: {replacement!r}, which is no regular expression with a replacement "
+                f"key_mapping has {pattern!r}: {replacement!r}, which is not a regular expression with a replacement "
                 f"({error}). Give patterns of the weights' names, such as {{r'^transformer\\.': ''}}."
             ) from error
     return name

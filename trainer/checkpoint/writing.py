@@ -180,7 +180,7 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
         WriteError: the storage does not answer.
     """
     if not final.name or final.name.startswith(".") or "\0" in str(final):
-        raise CheckpointError(f"{str(final)!r} is no name for a checkpoint: give one that does not begin with '.'")
+        raise CheckpointError(f"{str(final)!r} is not a name for a checkpoint: give one that does not begin with '.'")
     try:
         in_use = storage_of(final).path_in_use(final)
         is_checkpoint = in_use and not final.is_symlink() and is_committed(final)

@@ -222,7 +222,9 @@ def overrides_of(
         if value is None:
             findings.add(COMMAND_LINE, _without_value(option))
         elif not all(name.split(".")):
-            findings.add(COMMAND_LINE, f"{option} is no name: write --trainer.max_epochs, with one dot between names.")
+            findings.add(
+                COMMAND_LINE, f"{option} is not a name: write --trainer.max_epochs, with one dot between names."
+            )
         elif name.count(".") > MAX_DEPTH:
             findings.add(COMMAND_LINE, f"{option[:60]}... has more than {MAX_DEPTH} names, one inside of another.")
         elif (node := read_value(value, option, findings)) is not None:

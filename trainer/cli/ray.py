@@ -125,7 +125,7 @@ def _root(options: RayOptions, configuration: Configuration) -> str:
         return str(local_path(root).absolute())
     if "://" in options.storage_path:
         raise ConfigError(
-            f"--ray storage_path={options.storage_path} is no folder, which the run directory has to be: give also "
+            f"--ray storage_path={options.storage_path} is not a folder, as the run directory has to be: give also "
             "--trainer.default_root_dir, a folder that all machines see."
         )
     return str(local_path(options.storage_path).absolute())

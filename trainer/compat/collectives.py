@@ -21,7 +21,7 @@ def broadcast(processes: Any, obj: Any, src: int = 0) -> Any:
 
 
 def reduce(processes: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-    """Return the mean or the sum of a tensor over all processes, on all of them; what is no tensor, unchanged.
+    """Return the mean or the sum of a tensor over all processes, on all of them; what is not a tensor, unchanged.
 
     Raises:
         ValueError: another operation, or a group of processes.

@@ -88,7 +88,7 @@ def is_object(cls: type) -> bool:
 def validate(value: Any, annotation: Any) -> Any:
     """Return the value as the annotation wants it, for example a tuple for a list, a float for 1.
 
-    Types are not guessed: 2.5 or "3" is no int, true is no number.
+    Types are not guessed: 2.5 or "3" is not an int, true is not a number.
 
     Raises:
         TypeMismatchError: it does not fit.

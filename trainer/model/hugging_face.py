@@ -47,7 +47,7 @@ def processing_files(owners: Iterable[object]) -> dict[str, str]:
     """Return the files of the first tokenizer, processor and the like among the attributes of some objects.
 
     Returns:
-        Names -> texts. A file that is no text, which only old tokenizers have, is left out.
+        Names -> texts. A file that is not text, which only old tokenizers have, is left out.
     """
     files: dict[str, str] = {}
     for value in (value for owner in owners for value in vars(owner).values()):

@@ -140,7 +140,7 @@ def _adapters(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
     kind = {"config": {str: object}, "weights": ({str: str}, None)}
     require(models, {str: {str: kind}}, "'adapters'")
     if wrong := [name for of_one in models.values() for name in of_one if not re.fullmatch(r"[\w-]{1,100}", name)]:
-        raise CheckpointError(f"'adapters' has {plain(wrong[0])!r:.120}, which is no name of a folder")
+        raise CheckpointError(f"'adapters' has {plain(wrong[0])!r:.120}, which is not the name of a folder")
     if not models:
         raise ConfigError("--peft: the checkpoint names no adapters of PEFT (a submodule made by get_peft_model).")
     if prefix not in models and (prefix is not None or len(models) > 1):
@@ -209,7 +209,7 @@ def _configs(model: Mapping[str, Any], weights: Mapping[str, StoredTensor], stat
     require(texts, {str: str}, "'processing'")
     if wrong := [name for name in texts if not is_processing_file(name)]:
         raise CheckpointError(
-            f"'processing' has {plain(wrong[0])!r:.100}, which is no file of a tokenizer or processor"
+            f"'processing' has {plain(wrong[0])!r:.100}, which is not a file of a tokenizer or processor"
         )
     dtypes = [weight.dtype for weight in weights.values() if weight.dtype.is_floating_point]
     main = str(max(dtypes, key=dtypes.count, default=torch.float32)).removeprefix("torch.")
@@ -231,7 +231,7 @@ def _renamed(weights: Mapping[str, StoredTensor], rules: list[str]) -> dict[str,
             try:
                 new = re.sub(pattern, replacement, new)
             except (re.error, IndexError) as error:
-                raise ConfigError(f"--rename {rule}: {pattern!r} is no regular expression: {error}.") from None
+                raise ConfigError(f"--rename {rule}: {pattern!r} is not a regular expression: {error}.") from None
             if not separator or not pattern:
                 raise ConfigError(f"--rename {rule}: write PATTERN=NAME, as in '^layers=model.layers'.")
         if new in renamed:

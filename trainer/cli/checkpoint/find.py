@@ -56,7 +56,7 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
         folders = [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
     if not folders:
         raise CheckpointError(
-            f"{path} is no checkpoint, and there is none in it. Give a checkpoint, a run directory (with a folder "
+            f"{path} is not a checkpoint, and there is none in it. Give a checkpoint, a run directory (with a folder "
             f"{CHECKPOINTS!r}), or the default_root_dir of runs."
         )
     return folders

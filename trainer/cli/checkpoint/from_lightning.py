@@ -44,7 +44,7 @@ def import_lightning(options: argparse.Namespace) -> int:
         CheckpointError: there is no such file, it is no checkpoint of Lightning, or would run code.
     """
     if not Path(options.path).is_file():
-        raise CheckpointError(f"{options.path} is no file: give a .ckpt file that Lightning has written.")
+        raise CheckpointError(f"{options.path} is not a file: give a .ckpt file that Lightning has written.")
     here = str(Path(trainer.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     words = [
@@ -72,7 +72,7 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
         optimizer: the name of the optimizer's class; None to tell it by its options.
 
     Raises:
-        CheckpointError: the file is no checkpoint of Lightning, would run code, or `out` is there.
+        CheckpointError: the file is not a checkpoint of Lightning, would run code, or `out` is there.
     """
     from trainer.checkpoint.writing import write_checkpoint
     from trainer.cli.checkpoint.lightning_training import NotMappedError, training_of
@@ -138,9 +138,9 @@ def _check(read: Mapping[str, Any]) -> None:
         raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
     for name, value in weights.items():
         if not isinstance(name, str):
-            raise CheckpointError(f"a weight in 'state_dict' is called {name!r}, which is no text.")
+            raise CheckpointError(f"a weight in 'state_dict' is called {name!r}, which is not a text.")
         if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
-            raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, and no tensor.")
+            raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise CheckpointError(
                 f"the weight {name!r} in 'state_dict' is a tensor of {value.layout}, which no checkpoint here holds: "
@@ -149,11 +149,11 @@ def _check(read: Mapping[str, Any]) -> None:
     for key in ("hyper_parameters", "hparams", "datamodule_hyper_parameters"):
         values = read.get(key) or {}
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise CheckpointError(f"its {key!r} are no dict of names, as save_hyperparameters() makes it.")
+            raise CheckpointError(f"its {key!r} are not a dict of names, as save_hyperparameters() makes it.")
     for name in ("epoch", "global_step"):
         number = read.get(name, 0)
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise CheckpointError(f"its {name!r} is {str(number)[:40]!r}, and no number of 0 or more.")
+            raise CheckpointError(f"its {name!r} is {str(number)[:40]!r}, not a number of 0 or more.")
 
 
 def _read(file: str) -> Mapping[str, Any]:
@@ -168,7 +168,7 @@ def _read(file: str) -> Mapping[str, Any]:
     except UnpicklingError as error:
         raise CheckpointError(f"to read it would run code ({_cause(str(error))}). {INSTEAD}") from None
     except Exception as error:  # of any kind, from a file that is no pickle
-        raise CheckpointError(f"it is damaged, or no file of torch.save ({_cause(str(error))}).") from None
+        raise CheckpointError(f"it is damaged, or not a file of torch.save ({_cause(str(error))}).") from None
     if not isinstance(read, dict):
         raise CheckpointError(f"it contains a {type(read).__name__}, where files of Lightning have a dict.")
     return read

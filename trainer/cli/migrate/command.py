@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
                 _write(file, new) if options.write else _show(file, source, new)
                 changed += 1
         except (ValueError, OSError) as error:
-            if b"lightning" in source:  # else it is no file of Lightning's
+            if b"lightning" in source:  # else it is not a file of Lightning's
                 problems.append(f"{file}: {error}")
             continue
         places += [f"{file}:{one.line}: {one.what}: {one.todo}" for one in findings]
@@ -189,7 +189,7 @@ def _yaml(source: bytes) -> tuple[bytes, list[Finding]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error}); left as it is") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"no YAML ({' '.join(str(error).split())}); left as it is") from None
+        raise ValueError(f"not YAML ({' '.join(str(error).split())}); left as it is") from None
     return text.encode("utf-8"), found
 
 

@@ -22,7 +22,7 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
     """Return a YAML file in this package's names, and what a person must decide in it.
 
     Raises:
-        yaml.YAMLError: the file is no YAML.
+        yaml.YAMLError: the file is not YAML.
     """
     changes: list[Change] = []
     findings: list[Finding] = []

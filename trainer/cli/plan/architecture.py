@@ -46,7 +46,7 @@ def read_config(path: str) -> Architecture:
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
         config = {**config, **config["text_config"]}  # a model for texts and images
     if not isinstance(config, dict):
-        raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model; this is no object.")
+        raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model; this is not a JSON object.")
     found = {size: _first(config, names) for size, names in NAMES.items()}
     missing = [size for size in NEEDED if found[size] is None]
     if missing:

@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
         given.network,
     )
     if cluster.gpus % cluster.per_machine:
-        raise ConfigError(f"--gpus {cluster.gpus} is no multiple of --gpus-per-node {cluster.per_machine}.")
+        raise ConfigError(f"--gpus {cluster.gpus} is not a multiple of --gpus-per-node {cluster.per_machine}.")
     if given.precision not in PRECISIONS:
         raise unknown_name_error("precision", given.precision, PRECISIONS)
     if "fp8" in given.precision:
