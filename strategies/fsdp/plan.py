@@ -243,7 +243,13 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
             # Before the hook of the style, which takes a distributed tensor as it is.
             module.get_submodule(name).register_forward_pre_hook(shared.distribute)
     # Without sending anything: all processes have the values, or get them later.
+    frozen = {
+        name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+    }
     parallelize_module(module, mesh, here, src_data_rank=None)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in frozen:  # torch's styles for norms make new parameters, which train
+            parameter.requires_grad_(False)
     for name in here:
         module.get_submodule(name).register_forward_hook(_owned)
     for (owner, name), *others in ties:
