@@ -390,7 +390,7 @@ class Shared(Small):
 
 
 class Sequences(Small):
-    """Activations are split along the sequence between layers, and the logits stay split."""
+    """Activations are split along the sequence between layers, and the logits stay split; a norm's weight is frozen."""
 
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {
         "embed": "embedding_to_sequence",
@@ -403,6 +403,7 @@ class Sequences(Small):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__(*blocks)
         self.norm, self.head, self.weight = nn.LayerNorm(8), nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+        self.norm.weight.requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self.head(self.norm(self(batch[0])))

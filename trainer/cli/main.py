@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; default: `sys.argv[1:]`.
     """
     _open_closed_streams()
+    _escape_what_cannot_be_encoded()
     before, output = sys.stdout, _Output(sys.stdout)
     sys.stdout = cast(TextIO, output)
     end: SystemExit | None = None
@@ -160,6 +161,13 @@ def _open_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+
+
+def _escape_what_cannot_be_encoded() -> None:
+    """Print `\\xe4` for a character that the encoding of stdout has not, as Python does on stderr."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # a stream of a program that calls `main` may have none
+    if reconfigure is not None and sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
+        reconfigure(errors="backslashreplace")
 
 
 def dispatch(arguments: list[str]) -> int:
