@@ -23,6 +23,9 @@ UNKNOWN = [
     ("trainer.strategies", "FSDPStrateg", "Did you mean 'FSDPStrategy'? Known: "),
     ("trainer", "Trainr", "Did you mean 'Trainer'? Known: "),
     ("trainer", "xyzzy", "Known: Callback, "),
+    ("trainer", "ModelCheckpoint", "Use trainer.callbacks.ModelCheckpoint. Known: "),
+    ("trainer", "StepTimes", "Use trainer.callbacks.StragglerMonitor. Known: "),
+    ("trainer", "XlaStrategy", "Use trainer.strategies.XlaStrategy. Known: "),
 ]
 PACKAGES = ["trainer", "trainer.callbacks", "trainer.strategies"]
 

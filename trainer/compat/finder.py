@@ -112,7 +112,7 @@ def lightning_name(package: ModuleType, name: str) -> Any:
         AttributeError, ImportError: the name is not here; see `errors.no_such_name`.
     """
     from trainer.compat.names import MODULES, NAMES
-    from trainer.errors import did_you_mean, no_such_name, public_names
+    from trainer.errors import RENAMED, did_you_mean, no_such_name, public_names
 
     inside = f"{package.__name__}.{name}".partition(".")[2]
     target = NAMES.get(inside, NAMES.get(name, ""))
@@ -122,11 +122,14 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     if inside in MODULES.split() or (package.__name__ == PACKAGE and name in PACKAGES):
         return import_module(f"{PACKAGE}.{inside}")
     if not target:
-        of_files = (vars(import_module(f"{PACKAGE}.{one}")) for one in ("callbacks", "strategies"))
-        found = next((names[name] for names in of_files if isinstance(names.get(name), type)), None)
+        packages = [import_module(f"{PACKAGE}.{one}") for one in ("callbacks", "strategies")]
+        found = next((vars(one)[name] for one in packages if isinstance(vars(one).get(name), type)), None)
+        current = RENAMED.get(name, name)
+        if package.__name__ == PACKAGE:
+            target = next((f"{one.__name__}.{current}" for one in packages if current in public_names(one)), "")
         if found is not None and (isinstance(package, LightningPath) or package.__name__.startswith(OWN)):
             return found
-        target = _words_of_package(package.__name__.partition(".")[2])
+        target = target or _words_of_package(package.__name__.partition(".")[2])
         of_a_file = not hasattr(package, "__path__")  # such as what the file imports, to which nothing is compared
         known = vars(package).get("__all__", ()) if of_a_file else public_names(package)
         unlike_ours = not name.startswith("__") and not did_you_mean(name, known)
