@@ -293,7 +293,7 @@ def test_of_checkpoints_that_are_not_finite_only_the_newest_one_is_kept() -> Non
     assert rule.to_delete({"a": None, "n": None, "b": None}, ["n"]) == ["a", "n"]
     by_value = Retention(by_value=True, mode="min", top_k=1, last=False)
     assert by_value.to_delete({"a": 1.0, "b": 2.0, "n": 0.0}, ["n"]) == []
-    assert by_value.best({"a": 1.0, "n": 0.0}, ["n"]) == "a"
+    assert by_value.best({"a": 1.0, "n": 0.0}, ["n"]) == ["a"]
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
