@@ -82,7 +82,7 @@ def yaml_for(encoding: str, text: str) -> str:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        return to_yaml(yaml.load(text, _Loader), ascii_only=True)
+        return to_yaml(yaml.safe_load(text), ascii_only=True)
     return text
 
 
