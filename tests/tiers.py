@@ -98,6 +98,8 @@ LONG: dict[str, tuple[str, ...]] = {
     "callbacks/test_bad_step_guard.py::test_every_strategy_refuses_the_same_steps": ("FSDP x2",),
     "test_contract.py::test_a_break_at_any_step_changes_nothing": ("single_device", "ddp", "fsdp"),
     "test_contract_callbacks.py::*": ("single-EMAWeightAveraging", "single-BadStepGuard, skip"),
+    "callbacks/test_bound_profiler.py::test_a_fused_optimizer_is_advised_with_a_bound_of_its_gain": ("True",),
+    "callbacks/test_bound_profiler.py::test_what_bounds_a_run_is_named": ("data wait", "compute", "saving"),
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "callbacks/test_finetuning.py::test_it_trains_as_by_hand_and_a_resumed_run_has_the_same_bits": ("single",),
     "callbacks/test_grad_norm_monitor.py::test_the_norms_are_those_of_one_big_batch": ("single", "FSDP x2"),
@@ -120,6 +122,9 @@ LONG: dict[str, tuple[str, ...]] = {
     "data/test_combined_resume.py::*": (),
     "data/test_length_grouped_sampler.py::test_two_processes_split_its_batches": (),
     "data/test_worker_lifetime.py::test_persistent_workers_end_with_each_stage": ("plain", "stream"),
+    "distributed/test_loopback.py::test_nothing_listens_beyond_the_loopback_and_foreign_bytes_there_change_nothing": (
+        "ddp *",
+    ),
     "emulated/test_emulated_contract.py::test_a_break_at_any_step_changes_nothing": (),
     "emulated/test_emulated_failure.py::test_the_run_ends_though_a_collective_is_outstanding": ("leaving",),
     "examples/test_examples.py::test_*_learns": (),
@@ -132,6 +137,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "fork-stream-*",
     ),
     "fault_tolerance/test_children.py::test_what_user_code_starts_has_the_actions_and_masks_of_before_the_run": (),
+    "fault_tolerance/test_late_signals.py::test_the_third_sigterm_ends_a_hung_step_with_its_stacks": ("two",),
     "fault_tolerance/test_collective_check.py::test_processes_that_wait_for_each_other_in_different_groups": (
         "deepspeed_stage_2",
         "hybrid",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -48,14 +49,19 @@ def test_a_list_of_callbacks_over_another_is_reported(command: Command) -> None:
     assert "takes the place" not in command("fit", "--config", "one.yaml", "one.yaml", "--print-config")[2]
 
 
-def test_characters_that_the_output_cannot_encode_are_escaped(project: Path) -> None:
-    arguments = ("-m", "trainer", "fit", "--module", "mymodel.py:Net", "--data", "mymodel.py:Data")
-    arguments += ("--trainer.default_root_dir", "läufe", "--trainer.max_epochs", "1")
-    ascii_only = {"PYTHONIOENCODING": "ascii"}
-    printed = run_python(*arguments, "--print-config", cwd=project, env=ascii_only).check().stdout
-    assert yaml.safe_load(printed)["trainer"]["default_root_dir"].endswith("/läufe")
-    run = run_python(*arguments, "--trainer.enable_progress_bar", "false", cwd=project, env=ascii_only).check()
-    assert r"l\xe4ufe/version_0" in run.stdout
+def test_characters_that_the_output_cannot_encode_are_escaped(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+        assert command("fit", "--module", "mymodel.py:Net", "--data", "mymodel.py:Data", *arguments)[0] == 0
+        sys.stdout.seek(0)
+        return sys.stdout.read()
+
+    root = ("--trainer.default_root_dir", "läufe", "--trainer.max_epochs", "1")
+    settings = yaml.safe_load(printed(*root, "--print-config"))["trainer"]
+    assert settings["default_root_dir"].endswith("läufe")
+    assert r"l\xe4ufe/version_0" in printed(*root, "--trainer.enable_progress_bar", "false")
 
 
 # -- help ----------------------------------------------------------------------------------------------------------
