@@ -1,4 +1,4 @@
-"""What the commands print fits a terminal of 40, 80 and 140 columns, and is whole where it is no terminal."""
+"""What the commands print fits a terminal of 40, 80 and 140 columns, and is not cut where there is no terminal."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "plan": (
         "trainer.cli.plan.command",
-        "rank the ways to divide a model over GPUs: data, tensor, context, pipeline, expert parallel",
+        "rank the ways to split a model over GPUs: data, tensor, context, pipeline, expert parallel",
     ),
     "tune": (
         "trainer.cli.tune.command",

@@ -201,7 +201,7 @@ class Run:
         session.start(stage)
         self.progress = session.progress
         self.options = OptionsCheck(self.strategy, self.progress)
-        self.metrics = MetricLog(module, self.options.gather, tell_of_names=self._tell_of_names)
+        self.metrics = MetricLog(module, self.options.gather, report_names=self._report_names)
         self.call_step: Callable[..., Any] = self.strategy.call_step
         self.times = HostTimes()
         self.transfer_hooks = transfer_hooks(module, datamodule)
@@ -638,7 +638,7 @@ class Run:
                 for logger in self.loggers:
                     logger.log_metrics(values.logger, self.progress.step)
 
-    def _tell_of_names(self, positions: dict[str, list[int]]) -> None:
+    def _report_names(self, positions: dict[str, list[int]]) -> None:
         """Warn of names that only some of the processes that report have logged."""
         processes = self.strategy.processes
         if processes.is_global_zero:

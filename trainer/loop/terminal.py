@@ -1,4 +1,4 @@
-"""Text and tables in the width of a terminal: whole numbers and names, fewer columns."""
+"""Text and tables in the width of a terminal: numbers and names are not cut, columns are left out."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fitted(
 
     Args:
         rows: the cells, with the heads as the first row.
-        columns: the width; None: the whole table.
+        columns: the width; None: the full table.
         first_to_go: the numbers of the columns that may be left out, in that order.
         beside: characters of each line beside the cells and the gaps between them.
     """

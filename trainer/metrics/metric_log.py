@@ -22,7 +22,7 @@ from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Nu
 from trainer.profiling import LOGGING, Phase, unheard
 
 GatherObjects = Callable[[Any], list[Any]]
-TellOfNames = Callable[[dict[str, list[int]]], object]
+ReportNames = Callable[[dict[str, list[int]]], object]
 CompareNames = Callable[[list[list[str]]], object]
 
 
@@ -149,7 +149,7 @@ class MetricLog:
     without a batch logs nothing), because names are gathered with the values.
 
     Args:
-        tell_of_names: called once, with names that only some of the processes have logged in an epoch or an evaluation,
+        report_names: called once, with names that only some of the processes have logged in an epoch or an evaluation,
             and the positions of these in what is gathered.
     """
 
@@ -158,7 +158,7 @@ class MetricLog:
         module: torch.nn.Module,
         all_gather_object: GatherObjects,
         phase: Phase = unheard,
-        tell_of_names: TellOfNames | None = None,
+        report_names: ReportNames | None = None,
     ) -> None:
         self.module = module
         self.all_gather_object = all_gather_object
@@ -192,7 +192,7 @@ class MetricLog:
         """The names that are meant for rank 0 only; known there."""
         self._restored = False
         """True until the end of an epoch whose values are in part those of a checkpoint."""
-        self._tell_of_names = tell_of_names
+        self._report_names = report_names
         self.window = 0
         self.batch: Any = None
         """The batch in progress; its tensors give the number of samples if the loader does not know that number."""
@@ -591,12 +591,12 @@ class MetricLog:
         }
 
     def _compare_names(self, batches_of_some: bool, everywhere: list[list[str]]) -> None:
-        """Tell once of names that only some of the processes have logged.
+        """Report once the names that only some of the processes have logged.
 
         Args:
             batches_of_some: a process may have had no batch, and so have logged nothing.
         """
-        if self._tell_of_names is None or self._restored:
+        if self._report_names is None or self._restored:
             return
         found: dict[str, list[int]] = {}
         for position, names in enumerate(everywhere):
@@ -609,8 +609,8 @@ class MetricLog:
             if where != all_of_them and not {name, name.rpartition("/")[0]} & self.names_of_rank_0
         }
         if some:
-            self._tell_of_names(some)
-            self._tell_of_names = None
+            self._report_names(some)
+            self._report_names = None
 
     def _finish(self, name: str, options: LogOptions, value: float | None, weight: float) -> float:
         if value is None:

@@ -59,7 +59,7 @@ class Architecture:
 
     @property
     def full(self) -> int:
-        """Elements of a block that tensor parallelism does not divide."""
+        """Elements of a block that tensor parallelism does not split."""
         return self.norms + self.router
 
     @property

@@ -1,1 +1,1 @@
-"""`trainer plan`: how to divide a model over processes."""
+"""`trainer plan`: how to split a model over processes."""

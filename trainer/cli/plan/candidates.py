@@ -1,4 +1,4 @@
-"""Rank the ways to divide a model over GPUs by the time of a step, and say why others are not possible."""
+"""Rank the ways to split a model over GPUs by the time of a step, and say why others are not possible."""
 
 from __future__ import annotations
 

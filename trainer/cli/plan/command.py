@@ -1,4 +1,4 @@
-"""`trainer plan`: rank the ways to divide a model over GPUs, by formulas alone."""
+"""`trainer plan`: rank the ways to split a model over GPUs, by formulas alone."""
 
 from __future__ import annotations
 
