@@ -455,8 +455,11 @@ class Trainer:
             self._validate_once(run)
         windows, hooks, progress = self._windows(run), run.hooks, run.progress
         flush_interval = run.settings.log_every_n_steps
+        waiting = self._schedulers_wait(run)
         with run.metrics.recording(run.metrics.train):
             for window in windows:
+                if waiting and progress.batch:
+                    self._step_waiting_schedulers(run)
                 bad: BadStep | None = None
                 if run.closure_needed:
                     outputs, data, _ = self._step_with_closure(run, window)
@@ -483,6 +486,8 @@ class Trainer:
                     validate_during_fit(run)
                     self._step_waiting_schedulers(run)
                 if (run.stops() or progress.step >= run.last_step) and self._leaves_epoch(run, windows):
+                    if waiting and not exit_code(run.stop_reason):
+                        self._step_waiting_schedulers(run)
                     return
         self._end_epoch(run)
 
@@ -788,11 +793,19 @@ class Trainer:
 
     def _is_to_be_validated(self, run: Run) -> bool:
         """Return True if the step that has just ended is followed by a validation."""
-        ends_epoch = run.progress.batch == run.num_training_batches
+        ends_epoch = run.progress.batch == run.num_training_batches or self._schedulers_wait(run)
         return self.validation_due() or (ends_epoch and self._epoch_validates())
 
+    def _schedulers_wait(self, run: Run) -> bool:
+        """Return True if schedulers of steps wait, for the next window or the validation at the epoch's end.
+
+        Which of the two comes next is not known of data that each process reads by itself.
+        """
+        assert run.train_loader is not None
+        return run.train_loader.samples_per_epoch is None and self._epoch_validates()
+
     def _step_waiting_schedulers(self, run: Run) -> None:
-        """Step the schedulers with interval "step" that monitor a value, after a validation; once for each value."""
+        """Step the schedulers with interval "step" that monitor a value and have waited; once for each value."""
         if run.module.automatic_optimization:
             self._step_schedulers(run, "step", run.progress.step, on_plateau=True)
 

@@ -102,6 +102,32 @@ def test_a_plateau_scheduler_of_steps_takes_each_validation_once_over_a_break(
         assert first.given + run(second, str(at)).given == whole, at
 
 
+class Unsized:
+    """Batches without a length: an epoch's last one is not known before the next is asked for."""
+
+    def __iter__(self) -> Any:
+        return iter(loader(4))
+
+
+@pytest.mark.parametrize(("monitor", "frequency"), [("val", 1), ("val", 3), ("val", 8), ("by_step", 4)])
+def test_a_plateau_scheduler_of_steps_does_the_same_on_data_without_a_length(
+    monitor: str, frequency: int, tmp_path: Path
+) -> None:
+    def run(data: Any, steps: list[int]) -> list[tuple[int, float]]:
+        given: list[tuple[int, float]] = []
+        for max_steps in steps:
+            module = Plateau(monitor, interval="step", frequency=frequency)
+            folder = tmp_path / f"{type(data).__name__}-{steps}"
+            trainer = quiet(max_steps=max_steps, max_epochs=4, enable_checkpointing=True, default_root_dir=folder)
+            trainer.fit(module, data, loader(1), ckpt_path="last")
+            given += module.given
+        return given
+
+    sized = run(loader(4), [16])
+    assert len(sized) == {1: 4, 3: 3, 8: 2, 4: 4}[frequency]
+    assert run(Unsized(), [16]) == run(Unsized(), [3, 4, 6, 8, 16]) == sized
+
+
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_a_plateau_scheduler_of_a_misspelt_name(interval: str) -> None:
     with pytest.raises(
