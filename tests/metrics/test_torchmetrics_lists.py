@@ -83,17 +83,39 @@ def data(samples: int) -> TensorDataset:
     return TensorDataset(torch.rand(samples, generator=generator), torch.arange(samples) % 2)
 
 
-def measure() -> tuple[list[dict[str, float]], str]:
-    found = [Trainer(accelerator="cpu", **QUIET).validate(Measured(), DataLoader(data(size), 4))[0] for size in SIZES]
-    with pytest.raises(ConfigError) as refused:
-        Trainer(accelerator="cpu", **QUIET).validate(Measured(with_each=True), DataLoader(data(1), 4))
-    return found, str(refused.value)
+class ByHand(TrainModule):
+    """Its metric is computed in a hook, after batches of one sample each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = Each()
+        self.of_batches: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.of_batches.append(float(self.each(batch[0])))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("each", self.each.compute())
+        self.each.reset()
+
+
+def measure() -> tuple[list[dict[str, float]], float, list[str]]:
+    def validate(module: TrainModule, size: int, batch_size: int = 4) -> dict[str, float]:
+        return Trainer(accelerator="cpu", **QUIET).validate(module, DataLoader(data(size), batch_size))[0]
+
+    found = [validate(Measured(), size) for size in SIZES]
+    refused = []
+    for module, size in ((Measured(with_each=True), 1), (ByHand(), 3), (ByHand(), 1)):
+        with pytest.raises(ConfigError) as error:
+            validate(module, size, batch_size=1)
+        refused.append(str(error.value))
+    return found, validate(ByHand(), 4, batch_size=1)["each"], refused
 
 
 @pytest.mark.filterwarnings("ignore:No positive samples")
 def test_a_process_without_samples(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    for found, refused in run_distributed(measure, 2):
+    for found, by_hand, refused in run_distributed(measure, 2):
         for size, metrics in zip(SIZES, found, strict=True):
             x, label = data(size).tensors
             one = Measured()
@@ -105,7 +127,9 @@ def test_a_process_without_samples(tmp_path: Path, monkeypatch: Any) -> None:
             assert metrics == pytest.approx(
                 {name: float(m.compute()) for name, m in known.items()}, rel=1e-6, nan_ok=True
             )
-        assert "Each gathers its state 'values' entry by entry" in refused
+        assert by_hand == pytest.approx(float(data(4).tensors[0].sum()))
+        for words, call in zip(refused, ("self.log('each')", "compute()", "compute()"), strict=True):
+            assert words.startswith(f"{call}: Each gathers its state 'values' entry by entry")
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,8 @@ class MetricLog:
         """The gradient scaler, whose loss scale is read with the losses."""
         self.loss_scale: float | None = None
         """The loss scale as it was last read."""
+        self._refused: list[Any] = []
+        """torchmetrics objects that cannot be computed by hand until `reset_computed`."""
         self.computed: list[Any] = []
         """torchmetrics objects whose epoch has ended, until `reset_computed`."""
         self._metrics: dict[str, Any] = {}
@@ -523,6 +525,8 @@ class MetricLog:
 
     def reset_computed(self) -> None:
         """Reset the torchmetrics objects that were computed, or logged by step only."""
+        while self._refused:
+            del self._refused.pop().sync
         with torch.inference_mode(False):  # otherwise the state could be updated only in inference mode from now on
             while self.computed:
                 self.computed.pop().reset()
@@ -661,12 +665,17 @@ class MetricLog:
             most = max(lengths[path] for _, lengths in everywhere)
             concatenates = reduction is not None or type(part).__module__.startswith("torchmetrics.retrieval.")
             if not concatenates and any(lengths[path] < most for _, lengths in everywhere):
-                if name is None:
-                    continue
-                raise ConfigError(
-                    f"self.log({name!r}): {type(part).__name__} gathers its state {key!r} entry by entry, and the "
-                    "processes have different numbers of entries. Evaluate it on one process (devices=1)."
+                call = "compute()" if name is None else f"self.log({name!r})"
+                refused = ConfigError(
+                    f"{call}: {type(part).__name__} gathers its state {key!r} entry by entry, and the processes have "
+                    "different numbers of entries. Evaluate it on one process (devices=1)."
                 )
+                if name is not None:
+                    raise refused
+                if "sync" not in vars(part):
+                    part.sync = partial(_refuse_sync, refused)
+                    self._refused.append(part)
+                continue
             known = next((theirs[path][0] for theirs, _ in everywhere if theirs[path]), None)
             lacking = (most if reduction is None else min(most, 1)) - len(values[path])
             if lacking > 0 and known is not None:
@@ -690,6 +699,12 @@ def _check_reductions(name: str | tuple[str, bool], one: LogOptions, other: LogO
         f"self.log({(name if isinstance(name, str) else name[0])!r}): the processes do not agree on the reduction: "
         f"{kinds[0]} on one, and {kinds[1]} on another. Log a name in the same way on all of them."
     )
+
+
+def _refuse_sync(error: ConfigError, *_: Any, should_sync: bool = True, **__: Any) -> None:
+    """Refuse to gather a metric's state: in place of its `sync`, which `compute` calls."""
+    if should_sync:
+        raise error
 
 
 def _several_numbers(name: str, what: str) -> ConfigError:
