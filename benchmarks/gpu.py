@@ -4,7 +4,8 @@ Runs in the interpreter that it is started with, makes no environment and needs 
 a process of its own; what is not installed is left out and named. Without a device the report names every test as
 skipped, and the exit code is 2. Parts: `tests` (those marked gpu), `overhead` (a step
 of a tiny model against a hand-written loop), `gpt2` (tokens per second and peak memory of a GPT-2 of 124 M parameters
-against a hand-written loop), `saves` (how long a checkpoint blocks training), `parallel` (several devices).
+against a hand-written loop), `saves` (how long a checkpoint blocks training), `parallel` (the same GPT-2 on several
+devices, under each strategy).
 """
 
 from __future__ import annotations
@@ -70,33 +71,12 @@ def _of_junit(result: Path) -> str:
     return "\n".join([", ".join(f"{number} {kind}" for kind, number in counts.items()) + ".", "", *rows]).rstrip()
 
 
-class Stopwatch:
-    """Measure wall time from one forward pass to a later one, each time with the device idle."""
-
-    def __init__(self, device: str, first: int, last: int) -> None:
-        self.device, self.first, self.last = device, first, last
-        self.count, self.seconds, self._start = 0, 0.0, 0.0
-
-    def tick(self) -> None:
-        self.count += 1
-        if self.count in (self.first, self.last):
-            synchronize(self.device)
-            now = time.perf_counter()
-            self.seconds, self._start = (now - self._start) / (self.last - self.first), now
-
-
-def synchronize(device: str) -> None:
-    import torch
-
-    if device != "cpu":
-        torch.accelerator.synchronize()
-
-
 def overhead(device: str, small: bool) -> str:
     """Compare a step of a tiny model, with batches on the device, with that of a hand-written loop."""
     import torch
     from torch import nn
 
+    from benchmarks._gpt2 import Stopwatch
     from benchmarks._ours import OFF, all_on
     from trainer import Trainer, TrainModule
 
@@ -153,31 +133,17 @@ def overhead(device: str, small: bool) -> str:
 def gpt2(device: str, small: bool) -> str:
     """Compare tokens per second and peak memory of a GPT-2 with those of a hand-written loop, in bf16-mixed."""
     import torch
-    from torch.nn.functional import cross_entropy
 
+    from benchmarks._gpt2 import GPT2, Stopwatch, peak, reset_peak, sizes, tokens
     from benchmarks._ours import OFF
-    from examples.gpt.model import Transformer
-    from trainer import Trainer, TrainModule
+    from trainer import Trainer
 
-    vocabulary, context, layers, width = (64, 16, 2, 32) if small else (50257, 1024, 12, 768)
+    _, context, layers, width = sizes(small)
     steps, batch_size = (6, 2) if small else (40, 8)
-    data = [torch.randint(vocabulary, (batch_size, context + 1), device=device) for _ in range(steps)]
-
-    class GPT2(TrainModule):
-        def __init__(self, watch: Stopwatch) -> None:
-            super().__init__()
-            self.net = Transformer(vocabulary, context, layers, max(1, width // 64), width, dropout=0.0)
-            self.watch = watch
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.watch.tick()
-            return cross_entropy(self.net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
+    data = list(tokens(steps * batch_size, small).to(device).split(batch_size))
 
     def loop(watch: Stopwatch) -> None:
-        module = GPT2(watch).to(device)
+        module = GPT2(watch, small).to(device)
         optimizer = module.configure_optimizers()
         for number, batch in enumerate(data):
             optimizer.zero_grad()
@@ -188,17 +154,14 @@ def gpt2(device: str, small: bool) -> str:
 
     def ours(watch: Stopwatch) -> None:
         options = {"accelerator": device, "devices": 1, "max_epochs": 1, "precision": "bf16-mixed", **OFF}
-        Trainer(**options).fit(GPT2(watch), data)
+        Trainer(**options).fit(GPT2(watch, small), data)
 
     rows = []
     for name, run in [("hand-written loop", loop), ("ours", ours), ("hand-written loop, again", loop)]:
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak(device)
         watch = Stopwatch(device, max(1, steps // 4), steps)
         run(watch)
-        peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if device == "cuda" else ""
-        rows.append([name, f"{batch_size * context / watch.seconds:.0f}", peak])
+        rows.append([name, f"{batch_size * context / watch.seconds:.0f}", peak(device)])
     head = f"{layers} layers of width {width}, context {context}, micro-batches of {batch_size}, bf16-mixed"
     return table([head, "tokens per second", "peak memory, GiB"], rows)
 
@@ -225,8 +188,30 @@ def saves(device: str, small: bool) -> str:
 
 
 def parallel(device: str, small: bool) -> str:
-    """Say what there is for several devices."""
-    return "There is nothing yet for several devices."
+    """Compare the losses of a GPT-2 on all devices, under each strategy, with those on one device, in bf16-mixed."""
+    import torch
+
+    from benchmarks._gpt2 import sizes, train
+    from trainer import launch
+
+    devices = 2 if device == "cpu" else torch.accelerator.device_count()
+    if devices < 2:
+        return "Left out: there is one device."
+    _, context, layers, width = sizes(small)
+    steps, samples = (6, 2 * devices) if small else (40, 2 * devices)
+    strategies = ["ddp", "fsdp"]
+    if find_spec("deepspeed") is not None:
+        strategies += ["deepspeed_stage_2", "deepspeed_stage_3"]
+    known, seconds, memory = train("single_device", device, 1, samples, steps, small)
+    rows = [["one device", f"{samples * context / seconds:.0f}", memory, ""]]
+    for strategy in strategies:
+        ranks = launch(train, strategy, device, devices, samples, steps, small, devices=devices)
+        losses = torch.stack([losses for losses, _, _ in ranks]).mean(0)
+        most = max(memory for _, _, memory in ranks)
+        difference = f"{float((losses - known).abs().max()):.1e}"
+        rows.append([strategy, f"{samples * context / max(took for _, took, _ in ranks):.0f}", most, difference])
+    head = f"{devices} devices; {layers} layers of width {width}, context {context}, {samples} samples in a step"
+    return table([head, "tokens per second", "peak memory of a device, GiB", "largest difference of a loss"], rows)
 
 
 PARTS = {part.__name__: part for part in (tests, overhead, gpt2, saves, parallel)}

@@ -88,6 +88,16 @@ def test_the_report_has_the_machine_the_figures_and_what_is_missing(tmp_path: Pa
     assert all(float(row.split(" | ")[1]) > 0 for row in rows[1:])
 
 
+def test_several_devices_train_with_the_losses_of_one(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    options = ("--device", "cpu", "--small", "--part", "parallel", "--report", str(report))
+    run_python("-m", "benchmarks", "gpu", *options, env={"PYTHONPATH": ROOT}).check()
+    rows = [line.strip("| ").split(" | ") for line in report.read_text().splitlines() if line.startswith("| ")]
+    assert rows[0][0].startswith("2 devices")
+    assert [row[0] for row in rows[2:]][:3] == ["one device", "ddp", "fsdp"]
+    assert all(0 < float(row[-1]) < 1e-3 for row in rows[3:])
+
+
 def test_results_of_tests_are_counted_and_reasons_named(tmp_path: Path) -> None:
     tests = (
         "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no second GPU')\ndef test_c(): assert 1 == 2\n"

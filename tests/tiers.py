@@ -194,6 +194,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "loop/test_resume.py::test_sigkill": ("one process",),
     "loop/test_step_meaning.py::test_a_divided_model_keeps_no_outputs": (),
     "model/test_compile_slow.py::test_two_processes": ("setting0-ddp", "setting1-fsdp"),
+    "test_gpu_report.py::test_several_devices_train_with_the_losses_of_one": (),
     "test_gpu_report.py::test_without_cuda_the_report_names_all_tests_as_skipped": (),
     "test_package.py::test_a_type_checker_of_another_project_finds_the_editable_install": (),
     "tuner/test_tuner.py::test_the_largest_batch_that_fits_into_a_limit": ("power",),
