@@ -80,19 +80,21 @@ def check_constructor(cls: type) -> None:
     if init is None:
         return
     signature = inspect.signature(init)
+    known = list(signature.parameters)[1:]
+    takes_others = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    words = argument_words(cls.__name__)
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         args, options = with_python_numbers(args), with_python_numbers(options)
         options = {name: value for name, value in options.items() if not is_default(cls.__name__, name, value)}
+        refused = (name for name in options if name not in known and (name in words or not takes_others))
+        if (unknown := next(refused, None)) is not None:
+            hint = did_you_mean(unknown, known, words)
+            raise ArgumentError(f"{cls.__name__}() got an unexpected keyword argument {unknown!r}.{hint}")
         try:
             given = signature.bind(self, *args, **options).arguments
         except TypeError:
-            known = list(signature.parameters)[1:]
-            unknown = next((name for name in options if name not in known), None)
-            if unknown is not None:
-                hint = did_you_mean(unknown, known, argument_words(cls.__name__))
-                raise ArgumentError(f"{cls.__name__}() got an unexpected keyword argument {unknown!r}.{hint}") from None
             init(self, *args, **options)  # raises Python's own error
             raise
         try:

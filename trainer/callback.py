@@ -94,7 +94,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from importlib import import_module
@@ -104,6 +104,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 from trainer.arguments import check_constructor
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.compat.answers import answer_members, uncalled_overrides
+from trainer.compat.names import FORMER_HOOKS
 from trainer.distributed.environment import detect_environment
 from trainer.errors import RENAMED, ConfigError, did_you_mean, raise_problems, unknown_name_error
 from trainer.metrics.background_calls import BackgroundCalls
@@ -285,6 +286,9 @@ class Logger(Callback):
     """The folder of the files, for a logger that writes files of its own. The run sets its number before `setup`."""
     _trainer: Trainer | None = None
     _told_media = False
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
@@ -885,20 +889,19 @@ HOOKS: tuple[str, ...] = tuple(
 """The names of all hooks, in the order of `Callback`."""
 
 
-LIGHTNING_EQUIVALENTS = {
-    "on_epoch_start": "on_train_epoch_start",
+OTHERS_HOOKS = {
     "on_epoch_begin": "on_train_epoch_start",
-    "on_epoch_end": "on_train_epoch_end",
-    "on_batch_start": "on_train_batch_start",
-    "on_batch_end": "on_train_batch_end",
     "on_step_end": "on_train_step_end",
     "on_train_begin": "on_train_start",
-    "on_init_end": "setup",
-    "on_pretrain_routine_start": "on_fit_start",
-    "on_pretrain_routine_end": "on_fit_start",
-    "on_keyboard_interrupt": "on_exception",
 }
 """Names of hooks in other trainers -> the equivalent here."""
+
+
+def is_like_a_hook(name: str, known: Collection[str]) -> bool:
+    """Whether a method of this name looks like a hook, of which `known` are the names, without being one."""
+    if name.startswith("on_"):
+        return name not in known
+    return f"on_{name}" in known and not name.endswith("_checkpoint")
 
 
 def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
@@ -906,12 +909,14 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     known = set(known)
     problems = []
     for name in dir(type(plug)):
-        without_on = f"on_{name}" in known and not name.endswith("_checkpoint")
-        if not (name.startswith("on_") and name not in known) and not without_on:
+        if not is_like_a_hook(name, known):
             continue
+        without_on = f"on_{name}" in known
         if callable(getattr(type(plug), name)):
-            renamed = LIGHTNING_EQUIVALENTS.get(name, f"on_{name}" if without_on else None)
+            renamed = OTHERS_HOOKS.get(name, f"on_{name}" if without_on else None)
             advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
+            if name in FORMER_HOOKS:
+                advice = f" Use {FORMER_HOOKS[name]}."
             if RENAMED.get(name, name) in set(HOOKS) - known:
                 advice = f" Callbacks have {RENAMED.get(name, name)!r}, and modules have not."
             problems.append(

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.arguments import check_constructor
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.schema import require
-from trainer.compat.answers import member_words
+from trainer.compat.answers import former_words, member_words
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested
 from trainer.errors import ConfigError, restoring
@@ -547,7 +548,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
                 return entries[name]
         if name == "on_gpu":  # no method: it would count as a hook
             return self.device.type == "cuda"
-        words = member_words("LightningModule", name)
+        words = member_words("LightningModule", name) or former_words("LightningModule", name)
         hint = f" Use {words}." if words is not None else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 
@@ -619,3 +620,6 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}
+
+
+check_constructor(TrainModule)

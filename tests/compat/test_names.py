@@ -15,12 +15,14 @@ import pytest
 from torch import nn
 
 from tests.helpers.toy import Toy, loader, quiet
-from trainer import ConfigError, Engine, Trainer, TrainModule
+from trainer import ConfigError, DataModule, Engine, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint, StochasticWeightAveraging, TQDMProgressBar
 from trainer.compat.names import (
     ALIASES,
     COLLECTIVES,
     EARLIER_NAMES,
+    FORMER_HOOKS,
+    FORMER_MEMBERS,
     HOMES,
     MODULES,
     NAMES,
@@ -29,9 +31,11 @@ from trainer.compat.names import (
     WORDS,
 )
 from trainer.compat.page import page
+from trainer.errors import ArgumentError
 from trainer.precision import resolve_precision
 from trainer.strategies import SingleDeviceStrategy
 from trainer.strategy import Strategy
+from trainer.tuner import Tuner
 
 lightning = pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
@@ -125,7 +129,6 @@ def test_every_row_is_true(name: str) -> None:
 
 
 def test_words_are_given_by_attribute_errors() -> None:
-    from trainer import DataModule
     from trainer.callbacks import PredictionWriter
 
     objects: dict[str, Any] = {
@@ -137,13 +140,42 @@ def test_words_are_given_by_attribute_errors() -> None:
         "LightningDataModule": DataModule(),
     }
     assert EARLIER_NAMES.keys() <= objects.keys()
+    for name in FORMER_MEMBERS.keys() - objects.keys():
+        kind = Tuner if name == "Tuner" else ours(name)
+        objects[name] = kind.__new__(kind)
     for name, owner in objects.items():
-        for member, words in {**WORDS.get(name, {}), **EARLIER_NAMES.get(name, {})}.items():
+        former = {one: words for words, names in FORMER_MEMBERS.get(name, {}).items() for one in names.split()}
+        for member, words in {**former, **WORDS.get(name, {}), **EARLIER_NAMES.get(name, {})}.items():
             if member.isidentifier() and not callable(inspect.getattr_static(owner, member, None)):
                 assert not hasattr(owner, member)
                 with pytest.raises(AttributeError) as refused:
                     getattr(owner, member)
                 assert f"Use {words}." in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [name for name in WORDS if name not in ("Engine", "ParallelStrategy")])
+def test_words_are_given_for_arguments_of_constructors(name: str) -> None:
+    for row, words in WORDS[name].items():
+        if row.startswith("("):
+            with pytest.raises(ArgumentError, match=re.escape(f"argument {row[1:-1]!r}. Use {words}.")):
+                ours(name)(**{row[1:-1]: None})
+
+
+@pytest.mark.parametrize("hook", ["configure_apex", "training_end", "on_hpc_save", "validation_end"])
+def test_methods_that_lightning_0_and_1_called_are_refused(hook: str) -> None:
+    module = type("Mine", (Toy,), {hook: lambda self, *args: None})()
+    with pytest.raises(ConfigError, match=re.escape(f"Mine.{hook} ") + f".* Use {re.escape(FORMER_HOOKS[hook])}"):
+        quiet(max_steps=1).fit(module, loader(2))
+    data = type("Mine", (DataModule,), {"on_train_dataloader": lambda self: None})()
+    with pytest.raises(ConfigError, match=r"Mine.on_train_dataloader would never be called"):
+        quiet(max_steps=1).fit(Toy(), datamodule=data)
+
+
+def test_attributes_of_a_run_are_told_from_unknown_ones_before_it() -> None:
+    strategy = Trainer(logger=False).strategy
+    for name in ("model", "lightning_module", "root_device", "module"):
+        with pytest.raises(AttributeError, match="exists from the start of a run"):
+            getattr(strategy, name)
 
 
 def test_what_the_words_for_earlier_names_of_the_trainer_say_is_there() -> None:

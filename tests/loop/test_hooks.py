@@ -14,7 +14,8 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, DataModule, Trainer, TrainModule
 from trainer.callback import HOOKS, NOT_ON_MODULES, parameters_of
 from trainer.callbacks import ModelCheckpoint
-from trainer.loop.preflight_checks import LIGHTNING_EQUIVALENTS, MODULE_HOOKS
+from trainer.compat.names import FORMER_HOOKS
+from trainer.loop.preflight_checks import MODULE_HOOKS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -357,7 +358,7 @@ def test_every_hook_stands_in_the_pseudocode_and_every_hook_of_the_pseudocode_ex
     assert set(MODULE_HOOKS) - {"setup", "teardown"} <= named | as_test
     only_callbacks = {hook for hook in HOOKS if re.search(rf"{hook}\b.*\(callbacks\)", pseudocode)}
     assert only_callbacks == set(NOT_ON_MODULES)
-    assert not set(LIGHTNING_EQUIVALENTS) & known
+    assert not set(FORMER_HOOKS) & known
 
 
 def test_the_two_lists_of_hooks_agree() -> None:

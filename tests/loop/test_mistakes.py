@@ -182,7 +182,7 @@ def test_argument_of_a_callback_or_strategy(name: str) -> None:
 
 HOOKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "misspelt": ({"on_train_epoch_ends": lambda self, t, m: None}, ["Did you mean 'on_train_epoch_end'?"]),
-    "of old": ({"on_epoch_end": lambda self, t, m: None}, ["Mine.on_epoch_end", "'on_train_epoch_end'"]),
+    "of old": ({"on_epoch_end": lambda self, t, m: None}, ["Mine.on_epoch_end", "Use on_train_epoch_end"]),
     "of an earlier version": (
         {"on_checkpoint_committed": lambda self, t, m, path: None},
         ["Mine.on_checkpoint_committed", "It is called 'on_checkpoint_saved' now"],

@@ -82,7 +82,7 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
                 on_epoch_end=lambda self: None,
             )
         ),
-        ["2 problems", "on_train_epoch_end", "keep the outputs in a list"],
+        ["2 problems", "Use on_train_epoch_end", "append what is needed to a list of the module"],
     ),
     "hook with outputs": (
         lambda: fit(net(on_train_epoch_end=lambda self, outputs: None)),

@@ -8,7 +8,17 @@ from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
 
-from trainer.compat.names import ALIASES, COLLECTIVES, DEFAULTS, EARLIER_NAMES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import (
+    ALIASES,
+    COLLECTIVES,
+    DEFAULTS,
+    EARLIER_NAMES,
+    FORMER_HOOKS,
+    FORMER_MEMBERS,
+    THEIRS,
+    TRAINER_ARGUMENTS,
+    WORDS,
+)
 
 Class = TypeVar("Class", bound=type)
 
@@ -39,6 +49,10 @@ class Absent:
         raise AttributeError(f"{owner.__name__} has no attribute {self.name!r}. Use {self.words}.")
 
 
+class Former(Absent):
+    """An attribute of Lightning 0 or 1 only: subclasses may have a method of this name for themselves."""
+
+
 class NotToSet(Absent):
     """An attribute that is not here, and whose assignment would change nothing."""
 
@@ -55,6 +69,9 @@ def answer_members(kind: Class, lightning: str) -> Class:
     for name, words in _words_of(lightning).items():
         if name.isidentifier() and name not in dir(kind):
             setattr(kind, name, absent(name, words))
+    for name, words in _former(lightning).items():
+        if name not in dir(kind):
+            setattr(kind, name, Former(name, words))
     for name, found in [*vars(kind).items()] if lightning == "Trainer" else ():
         if isinstance(found, property) and found.fset is None:
             setattr(kind, name, found.setter(partial(_refuse_to_set, name)))
@@ -77,6 +94,12 @@ def member_words(lightning: str, name: str) -> str | None:
     return _words_of(lightning).get(name)
 
 
+def former_words(lightning: str, name: str) -> str | None:
+    """Return what to use instead of a member that Lightning's class had in version 0 or 1."""
+    hooks = FORMER_HOOKS if lightning == "LightningModule" else {}
+    return {**hooks, **_former(lightning)}.get(name)
+
+
 def strategy_member(strategy: Any, name: str) -> Any:
     """Return the value of a member of Lightning's strategies that a strategy does not have.
 
@@ -89,7 +112,10 @@ def strategy_member(strategy: Any, name: str) -> Any:
         from trainer.compat import collectives
 
         return partial(getattr(collectives, name), strategy.processes)
-    kind, words = type(strategy).__name__, member_words("ParallelStrategy", name)
+    kind = type(strategy).__name__
+    if any(name in vars(one).get("__annotations__", {}) for one in type(strategy).__mro__):
+        raise AttributeError(f"{kind}.{name} exists from the start of a run: fit and the like set it.")
+    words = member_words("ParallelStrategy", name) or former_words("ParallelStrategy", name)
     raise AttributeError(
         f"{kind!r} object has no attribute {name!r}"
         if words is None
@@ -104,7 +130,7 @@ def uncalled_overrides(plug: object) -> list[str]:
     return [
         f"{type(plug).__name__}.{name} would never be called. Use {answer.words}."
         for name, answer in sorted(answers.items())
-        if isinstance(getattr_static(plug, name), FunctionType)
+        if isinstance(getattr_static(plug, name), FunctionType) and not isinstance(answer, Former)
     ]
 
 
@@ -116,9 +142,14 @@ def is_default(lightning: str, name: object, value: object) -> bool:
 
 def argument_words(lightning: str) -> dict[str, str]:
     """Return what to use instead of arguments of the constructor of Lightning's class, by name."""
-    of_class = {name[1:-1]: words for name, words in WORDS.get(lightning, {}).items() if name.startswith("(")}
+    of_class = {name[1:-1]: words for name, words in _words_of(lightning).items() if name.startswith("(")}
     return {**TRAINER_ARGUMENTS, **of_class} if lightning == "Trainer" else of_class
 
 
+def _former(lightning: str) -> dict[str, str]:
+    groups = FORMER_MEMBERS.get(lightning, {})
+    return {name: words for words, names in groups.items() for name in names.split()}
+
+
 def _words_of(lightning: str) -> dict[str, str]:
-    return {**WORDS.get(lightning, {}), **EARLIER_NAMES.get(lightning, {})}
+    return {**WORDS.get(THEIRS.get(lightning, lightning), {}), **EARLIER_NAMES.get(lightning, {})}

@@ -420,6 +420,11 @@ WORDS: dict[str, dict[str, str]] = {
         "size": "an attribute of your own",
         "has_prepared_data": "an attribute of your own, set in prepare_data",
         "has_setup_fit": "an attribute of your own, set in setup",
+        **{
+            f"({one})": f"super().__init__() without it, and self.{one} = {one} in your constructor: Lightning 1 only "
+            "kept it"
+            for one in ("train_transforms", "val_transforms", "test_transforms", "dims")
+        },
         **dict.fromkeys(("add_argparse_args", "from_argparse_args"), "`trainer fit --config FILE --data.NAME VALUE`"),
     },
     "Trainer": {
@@ -518,6 +523,8 @@ WORDS: dict[str, dict[str, str]] = {
     "Logger": {
         "agg_and_log_metrics": "log_metrics",
         "update_agg_funcs": "self.log(reduce_fx=)",
+        "(agg_key_funcs)": "self.log(reduce_fx=), and super().__init__() without it",
+        "(agg_default_func)": "self.log(reduce_fx=), and super().__init__() without it",
         "close": "finalize",
         "after_save_checkpoint": "on_checkpoint_saved",
     },
@@ -537,6 +544,7 @@ WORDS: dict[str, dict[str, str]] = {
         "(prefix)": "filename='my-{epoch}'",
         "(period)": "every_n_epochs=",
         "(every_n_val_epochs)": "every_n_epochs=",
+        "(save_function)": "nothing: trainer.save_checkpoint is called",
         "(enable_version_counter)": "nothing: a checkpoint of the same name replaces it, or gets -v1",
     },
     "ModelSummary": {
@@ -554,12 +562,13 @@ WORDS: dict[str, dict[str, str]] = {
             "trainer.callback_metrics, by the names of their curves",
         ),
     },
+    "BackboneFinetuning": {"(round)": "rounding="},
     "OnExceptionCheckpoint": {"FILE_EXTENSION": "ckpt_path: a checkpoint is a folder"},
     "ThroughputMonitor": {
         "available_flops": "peak_flops=",
         "kwargs": "window_size=",
     },
-    "ProgressBar": _BARS,
+    "ProgressBar": {**_BARS, "(process_position)": "nothing: the bar draws below what is printed"},
     "TQDMProgressBar": _BARS,
     "RichProgressBar": {
         **_BARS,
@@ -585,10 +594,11 @@ WORDS: dict[str, dict[str, str]] = {
     "Profiler": {"local_rank": "trainer.local_rank"},
     "AdvancedProfiler": {
         "local_rank": "trainer.local_rank",
+        "(output_filename)": "dirpath= and filename=",
         "(dump_stats)": "profiles, a dict of action to cProfile.Profile: profiles['fit'].dump_stats(path)",
     },
     "PassThroughProfiler": {"local_rank": "trainer.local_rank"},
-    "SimpleProfiler": {"local_rank": "trainer.local_rank"},
+    "SimpleProfiler": {"local_rank": "trainer.local_rank", "(output_filename)": "dirpath= and filename="},
     "PyTorchProfiler": {
         "local_rank": "trainer.local_rank",
         "STEP_FUNCTIONS": "wait=, warmup=, active=",
@@ -596,6 +606,13 @@ WORDS: dict[str, dict[str, str]] = {
         "function_events": "the table beside the trace in `profile/` of the run directory",
         "total_steps": "active=",
         "(filename)": "dirpath=",
+        "(output_filename)": "dirpath=",
+        "(path_to_export_trace)": "dirpath=",
+        **dict.fromkeys(
+            ("(enabled)", "(use_kineto)", "(use_cuda)", "(use_cpu)"), "nothing: the CPU and the device are recorded"
+        ),
+        **dict.fromkeys(("(profiled_functions)", "(record_functions)"), "wait=, warmup= and active=, in steps"),
+        "(local_rank)": "nothing: it is known",
         "(group_by_input_shapes)": "record_shapes=True",
         "(emit_nvtx)": "nsys with --capture-range, and torch.autograd.profiler.emit_nvtx around fit",
         "(export_to_chrome)": "nothing: traces are always written",
@@ -605,7 +622,6 @@ WORDS: dict[str, dict[str, str]] = {
         "(table_kwargs)": "nothing: the table has the most expensive operators",
         "(schedule)": "wait=, warmup=, active= and repeat=",
         "(on_trace_ready)": "dirpath=, the folder of the traces",
-        "(dirpath)": "dirpath=",
     },
     "Engine": _ENGINE,
     "TensorBoardLogger": {
@@ -745,6 +761,261 @@ EARLIER_NAMES = {
 }
 """Class -> a name of a member in earlier versions of this package -> what to use now."""
 
+KEEP_OUTPUTS = "append what is needed to a list of the module in the step, read it there, and clear it"
+_PER_PROCESS = "each process has its own batch and loss"
+_IN_DDP = "Trainer(strategy='ddp', sync_batchnorm=True), or a subclass of trainer.strategies.DDPStrategy"
+
+FORMER_HOOKS = {
+    "training_epoch_end": f"on_train_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "validation_epoch_end": f"on_validation_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "test_epoch_end": f"on_test_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "predict_epoch_end": f"on_predict_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "validation_end": f"on_validation_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "test_end": f"on_test_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "training_step_end": f"the end of training_step: {_PER_PROCESS}",
+    "validation_step_end": f"the end of validation_step: {_PER_PROCESS}",
+    "test_step_end": f"the end of test_step: {_PER_PROCESS}",
+    "training_end": f"the end of training_step: {_PER_PROCESS}",
+    "on_epoch_start": "on_train_epoch_start, and on_validation_epoch_start where it was meant for validation too",
+    "on_epoch_end": "on_train_epoch_end, and on_validation_epoch_end where it was meant for validation too",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_keyboard_interrupt": "on_exception, which gets the KeyboardInterrupt",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_configure_sharded_model": "setup",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_post_move_to_device": "__init__ or configure_model, in which to tie weights: the strategies keep them tied",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+    "on_pre_performance_check": "on_validation_start",
+    "on_post_performance_check": "on_validation_end",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+    "tng_dataloader": "train_dataloader",
+    "configure_sharded_model": "configure_model",
+    "configure_apex": "Trainer(precision='16-mixed')",
+    "amp_scale_loss": "Trainer(precision='16-mixed')",
+    **dict.fromkeys(("configure_ddp", "init_ddp_connection", "configure_sync_batchnorm"), _IN_DDP),
+    "tbptt_split_batch": "automatic_optimization = False, and a loop over the parts in training_step",
+    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
+    "get_tqdm_dict": "self.log(..., prog_bar=True)",
+}
+"""Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
+
+_TRAINING_STATE = "trainer.save_checkpoint and fit(ckpt_path=)"
+_LOOP = "nothing: this was a part of Lightning's own loop; the loop here stands in trainer/trainer.py"
+_PLUG = "the methods of trainer.strategy.Strategy: this was a part of Lightning's own plugins"
+
+_FORMER_BARS = {
+    "the argument batch_idx of each hook": "train_batch_idx val_batch_idx test_batch_idx predict_batch_idx",
+    "trainer.num_test_batches": "total_test_batches",
+    "trainer.num_predict_batches": "total_predict_batches",
+    "trainer.num_training_batches": "total_batches_current_epoch",
+    "a subclass of ProgressBar": (
+        "progress refresh main_progress_bar_id predict_progress_bar_id test_progress_bar_id "
+        "val_progress_bar_id val_sanity_progress_bar_id"
+    ),
+}
+_FORMER_PROFILERS = {
+    "profile(action) around the loop": "profile_iterable",
+    "dirpath= and filename=, which say where the report is written": (
+        "output_file output_fname write_streams path_to_export_trace export_to_chrome"
+    ),
+    "summary()": (
+        "make_report extended start_time current_actions recorded_durations profiled_actions context_names "
+        "profiled_functions function_events"
+    ),
+    "the arguments of the constructor": (
+        "PROFILED_FUNCTIONS RECORD_FUNCTIONS RECORD_FUNCTION_PREFIX START_RECORD_FUNCTIONS STEP_FUNCTIONS "
+        "STEP_FUNCTION_PREFIX AVAILABLE_SORT_KEYS emit_nvtx enabled group_by_input_shapes profile_memory "
+        "profiler record_shapes row_limit running_stack sort_by_key use_cpu use_cuda use_kineto with_stack "
+        "wrap_functions_into_rank_zero_only"
+    ),
+}
+
+FORMER_MEMBERS: dict[str, dict[str, str]] = {
+    "LightningModule": {
+        "self.logger.log_dir, or self.trainer.run_dir": "exp_save_path",
+        "load_from_checkpoint": "load_from_metrics",
+        "on_load_checkpoint, which gets the checkpoint": "loaded_optimizer_states_dict",
+        "self.trainer.sanity_checking in on_validation_start, or the hook of a callback": "on_sanity_check_start",
+        "self.trainer.world_size > 1": "use_dp use_ddp2",
+        "self.device.type": "use_tpu",
+        "self.trainer.precision.name": "precision",
+        "step of an optimizer of self.optimizers()": "manual_optimizer_step",
+        "trainer.callbacks.PredictionWriter, and return the values from predict_step": (
+            "write_prediction write_prediction_dict"
+        ),
+        "self.trainer.predict, or predict_step": "predict",
+        "self.trainer.state.stage": "running_stage",
+        "trainer.launch(function), which returns the results": "add_to_queue get_from_queue",
+        "trainer.callbacks.GradNormMonitor": "log_grad_norm",
+        "Trainer(compile=True), which leaves the module as it is": "from_compiled to_uncompiled",
+    },
+    "LightningDataModule": {
+        "an attribute of your own, set in setup or teardown": (
+            "has_setup_test has_setup_predict has_setup_validate has_teardown_fit has_teardown_predict "
+            "has_teardown_test has_teardown_validate"
+        ),
+        "inspect.signature": "get_init_arguments_and_types",
+        "argparse, and the class with what it has parsed": "parse_argparser",
+        "state_dict": "on_save_checkpoint",
+        "load_state_dict": "on_load_checkpoint",
+        "train_dataloader": "on_train_dataloader",
+        "val_dataloader": "on_val_dataloader",
+        "test_dataloader": "on_test_dataloader",
+        "predict_dataloader": "on_predict_dataloader",
+    },
+    "Trainer": {
+        "trainer.default_root_dir": "default_save_path",
+        "trainer.gradient_clip_val": "gradient_clip",
+        "trainer.max_epochs": "max_nb_epochs",
+        "trainer.min_epochs": "min_nb_epochs",
+        "trainer.num_sanity_val_steps": "nb_sanity_val_steps",
+        "trainer.num_nodes": "nb_gpu_nodes num_gpu_nodes",
+        "trainer.num_devices": "num_requested_gpus num_slurm_tasks num_tpu_cores",
+        "trainer.limit_train_batches": "train_percent_check",
+        "trainer.limit_val_batches": "val_percent_check",
+        "trainer.limit_test_batches": "test_percent_check",
+        "trainer.overfit_batches": "overfit_pct",
+        "trainer.log_every_n_steps": "row_log_interval log_save_interval",
+        "trainer.progress_bar_callback": (
+            "show_progress_bar progress_bar_refresh_rate process_position configure_progress_bar"
+        ),
+        "trainer.progress_bar_metrics": "tng_tqdm_dic training_tqdm_dict",
+        "callbacks=[ModelSummary(max_depth=...)]": "weights_summary",
+        "trainer.reload_dataloaders_every_n_epochs": "reload_dataloaders_every_epoch",
+        "Trainer(use_distributed_sampler=)": (
+            "replace_sampler_ddp replace_sampler auto_add_sampler require_distributed_sampler auto_add_worker_init_fn"
+        ),
+        "Trainer(sync_batchnorm=)": "sync_batchnorm",
+        "Trainer(benchmark=)": "benchmark",
+        "validate(verbose=) and test(verbose=)": "verbose_test",
+        "trainer.tuner.Tuner(trainer)": "tuning",
+        "[one for one in trainer.callbacks if one.takes_predictions]": "prediction_writer_callbacks",
+        "Trainer(reload_dataloaders_every_n_epochs=1)": "reset_test_dataloader reset_predict_dataloader",
+        "trainer.scheduler_configs": "schedulers configure_schedulers reduce_lr_on_plateau_scheduler",
+        "trainer.device": "root_device single_gpu use_single_gpu on_cpu",
+        "trainer.global_rank and trainer.local_rank": (
+            "tpu_id current_tpu_idx tpu_global_core_rank tpu_local_core_rank determine_ddp_node_rank "
+            "determine_local_rank"
+        ),
+        "trainer.precision.name": "use_native_amp",
+        "automatic_optimization = False, and a loop over the parts in training_step": "truncated_bptt_steps hiddens",
+        "trainer.callback_metrics": "running_loss batch_loss_value metrics_to_scalars",
+        "self.log in the module": "log_metrics add_progress_bar_metrics",
+        "trainer.early_stopping_callback": "enable_early_stop configure_early_stopping call_early_stop_callback",
+        "trainer.checkpoint_callback": (
+            "configure_checkpoint_callback call_checkpoint_callback check_checkpoint_callback max_ckpt_in_folder"
+        ),
+        _TRAINING_STATE: (
+            "dump_checkpoint restore restore_hpc_weights_if_needed restore_training_state restore_weights "
+            "save_spawn_weights load_spawn_weights"
+        ),
+        "Trainer(detect_anomaly=True)": "detect_nan_tensors",
+        "module.overrides(name)": "is_overridden",
+        "inspect.signature(Trainer)": "get_init_arguments_and_types has_arg",
+        "fit": "train run_train",
+        "test": "run_test",
+        "predict": "run_predict",
+        "trainer.strategy": "accelerator_backend use_horovod has_horovodrun check_horovod available_plugins",
+        "the hook of a callback or of the module": (
+            "setup teardown configure_sharded_model on_after_backward on_batch_end on_batch_start on_before_backward "
+            "on_before_accelerator_backend_setup on_before_optimizer_step on_before_zero_grad on_epoch_end "
+            "on_epoch_start on_fit_end on_fit_start on_init_end on_init_start on_keyboard_interrupt "
+            "on_load_checkpoint on_predict_batch_end on_predict_batch_start on_predict_end on_predict_epoch_end "
+            "on_predict_epoch_start on_predict_start on_pretrain_routine_end on_pretrain_routine_start "
+            "on_sanity_check_end on_sanity_check_start on_save_checkpoint on_test_batch_end on_test_batch_start "
+            "on_test_end on_test_epoch_end on_test_epoch_start on_test_start on_train_batch_end on_train_batch_start "
+            "on_train_end on_train_epoch_end on_train_epoch_start on_train_start on_validation_batch_end "
+            "on_validation_batch_start on_validation_end on_validation_epoch_end on_validation_epoch_start "
+            "on_validation_start"
+        ),
+        _LOOP: (
+            "DEPRECATED_IN_0_8 DEPRECATED_IN_0_9 accumulation_scheduler autocast_original_forward call_optimizer_step "
+            "call_setup_hook can_prepare_data check_model_configuration check_testing_model_configuration "
+            "config_validator configure_accumulated_gradients configure_logger configure_slurm_ddp "
+            "convert_to_lightning_optimizers copy_trainer_model_properties ddp_train debugging_connector "
+            "determine_data_use_amount dispatch dp_train evaluation_forward horovod_train "
+            "increment_accumulated_grad_global_step init_amp init_optimizers init_tpu interactive_ddp_procs "
+            "on_colab_kaggle optimizer_closure plugin_connector post_dispatch pre_dispatch precision_connector "
+            "prepare_train_loop_dataloader process_dict_result process_output process_train_step_outputs "
+            "profile_connector reduce_distributed_output register_slurm_signal_handlers reinit_scheduler_properties "
+            "resolve_root_node_address run_batch_backward_pass run_on_epoch_end_hook run_on_epoch_start_hook "
+            "run_pretrain_routine run_sanity_check run_training_batch run_training_epoch run_training_epoch_end "
+            "run_training_teardown save_loggers_in_training_loop save_train_loop_metrics_to_loggers "
+            "set_distributed_mode set_nvidia_flags set_random_port setup_trainer should_check_val shown_warnings "
+            "sig_handler single_gpu_train spawn_ddp_children sync_horovod term_handler tpu_train "
+            "track_output_for_epoch_end train_or_test_or_predict training_forward training_tricks_connector "
+            "transfer_batch_to_gpu transfer_batch_to_tpu transfer_ddp_spawn_state_on_fit_end "
+            "transfer_distrib_spawn_state_on_fit_end update_learning_rates update_train_loop_lr_schedulers"
+        ),
+    },
+    "Tuner": {
+        "scale_batch_size and lr_find": "tune internal_find_lr on_trainer_init setup_trainer",
+        "Trainer(devices=)": "pick_multiple_gpus",
+        "the trainer that it was given": "trainer",
+    },
+    "EarlyStopping": {
+        "best_score": "best",
+        "wait_count": "wait",
+        "monitor": "based_on_eval_results warned_result_obj",
+    },
+    "ModelCheckpoint": {
+        "every_n_epochs": "period",
+        "dirpath and filename": "prefix",
+        "trainer.save_checkpoint": "save_checkpoint save_function",
+        "kth_best_model_path": "kth_best_model",
+        "best_model_path and best_model_score": "CHECKPOINT_STATE_BEST_PATH CHECKPOINT_STATE_BEST_SCORE",
+        "monitor": "epoch_last_check last_global_step_saved warned_result_obj",
+    },
+    "BackboneFinetuning": {"rounding": "round"},
+    "BasePredictionWriter": {"write_interval=, which the constructor was given": "interval"},
+    "LearningRateMonitor": {"trainer.callback_metrics, by the names of the curves": "lr_sch_names"},
+    "StochasticWeightAveraging": {"nothing: the averages are kept by the callback": "momenta n_averaged"},
+    "WandbLogger": {"trainer.utilities.WarningCache": "warning_cache"},
+    "ProgressBar": _FORMER_BARS,
+    "TQDMProgressBar": _FORMER_BARS,
+    "RichProgressBar": _FORMER_BARS,
+    "Profiler": _FORMER_PROFILERS,
+    "SimpleProfiler": _FORMER_PROFILERS,
+    "AdvancedProfiler": _FORMER_PROFILERS,
+    "PassThroughProfiler": _FORMER_PROFILERS,
+    "TorchProfiler": _FORMER_PROFILERS,
+    "ParallelStrategy": {
+        "trainer.save_checkpoint": "on_save save_full_weights load_full_weights load_checkpoint_file",
+        "Trainer(sync_batchnorm=)": "configure_sync_batchnorm sync_batchnorm",
+        "automatic_optimization = False": "optimizer_frequencies",
+        "strategy.device": "on_gpu on_tpu",
+        "Trainer(precision=)": (
+            "mixed_precision compute_dtype fp32_reduce_scatter loss_scale loss_scale_window min_loss_scale "
+            "hysteresis initial_scale_power"
+        ),
+        "the arguments of the strategy's constructor": (
+            "backward_prefetch bucket_cap_mb flatten_parameters min_num_params move_grads_to_cpu state_dict_device "
+            "config remote_device partition_module kwargs"
+        ),
+        _PLUG: (
+            "call_configure_sharded_model_hook configure_scheduler data_parallel_group debug dispatch dist "
+            "distributed_backend get_model_from_plugin init_ddp_connection init_optimizers interactive_ddp_procs "
+            "is_running_single_process_per_device on_after_manual_backward on_after_setup_optimizers "
+            "on_before_forward on_before_manual_backward on_reset_predict_dataloader on_reset_test_dataloader "
+            "on_reset_train_dataloader on_reset_val_dataloader post_dispatch post_optimizer_step pre_configure_ddp "
+            "pre_dispatch predict predict_context predict_step_context process_group reconciliate_processes "
+            "register_plugins required_plugins results rpc_enabled setup_optimizers_in_pre_dispatch "
+            "should_rank_save_checkpoint start_evaluating start_predicting start_testing start_training task_idx "
+            "test_step_context test_step_end torch_distributed_backend train_step_context training_step_end "
+            "update_global_step val_step_context validation_step_end wrapped_model"
+        ),
+    },
+}
+"""Class -> what to use instead -> members of Lightning 0.7 to 1.9 that Lightning 2 has no longer."""
+
 ALIASES: dict[str, dict[str, str]] = {
     "Trainer": {
         "model": "module",
@@ -802,6 +1073,9 @@ HOMES: dict[str, str] = {
     "ParallelStrategy": "trainer.strategy:Strategy",
 }
 """Lightning's class -> ours; others have their name in `trainer.callbacks`."""
+
+THEIRS = {home.partition(":")[2]: name for name, home in HOMES.items()}
+"""Our class -> Lightning's name for it, where that is another one."""
 
 SURFACE: dict[str, str] = {
     "LightningModule": (

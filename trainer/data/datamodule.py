@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from trainer.arguments import check_constructor
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
@@ -48,6 +49,9 @@ class DataModule(OptionalMethods, HasHyperparameters):
     The trainer shards plain DataLoaders over processes: no DistributedSampler is needed, and `batch_size` is that of
     one process. A loader method that is not overridden means that there is no such data.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
 
     prepare_data_per_node: bool = True
     """True: `prepare_data` runs once on every node (each has its own disk). False: once in all (a shared disk)."""
@@ -194,3 +198,6 @@ class DataModule(OptionalMethods, HasHyperparameters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
+
+
+check_constructor(DataModule)

@@ -10,9 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from trainer.callback import EVALUATION_ARGUMENTS, AddsGroups, check_hooks, check_signature, parameters_of
+from trainer.callback import (
+    EVALUATION_ARGUMENTS,
+    AddsGroups,
+    check_hooks,
+    check_signature,
+    is_like_a_hook,
+    parameters_of,
+)
 from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import as_storage_path
+from trainer.compat.names import FORMER_HOOKS
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
 from trainer.loop.changes_since_checkpoint import allowed_problems
@@ -39,22 +47,12 @@ DATAMODULE_METHODS = (
     *(name for name in METHODS if "data" in name),
 )
 
-DATAMODULE_EQUIVALENTS = {"on_save_checkpoint": "state_dict", "on_load_checkpoint": "load_state_dict"}
-"""Methods of data modules that are not called, as in Lightning -> what to define instead."""
-
-LIGHTNING_EQUIVALENTS = {
-    "training_epoch_end": "on_train_epoch_end, and keep the outputs in a list of the module's",
-    "validation_epoch_end": "on_validation_epoch_end, and keep the outputs in a list of the module's",
-    "test_epoch_end": "on_test_epoch_end, and keep the outputs in a list of the module's",
-    "predict_epoch_end": "on_predict_epoch_end, and keep the outputs in a list of the module's",
-    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
-    "tbptt_split_batch": "automatic_optimization = False, with a loop over the parts in training_step",
-    "training_step_end": "on_train_batch_end",
-    "validation_step_end": "on_validation_batch_end",
-    "test_step_end": "on_test_batch_end",
-    "configure_sharded_model": "configure_model",
+DATAMODULE_EQUIVALENTS = {
+    "on_save_checkpoint": "state_dict",
+    "on_load_checkpoint": "load_state_dict",
+    **{hook: words for hook, words in FORMER_HOOKS.items() if hook.endswith("_dataloader")},
 }
-"""Methods of Lightning's modules that are not called here -> what to define instead."""
+"""Methods of data modules that are not called, as in Lightning -> what to define instead."""
 
 
 def check_call(
@@ -170,9 +168,9 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
         return [f"{name}.__init__ does not call super().__init__(): make that its first line."]
     problems = check_hooks(module, MODULE_HOOKS)
     problems += [
-        f"{name}.{method} would never be called. Define {instead} instead."
-        for method, instead in LIGHTNING_EQUIVALENTS.items()
-        if callable(getattr(type(module), method, None))
+        f"{name}.{method} would never be called. Use {instead}."
+        for method, instead in FORMER_HOOKS.items()
+        if callable(getattr(type(module), method, None)) and not is_like_a_hook(method, MODULE_HOOKS)
     ]
     misspelt = _misspelt(module, TrainModule, METHODS)
     problems += misspelt.values()
@@ -245,7 +243,7 @@ def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...
     problems = {}
     for name in own:
         is_method = inspect.isfunction(getattr_static(owner, name))
-        if name.startswith("_") or name in LIGHTNING_EQUIVALENTS or name in called or not is_method:
+        if name.startswith("_") or name in FORMER_HOOKS or name in called or not is_method:
             continue
         if hasattr(base, name):
             continue

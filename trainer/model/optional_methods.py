@@ -43,7 +43,7 @@ class OptionalMethods:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for name in vars(cls._base()):
-            if _is_called(name) and getattr(cls, name) is None:
+            if _is_called(name) and getattr(cls, name, False) is None:
                 setattr(cls, name, vars(cls._base())[name])
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             step = vars(cls).get(name)

@@ -12,42 +12,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 
 from trainer.cli.migrate.names import NOT_THERE, lightning_root
 from trainer.compat.answers import argument_words, is_default
-from trainer.compat.names import NAMES, SURFACE, WORDS
-
-KEEP_OUTPUTS = "append what is needed to a list of the module in the step, read it here, and clear it"
-FORMER_HOOKS = {
-    "training_epoch_end": f"on_train_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
-    "validation_epoch_end": f"on_validation_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
-    "test_epoch_end": f"on_test_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
-    "validation_end": f"on_validation_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
-    "test_end": f"on_test_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
-    "training_step_end": "the end of training_step: each process has its own batch and loss",
-    "validation_step_end": "the end of validation_step: each process has its own batch",
-    "test_step_end": "the end of test_step: each process has its own batch",
-    "training_end": "the end of training_step: each process has its own batch and loss",
-    "on_epoch_start": "on_train_epoch_start, and on_validation_epoch_start where it was meant for validation too",
-    "on_epoch_end": "on_train_epoch_end, and on_validation_epoch_end where it was meant for validation too",
-    "on_batch_start": "on_train_batch_start",
-    "on_batch_end": "on_train_batch_end",
-    "on_pretrain_routine_start": "on_fit_start",
-    "on_pretrain_routine_end": "on_fit_start",
-    "on_keyboard_interrupt": "on_exception, which gets the KeyboardInterrupt",
-    "on_init_start": "setup",
-    "on_init_end": "setup",
-    "on_configure_sharded_model": "setup",
-    "on_post_move_to_device": "__init__ or configure_model, in which to tie weights: the strategies keep them tied",
-    "on_before_accelerator_backend_setup": "setup",
-    "on_train_dataloader": "train_dataloader",
-    "on_val_dataloader": "val_dataloader",
-    "on_test_dataloader": "test_dataloader",
-    "on_predict_dataloader": "predict_dataloader",
-    "tng_dataloader": "train_dataloader",
-    "configure_sharded_model": "configure_model",
-    "tbptt_split_batch": "automatic_optimization = False, and a loop over the parts in training_step",
-    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
-    "get_tqdm_dict": "self.log(..., prog_bar=True)",
-}
-"""Hooks of earlier versions, which are no longer called -> what to use instead."""
+from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, NAMES, SURFACE, WORDS
 
 OPTIMIZER_IDX = (
     "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
