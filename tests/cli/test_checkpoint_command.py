@@ -282,7 +282,7 @@ def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
         (["lst", "x"], 2, "invalid choice: 'lst'. Did you mean 'list'?"),
         (["export", "runs/version_0", "new", "--dtype", "bf17"], 2, "invalid choice: 'bf17'. Known: float32"),
         (["ls"], 2, "required: PATH"),
-        (["ls", "nowhere"], 1, "there is no nowhere"),
+        (["ls", "nowhere"], 1, "there is no checkpoint or folder 'nowhere'"),
         (["show", "runs/version_O"], 1, "Did you mean 'version_0'?"),
         (["show", "runs/version_0", "--ckpt", "bets"], 1, "Did you mean 'best'? There are: step=10, step=20, step=30"),
         (

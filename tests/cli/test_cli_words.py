@@ -354,10 +354,31 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
 
 
 def test_a_typo_is_answered_without_torch(project: Path) -> None:
+    Path("run.yaml").write_text("module: x.py:X\n")
+    config, setting = "--config run.yaml", "trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?"
+    missing, option = "Did you mean 'run.yaml'?", "Did you mean --trainer.max_epochs?"
+    lines = {
+        "fit --module x.py:X --trainer.max_epoch 3": setting,
+        f"fit {config} --max_epochs 3": option,
+        "fit --config runn.yaml --module.help": missing,
+        f"validate {config} --max_epochs 3": option,
+        f"tune lr {config} runn.yaml": missing,
+        f"estimate {config} --trainer.max_epoch 3": setting,
+        "estimate --config runn.yaml": missing,
+        f"doctor {config} --trainer.max_epoch 3": setting,
+        "doctor --config runn.yaml": missing,
+        f"fit --dry-run {config} --trainer.max_epoch 3": setting,
+        "fit --dry-run --config runn.yaml": missing,
+        "checkpoint export nowhere x.safetensors": "there is no checkpoint or folder 'nowhere'",
+        "config --from nowhere.json": "nowhere.json",
+    }
     code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"
-    ended = run_python(f"{code}sys.exit(main(['fit', '--module', 'x.py:X', '--trainer.max_epoch', '3']))")
-    assert ended.returncode == 2
-    assert "trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?" in ended.stderr
+    code += f"codes = [main(line.split()) for line in {[*lines]}]\nprint(codes)"
+    ended = run_python(code)
+    answers = ended.stderr.split("error: ")[1:]
+    assert len(answers) == len(lines), ended.stderr
+    for (line, words), answer in zip(lines.items(), answers, strict=True):
+        assert words in answer, line
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.doctor.results import CheckResult, as_json, check_result, failed, gib, summary
-from trainer.cli.options import CommandParser, config_option, positive, reports_errors
+from trainer.cli.options import CommandParser, check_without_torch, config_option, positive, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems
 
@@ -81,6 +81,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]
     given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
     if not given.config and not overrides:
         raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")
+    check_without_torch(given.config, overrides, findings)
     from trainer.config.load import load
 
     accelerator = _accelerator(given.config, overrides)

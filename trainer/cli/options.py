@@ -232,6 +232,28 @@ def overrides_of(
     return overrides, fixed
 
 
+def check_without_torch(files: list[str], overrides: list[tuple[str, Node]], findings: Diagnostics) -> None:
+    """Check the command line, and that the files can be read, before torch is imported, which takes seconds.
+
+    Args:
+        overrides: options of the command line; their names of trainer arguments are checked.
+        findings: problems with the command line that were found before.
+
+    Raises:
+        ConfigError: lists all of these problems.
+    """
+    from trainer.config.files import read_file
+
+    names = {name.split(".")[1]: node.source for name, node in overrides if name.startswith("trainer.")}
+    for name, source in names.items():
+        if name not in ARGUMENTS:
+            close = did_you_mean(name, [*ARGUMENTS], TRAINER_ARGUMENTS)
+            findings.add(source, f"trainer has no argument {name!r}.{close}")
+    for file in files:
+        read_file(file, findings)
+    findings.report()
+
+
 def _without_value(option: str) -> str:
     if option.endswith(".help"):
         of_trainer = "those of Trainer are listed by trainer fit --help"

@@ -14,13 +14,11 @@ from trainer.arguments import local_path
 from trainer.cli.collisions import collisions, own_file, searched_before
 from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
-from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
+from trainer.cli.options import DOTTED_HELP, Options, check_without_torch, make_parser, parse
 from trainer.cli.settings_help import arguments_help
-from trainer.compat.names import TRAINER_ARGUMENTS
-from trainer.config.tree import Diagnostics, Problem
-from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, did_you_mean, printable
+from trainer.config.tree import Diagnostics
+from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, printable
 from trainer.launchers.restarts import LAUNCHED
-from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
@@ -71,10 +69,10 @@ def run_command(
         findings = Diagnostics()
         options = parse(parser, arguments, findings)
         if options.help_of is not None:
+            check_without_torch(options.config, [], findings)
             from trainer.cli.class_help import class_help
             from trainer.config.load import chosen_class
 
-            findings.report()
             chosen = chosen_class(options.config, options.overrides, options.help_of)
             print_fitted(class_help(chosen, options.help_of, help_width()))
             return 0
@@ -110,26 +108,13 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
             f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
             f"or a module, trainer {command} --module file.py:Class. See trainer {command} --help."
         )
-    misspelt = unknown_settings(options)
-    if misspelt or not options.config:  # a typo is answered before torch is imported, which takes seconds
-        findings.problems += misspelt
-        findings.report()
-    from trainer.config.load import load  # torch is needed from here on
+    check_without_torch(options.config, options.overrides, findings)
+    from trainer.config.load import load
 
     configuration = load(options.config, options.overrides, findings)
     for note in [*collisions(), *configuration.notes]:
         _print_note(note)
     return configuration
-
-
-def unknown_settings(options: Options) -> list[Problem]:
-    """Return a problem for each option that names no argument of the trainer."""
-    names = {name.split(".")[1]: node.source for name, node in options.overrides if name.startswith("trainer.")}
-    return [
-        Problem(source, f"trainer has no argument {name!r}.{did_you_mean(name, [*ARGUMENTS], TRAINER_ARGUMENTS)}")
-        for name, source in names.items()
-        if name not in ARGUMENTS
-    ]
 
 
 def _print_note(note: str) -> None:

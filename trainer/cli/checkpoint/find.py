@@ -46,7 +46,7 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
     given = as_storage_path(path)
     with reading(given):
         if not given.exists():
-            raise CheckpointError(f"there is no {path}{_suggestion(given)}")
+            raise CheckpointError(f"there is no checkpoint or folder {path!r}{_suggestion(given)}")
         if (given / CHECKPOINTS).is_dir():
             return [given / CHECKPOINTS]
     if checkpoints_in(given) or _half_written(given):

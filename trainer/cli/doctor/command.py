@@ -15,9 +15,15 @@ from trainer.arguments import local_path
 from trainer.cli.columns import print_fitted
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, overrides_of, positive, reports_errors
+from trainer.cli.options import (
+    CommandParser,
+    check_without_torch,
+    config_option,
+    overrides_of,
+    positive,
+    reports_errors,
+)
 from trainer.config.tree import Diagnostics
-from trainer.errors import ConfigError
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -78,9 +84,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration | Non
     """Return the options and the checked configuration; None: none was given."""
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
-    findings.report()
-    if given.devices < 1:
-        raise ConfigError(f"--devices {given.devices}: give a number of processes from 1.")
+    check_without_torch(given.config, overrides, findings)
     if not given.config and not overrides:
         return given, None
     from trainer.config.load import load

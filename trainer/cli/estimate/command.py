@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.report import NEEDED, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, positive, quantity, reports_errors
+from trainer.cli.options import CommandParser, check_without_torch, config_option, positive, quantity, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.memory import (
@@ -199,6 +199,7 @@ def _input_of_number(given: argparse.Namespace) -> EstimateInput:
 def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Configuration:
     if given.trainable is not None:
         raise ConfigError("--trainable goes with --params; a configuration's module says itself what is frozen.")
+    check_without_torch(given.config, overrides, findings)
     from trainer.config.load import load
 
     if given.precision is not None:
