@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks._chaos_events import DURING, FROM_THE_START, Event
 from benchmarks._chaos_processes import Processes
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import verify_checkpoint
+from trainer.checkpoint.manifest import verify_checkpoint
 from trainer.precision import PRECISIONS
 from trainer.strategies import STRATEGIES
 from trainer.testing import compare_runs, small_disk, start_python

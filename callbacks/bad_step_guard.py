@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from trainer.arguments import PositiveFloat, PositiveInt
 from trainer.callback import Checkpoint, StepGuard
 from trainer.checkpoint.disk import open_regular, reason, replace_notes
-from trainer.checkpoint.format import read_manifest
+from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import CheckpointError
 from trainer.loop.bad_steps import BadStep, BadStepError, LossWindow, explain

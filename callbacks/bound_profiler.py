@@ -14,7 +14,7 @@ from trainer.arguments import PositiveInt
 from trainer.callback import Checkpoint
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.callbacks.profiler import faster_loading
-from trainer.checkpoint.format import read_manifest
+from trainer.checkpoint.manifest import read_manifest
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError
 from trainer.loop.host_times import CALLBACKS, REST, SAVING, VALIDATION

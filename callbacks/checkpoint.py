@@ -19,7 +19,7 @@ from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.base_weights import frozen_names, weight_sums
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import ReadError, WriteError, reason
-from trainer.checkpoint.format import is_committed
+from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of

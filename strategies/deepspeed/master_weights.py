@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice
 from trainer.checkpoint.optimizer_state import has_own_dtype
-from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, StoredTensor, materialize, read_slice
+from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, materialize, read_slice
 from trainer.errors import CheckpointError, ConfigError
 from trainer.model.weights import check_fit
 from trainer.strategies.deepspeed.partitioning import (

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, read_slice
+from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice
+from trainer.checkpoint.shards import Loadable, Shard, read_slice
 from trainer.model.init_device import InitDevice, initial_values, named_tensors
 
 

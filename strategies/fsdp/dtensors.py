@@ -11,16 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from trainer.checkpoint.shards import (
-    EMPTY_SLICE,
-    FlatSlice,
-    Loadable,
-    Shard,
-    materialize,
-    read_slice,
-    slice_of_box,
-    slice_of_grid,
-)
+from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice, slice_of_box, slice_of_grid
+from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
 from trainer.distributed.sendable import sendable
 from trainer.model.weights import check_fit
 

@@ -16,7 +16,8 @@ from trainer import Callback, ConfigError, Trainer
 from trainer.callback import Checkpoint
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import read_checkpoint, read_manifest
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.manifest import read_manifest
 
 
 class Scored(Toy):

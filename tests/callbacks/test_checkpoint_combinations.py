@@ -20,7 +20,7 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import read_manifest
+from trainer.checkpoint.manifest import read_manifest
 
 Saves = list[tuple[int, float | None]]
 """Steps of the checkpoints that are kept, in the order of writing, with their scores."""

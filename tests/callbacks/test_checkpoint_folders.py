@@ -18,7 +18,7 @@ from tests.helpers.processes import start_python
 from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
-from trainer.checkpoint.format import is_committed
+from trainer.checkpoint.manifest import is_committed
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop import setup
 from trainer.loop.run_directory import locked_folders

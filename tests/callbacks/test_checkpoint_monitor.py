@@ -16,7 +16,7 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import verify_checkpoint
+from trainer.checkpoint.manifest import verify_checkpoint
 
 
 class ByStep(Toy):

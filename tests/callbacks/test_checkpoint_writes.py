@@ -28,7 +28,8 @@ from trainer.checkpoint import async_writer as writer
 from trainer.checkpoint import disk
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import read_checkpoint, read_manifest, verify_checkpoint
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.manifest import read_manifest, verify_checkpoint
 
 
 @pytest.fixture

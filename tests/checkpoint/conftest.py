@@ -15,7 +15,7 @@ import pytest
 import torch
 import xxhash
 
-from trainer.checkpoint.format import with_checksum
+from trainer.checkpoint.manifest import with_checksum
 from trainer.checkpoint.safetensors_io import flat_bytes
 from trainer.checkpoint.serialization import DTYPES
 from trainer.checkpoint.writing import write_checkpoint

@@ -13,7 +13,8 @@ import torch
 
 from trainer.checkpoint.async_writer import BackgroundWriter, PinnedStagingBuffer
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import is_committed, read_checkpoint
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.serialization import serialize
 from trainer.errors import CheckpointError
 

@@ -13,7 +13,8 @@ import torch
 
 from trainer.checkpoint import disk
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.manifest import verify_checkpoint
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
 from trainer.testing import largest_file

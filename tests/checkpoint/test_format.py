@@ -15,8 +15,9 @@ import safetensors.torch
 import torch
 
 from tests.tiers import Inputs
-from trainer.checkpoint.format import find_damage, read_checkpoint, read_manifest, read_metadata, verify_checkpoint
-from trainer.checkpoint.serialization import TensorInfo
+from trainer.checkpoint.deserialization import TensorInfo
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.manifest import find_damage, read_manifest, read_metadata, verify_checkpoint
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
 from trainer.testing import each_damage
@@ -130,8 +131,8 @@ def test_only_the_wanted_files_are_read(checkpoint: Path) -> None:
 def test_metadata_describes_tensors_without_opening_their_files(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     metadata = read_metadata(checkpoint)
-    assert metadata["model"]["a.bias"] == TensorInfo("a.bias", torch.bfloat16, (20,))
-    assert metadata["optimizers"][0]["state"][0]["step"] == TensorInfo("0.state.0.step", torch.float32, ())
+    assert metadata["model"]["a.bias"] == TensorInfo("a.bias", "bfloat16", (20,))
+    assert metadata["optimizers"][0]["state"][0]["step"] == TensorInfo("0.state.0.step", "float32", ())
     assert metadata["progress"] == {"step": 3}
     assert read_manifest(checkpoint).info == {"step": 3, "metrics": {"loss": 0.5}}
 

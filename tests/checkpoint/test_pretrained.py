@@ -22,8 +22,8 @@ from tests.helpers.strategy_models import GPT, Transformer
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
 from trainer import CheckpointError, ConfigError, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
+from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.pretrained import open_weights, weights_for
-from trainer.checkpoint.shards import FlatSlice
 from trainer.strategies import STRATEGIES
 
 LAYOUTS = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "CP x2", "PP x2", "ZeRO-3 x2")

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from tests.helpers.processes import run_distributed
 from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_manifest, verify_checkpoint
+from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice
+from trainer.checkpoint.format import open_checkpoint, read_checkpoint
+from trainer.checkpoint.manifest import read_manifest, verify_checkpoint
 from trainer.checkpoint.process_group import StoreProcessGroup
-from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Shard
+from trainer.checkpoint.shards import Shard
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError

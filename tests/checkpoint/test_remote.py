@@ -22,7 +22,8 @@ from tests.helpers.saving import At, fit, steps, there
 from trainer.checkpoint import remote
 from trainer.checkpoint.directory import CheckpointDirectory, locate
 from trainer.checkpoint.disk import ReadError, WriteError
-from trainer.checkpoint.format import is_committed, read_checkpoint, read_metadata, verify_checkpoint
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.manifest import is_committed, read_metadata, verify_checkpoint
 from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint

@@ -10,8 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from trainer.checkpoint.deserialization import TensorInfo
 from trainer.checkpoint.safetensors_io import file_chunks, read_tensors
-from trainer.checkpoint.serialization import DTYPES, TensorInfo
+from trainer.checkpoint.serialization import DTYPES
 from trainer.checkpoint.storage import HashedReader
 from trainer.errors import CheckpointError
 
@@ -35,7 +36,10 @@ def read(data: bytes, expected: dict[str, TensorInfo]) -> dict[str, torch.Tensor
 
 
 def described(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    return {name: TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {
+        name: TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
 
 
 def test_the_safetensors_library_reads_what_we_write(tmp_path: Path, assert_same: Callable[[Any, Any], None]) -> None:
@@ -94,14 +98,14 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ids=range(22),
 )
 def test_files_that_do_not_hold_the_expected_tensors_are_refused(data: bytes) -> None:
-    expected = {"w": TensorInfo("w", torch.float32, (2,))}
+    expected = {"w": TensorInfo("w", "float32", (2,))}
     assert read(forged({"w": ENTRY}), expected)["w"].tolist() == [0, 0]
     with pytest.raises(CheckpointError, match=r"^(x|the header of x)[: ]"):
         read(data, expected)
 
 
 def test_overlapping_tensors_are_refused() -> None:
-    expected = {name: TensorInfo(name, torch.float32, (2,)) for name in "vw"}
+    expected = {name: TensorInfo(name, "float32", (2,)) for name in "vw"}
     with pytest.raises(CheckpointError, match="not where they must be"):
         read(forged({"v": ENTRY, "w": ENTRY}), expected)
 
@@ -109,8 +113,8 @@ def test_overlapping_tensors_are_refused() -> None:
 def test_impossible_values_and_shapes_are_refused() -> None:
     entry: dict[str, Any] = {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]}
     with pytest.raises(CheckpointError, match="boolean"):
-        read(forged({"w": entry}, b"\x02"), {"w": TensorInfo("w", torch.bool, (1,))})
+        read(forged({"w": entry}, b"\x02"), {"w": TensorInfo("w", "bool", (1,))})
     shape = (2**62, 2**62, 0)
     entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}
     with pytest.raises(CheckpointError, match="impossible shape"):
-        read(forged({"w": entry}, b""), {"w": TensorInfo("w", torch.float32, shape)})
+        read(forged({"w": entry}, b""), {"w": TensorInfo("w", "float32", shape)})

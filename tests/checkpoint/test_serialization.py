@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.checkpoint.serialization import MAX_DEPTH, deserialize, from_json, serialize, to_json
+from trainer.checkpoint.deserialization import ITEM_BYTES, MAX_DEPTH, deserialize, from_json, to_json
+from trainer.checkpoint.serialization import DTYPES, serialize
 from trainer.errors import CheckpointError
 from trainer.hyperparameters import NUMPY_NUMBERS
 
@@ -229,3 +230,7 @@ def test_nesting_is_bounded_and_cycles_are_found(assert_same: Same) -> None:
 def test_json_that_we_do_not_write_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError):
         deserialize(from_json(text.encode("latin-1"), "x"), lambda info: info, "x")
+
+
+def test_sizes_of_dtypes_are_those_of_torch() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice, slice_of_box
 from trainer.checkpoint.format import FilePart, FileTensor, open_checkpoint, read_checkpoint
-from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Shard, materialize, read_slice, slice_of_box
+from trainer.checkpoint.shards import Shard, materialize, read_slice
 from trainer.checkpoint.writing import write_checkpoint
 
 SHAPES = [(7,), (4, 6), (3, 1, 5), (2, 3, 4), (1, 1), (2, 3, 4, 5)]

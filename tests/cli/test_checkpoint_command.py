@@ -275,6 +275,15 @@ def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
     assert (EXAMPLES[name] if name else "export") in result.stdout
 
 
+def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
+    lines = [["ls"], ["ls", "--verify", "--json"], ["show"], ["show", "--json"], ["verify"]]
+    commands = [["checkpoint", name, str(run), *options] for name, *options in lines]
+    code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"
+    ended = run_python(f"{code}print([main(command) for command in {commands!r}])").check()
+    assert ended.stdout.endswith("[0, 0, 0, 0, 0]\n")
+    assert "net.embedding.weight  float32    [5, 3]" in ended.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [

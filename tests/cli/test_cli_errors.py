@@ -411,14 +411,15 @@ def test_all_mistakes_come_at_once_file_by_file_from_top_to_bottom(command: Comm
         net("lrr: 1", "width: x") + "trainer:\n  strategy: dpd\n  max_epocs: 3\n  precision: x\n"
     )
     Path("more.yaml").write_text("daata: x\ntrainer:\n  max_steps: 2.5\n  seed: -1\n")
-    code, _, err = command("fit", "--config", "base.yaml", "more.yaml", "--lr", "3", "--trainer.devices", "{}")
+    code, _, err = command("fit", "--config", "base.yaml", "more.yaml", "--trainer.devices", "{}")
     assert code == 2
     starts = [line[4:].split(": ")[0] for line in err.splitlines()[1:]]
-    expected = (
-        ["command line"] * 2 + [f"base.yaml:{n}" for n in (4, 5, 7, 8, 9)] + [f"more.yaml:{n}" for n in (1, 3, 4)]
-    )
+    expected = ["command line"] + [f"base.yaml:{n}" for n in (4, 5, 7, 8, 9)] + [f"more.yaml:{n}" for n in (1, 3, 4)]
     assert starts == expected, err
-    assert err.splitlines()[0] == "error: 10 problems in the configuration:"
+    assert err.splitlines()[0] == "error: 9 problems in the configuration:"
+    code, _, err = command("fit", "--config", "base.yaml", "none.yaml", "--lr", "3", "--trainer.max_epoch", "3")
+    assert code == 2, "names on the command line and files that are not there are answered first, without torch"
+    assert [line[4:].split(": ")[0] for line in err.splitlines()[1:]] == ["command line"] * 2 + ["none.yaml"]
 
 
 def test_several_unreadable_files_are_reported_together(command: Command) -> None:

@@ -369,7 +369,7 @@ def test_a_typo_is_answered_without_torch(project: Path) -> None:
         "doctor --config runn.yaml": missing,
         f"fit --dry-run {config} --trainer.max_epoch 3": setting,
         "fit --dry-run --config runn.yaml": missing,
-        "checkpoint export nowhere x.safetensors": "there is no checkpoint or folder 'nowhere'",
+        "checkpoint show nowhere": "there is no checkpoint or folder 'nowhere'",
         "config --from nowhere.json": "nowhere.json",
     }
     code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"
@@ -392,6 +392,14 @@ def test_what_is_refused_says_what_to_type(command: Command, arguments: list[str
     code, _, err = command(*arguments)
     assert code == 2
     assert words in err
+
+
+def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:
+    wrong = ["--optimizer", "SGD", "--lr-scheduler", "StepLr", "--trainer.callbacks.patience", "3"]
+    code, _, err = command("fit", *bare, *wrong)
+    assert code == 2
+    assert "unknown scheduler 'StepLr'. Did you mean 'StepLR'?" in err
+    assert "Elements of a list are numbered: trainer.callbacks.0.NAME." in err
 
 
 def test_words_of_the_checkpoint_command(command: Command, project: Path, bare: list[str]) -> None:

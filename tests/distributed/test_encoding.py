@@ -11,7 +11,7 @@ import torch
 
 from trainer.callbacks.straggler_monitor import Times
 from trainer.checkpoint.disk import FileEntry, WriteError
-from trainer.checkpoint.shards import FlatSlice
+from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.distributed.encoding import from_bytes, to_bytes
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 

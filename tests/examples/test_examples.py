@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.processes import ROOT, Result, Running, fork_python
-from trainer.checkpoint.format import verify_checkpoint
+from trainer.checkpoint.manifest import verify_checkpoint
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 README = ROOT / "examples" / "README.md"

@@ -21,8 +21,9 @@ from benchmarks.chaos import problems
 from tests.checkpoint.conftest import reseal
 from trainer import Trainer
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
+from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.generator_states import check_torch_states
+from trainer.checkpoint.manifest import verify_checkpoint
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, TrainerError
 from trainer.loop.progress import Progress

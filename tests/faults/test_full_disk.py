@@ -11,7 +11,7 @@ import pytest
 from benchmarks._chaos_training import main
 from benchmarks.chaos import TRAINING, problems, python_path
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import verify_checkpoint
+from trainer.checkpoint.manifest import verify_checkpoint
 from trainer.errors import CheckpointError
 from trainer.testing import fault, largest_file, run_python, small_disk
 

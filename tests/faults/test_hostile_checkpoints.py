@@ -27,8 +27,9 @@ from tests.tiers import Inputs
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint, TensorBoardLogger, Timer
 from trainer.checkpoint.directory import CheckpointDirectory
+from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.shards import FlatSlice, Shard
+from trainer.checkpoint.shards import Shard
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.checkpoint.command import run as checkpoint_command
 from trainer.errors import CheckpointError, TrainerError

@@ -19,7 +19,7 @@ from trainer import ConfigError, Trainer
 from trainer.callbacks import CSVLogger, JSONLLogger, PredictionWriter, TensorBoardLogger, TorchProfiler
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import checkpoints_in
+from trainer.checkpoint.manifest import checkpoints_in
 from trainer.fault_tolerance import flight_recorder
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.strategies.deepspeed.config import write_config

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
+from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.disk import ReadError, WriteError, reason
-from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
-from trainer.checkpoint.serialization import from_json, to_json
-from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, reading, storage_of
+from trainer.checkpoint.manifest import checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.storage import PathT, StoragePath, as_storage_path, read_small_file, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, printable
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints in its run directory."""
 Pointer = Literal["last", "best"]
 POINTERS: tuple[Pointer, ...] = ("last", "best")
 
@@ -277,6 +280,14 @@ class CheckpointDirectory:
         if pointer not in POINTERS:
             raise CheckpointError(f"unknown pointer {pointer!r}; there are: {', '.join(POINTERS)}")
         return self.folder / f"{pointer}.json"
+
+
+def versions(root: PathT) -> list[PathT]:
+    """Return the run directories below `root`, oldest first."""
+    with reading(root):
+        entries = list(root.iterdir()) if root.is_dir() else []
+    numbered = [(int(match[1]), path) for path in entries if (match := re.fullmatch(r"version_(\d+)", path.name))]
+    return [path for _, path in sorted(numbered)]
 
 
 def locate(path: str | StoragePath) -> StoragePath:

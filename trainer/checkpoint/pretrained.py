@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.checkpoint.deserialization import from_json
+from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import FilePart, FileTensor
 from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
 from trainer.checkpoint.saved_names import as_the_model_names_them
-from trainer.checkpoint.serialization import from_json
-from trainer.checkpoint.shards import FlatSlice
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, first_of
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer.checkpoint.serialization import TensorInfo, from_json
+from trainer.checkpoint.deserialization import TensorInfo, from_json
 from trainer.checkpoint.shards import StoredTensor, materialize
 from trainer.errors import CheckpointError
 
@@ -70,7 +70,7 @@ def file_chunks(tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredTensor]
     offset = 0
     for name in names:
         tensor = tensors[name]
-        code, shape = _file_type(TensorInfo(name, tensor.dtype, tuple(tensor.shape)))
+        code, shape = _file_type(tensor.dtype, tensor.shape)
         end = offset + size_of(tensor.dtype, tensor.shape)
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
         offset = end
@@ -120,7 +120,7 @@ def find_tensors(reader: ByteReader, size: int, expected: Mapping[str, TensorInf
     positions = {}
     for name in names:
         positions[name] = position
-        position += size_of(expected[name].dtype, expected[name].shape)
+        position += expected[name].bytes
     return positions
 
 
@@ -149,7 +149,7 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
         )
     spans = []
     for name, entry in header.items():
-        code, shape = _file_type(expected[name])
+        code, shape = _file_type(expected[name].dtype, expected[name].shape)
         if not isinstance(entry, dict) or entry.get("dtype") != code or entry.get("shape") != shape:
             raise _error(
                 where,
@@ -161,7 +161,7 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
         spans.append((span[0], span[1], name))
     position = 0
     for start, end, name in sorted(spans):
-        if start != position or end - start != size_of(expected[name].dtype, expected[name].shape):
+        if start != position or end - start != expected[name].bytes:
             raise _error(where, f"the bytes of the tensor {name!r:.100} are not where they must be")
         position = end
     if position != size:
@@ -170,7 +170,7 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
 
 
 def _read_tensor(reader: ByteReader, info: TensorInfo, where: str) -> torch.Tensor:
-    raw = torch.empty(size_of(info.dtype, info.shape), dtype=torch.uint8)
+    raw = torch.empty(info.bytes, dtype=torch.uint8)
     if raw.numel():
         reader.read_into(raw.numpy().data)
     if info.dtype is torch.bool and bool((raw > 1).any()):
@@ -181,11 +181,11 @@ def _read_tensor(reader: ByteReader, info: TensorInfo, where: str) -> torch.Tens
         raise _error(where, f"the tensor {info.name!r:.100} has an impossible shape") from None
 
 
-def _file_type(info: TensorInfo) -> tuple[str, list[int]]:
+def _file_type(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
     """Return the dtype and shape in the file: a dtype that safetensors lacks is stored as the bytes of each element."""
-    if info.dtype in _CODES:
-        return _CODES[info.dtype], list(info.shape)
-    return "U8", [*info.shape, info.dtype.itemsize]
+    if dtype in _CODES:
+        return _CODES[dtype], list(shape)
+    return "U8", [*shape, dtype.itemsize]
 
 
 def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Serialize nested data to JSON plus named tensors, and back exactly.
+"""Serialize nested data to JSON plus named tensors, so that `deserialize` gives it back exactly.
 
 A value that JSON lacks is written as an object whose key begins with `$`:
 
@@ -15,45 +15,27 @@ A user's dict with a key that begins with `$` is written as `$items`, so that it
 from __future__ import annotations
 
 import enum
-import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trainer.checkpoint.shards import FlatSlice, Shard, StoredTensor, materialize
+from trainer.checkpoint.deserialization import ITEM_BYTES, MAX_DEPTH, is_key
+from trainer.checkpoint.shards import Shard
 from trainer.errors import CheckpointError
-from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
+from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number
 
-MAX_DEPTH = 100
-"""Maximum nesting depth, written and read."""
-_MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of a tensor, as in most operations of torch."""
-
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
-        *(torch.int64, torch.int32, torch.int16, torch.int8),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-        *(torch.complex128, torch.complex64, torch.complex32),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-        *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
-    )
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes that can be stored, by their name in the JSON."""
 
 _ALLOWED = (
     "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and numpy's numbers "
     "and arrays of numbers"
 )
-_ODD_FLOATS = frozenset({"nan", "-nan", "inf", "-inf"})
 _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (enum.Enum, "store value.name"),
     (os.PathLike, "store str(value)"),
@@ -64,18 +46,6 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     ((bool, int, float, str, tuple, list), "store it as the plain type"),
     (type, "store value.__name__"),
 )
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Metadata of a tensor in a checkpoint."""
-
-    name: str
-    """The tensor's name in the safetensors file."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: tuple[tuple[int, FlatSlice], ...] = ()
-    """Numbers of the files that hold a sharded tensor, and the elements in each."""
 
 
 class Serialized(NamedTuple):
@@ -114,37 +84,6 @@ def serialize(value: Any, where: str, allow_tensors: bool = True) -> Serialized:
         shown = "".join(f"\n  - {problem}" for problem in refused[:20])
         raise CheckpointError(f"cannot store {len(refused)} fields. {_ALLOWED}.{shown}")
     return Serialized(data, serializer.tensors, serializer.shards, serializer.parts)
-
-
-def deserialize(data: Any, take: Callable[[TensorInfo], Any], where: str) -> Any:
-    """Invert `serialize`; `take` returns the tensor (or a stand-in) for each reference to one.
-
-    Raises:
-        CheckpointError: `serialize` does not write such data.
-    """
-    return _Deserializer(take, where).decode(data, 0)
-
-
-def to_json(data: Any) -> bytes:
-    """Encode the result of `serialize` as a JSON document."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
-def from_json(text: bytes, where: str) -> Any:
-    """Parse JSON strictly: UTF-8, no NaN literals, bounded nesting.
-
-    Raises:
-        CheckpointError: `text` is not such a document.
-    """
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        return json.loads(text.decode("utf-8"), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        reason = f"{where} is not valid JSON ({error}): it is damaged, or not part of a checkpoint"
-        raise CheckpointError(reason) from None
 
 
 class _Serializer:
@@ -224,7 +163,7 @@ class _Serializer:
     def _items(self, values: dict[Any, Any]) -> list[Any]:
         items = []
         for key, value in values.items():
-            if not _is_key(key):
+            if not is_key(key):
                 self._refuse(f"dict with the key {key!r} of type {_name(type(key))}; use a str, number or tuple as key")
                 continue
             items.append([self.encode(key), self._at(key, value)])
@@ -275,96 +214,6 @@ class _Serializer:
         self.refused.append(f"{place}: it is a {what}")
 
 
-class _Deserializer:
-    def __init__(self, take: Callable[[TensorInfo], Any], where: str) -> None:
-        self._take = take
-        self._where = where
-
-    def decode(self, data: Any, depth: int) -> Any:
-        if depth > MAX_DEPTH + 1:  # a tuple that is a key stands one level deeper here than when it was written
-            raise self._error(f"nested more than {MAX_DEPTH} levels deep")
-        if isinstance(data, list):
-            return [self.decode(item, depth + 1) for item in data]
-        if not isinstance(data, dict):
-            return data
-        marker = next((key for key in data if key.startswith("$")), None)
-        if marker is None:
-            return {key: self.decode(value, depth + 1) for key, value in data.items()}
-        if marker == "$tensor":
-            return self._take(self._tensor(data))
-        if len(data) > 1:
-            raise self._error(f"{marker!r:.100} does not stand alone")
-        return self._special(marker, data[marker], depth)
-
-    def _special(self, marker: str, content: Any, depth: int) -> Any:
-        if marker == "$tuple" and isinstance(content, list):
-            return tuple(self.decode(item, depth + 1) for item in content)
-        if marker in ("$items", "$counter") and isinstance(content, list):
-            items = self._items(content, depth)
-            return Counter(items) if marker == "$counter" else items
-        if marker == "$array" and isinstance(content, dict) and content.get("dtype") in NUMPY_NUMBERS:
-            taken = self.decode(content, depth + 1)
-            return materialize(taken).numpy().copy() if isinstance(taken, (torch.Tensor, StoredTensor)) else taken
-        if marker == "$number" and isinstance(content, list) and len(content) == 2 and content[0] in [*NUMPY_NUMBERS]:
-            number, kind = self.decode(content[1], depth + 1), NUMPY_NUMBERS[content[0]]
-            limits = np.iinfo(kind) if issubclass(kind, np.integer) else None
-            if type(number) is type(kind(0).item()) and (limits is None or limits.min <= number <= limits.max):
-                return kind(number)
-        if marker == "$float" and isinstance(content, str) and content in _ODD_FLOATS:
-            return float(content)
-        if marker == "$int" and isinstance(content, str) and re.fullmatch("-?0x[0-9a-f]+", content):
-            return int(content, 16)
-        raise self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
-
-    def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
-        result: dict[Any, Any] = {}
-        for item in content:
-            if not isinstance(item, list) or len(item) != 2:
-                raise self._error("a dict holds something that is not a pair")
-            key = self.decode(item[0], depth + 1)
-            if not _is_key(key) or key in result:
-                raise self._error("a dict holds a key that cannot be one, or the same key twice")
-            result[key] = self.decode(item[1], depth + 1)
-        return result
-
-    def _tensor(self, data: dict[str, Any]) -> TensorInfo:
-        name, dtype, shape = data["$tensor"], data.get("dtype"), data.get("shape")
-        if (
-            data.keys() - {"parts"} != {"$tensor", "dtype", "shape"}
-            or not isinstance(name, str)
-            or not isinstance(dtype, str)
-            or dtype not in DTYPES
-            or not isinstance(shape, list)
-            or len(shape) > _MAX_DIMENSIONS
-            or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
-            or math.prod(max(1, size) for size in shape) * DTYPES[dtype].itemsize >= 2**63
-        ):
-            raise self._error(f"the reference to the tensor {name!r:.100} is malformed")
-        parts = self._parts(data["parts"], math.prod(shape), name) if "parts" in data else ()
-        return TensorInfo(name, DTYPES[dtype], tuple(shape), parts)
-
-    def _parts(self, parts: Any, numel: int, name: str) -> tuple[tuple[int, FlatSlice], ...]:
-        """Parse parts that together have as many elements as the tensor, all of them inside it."""
-        found = []
-        for part in parts if isinstance(parts, list) else [None]:
-            if (
-                not isinstance(part, list)
-                or len(part) != 5
-                or any(type(n) is not int or not 0 <= n < 2**63 for n in part)
-            ):
-                raise self._error(f"a part of the tensor {name!r:.100} is malformed")
-            found.append((part[0], FlatSlice(*part[1:])))
-        if len({number for number, _ in found}) != len(found):
-            raise self._error(f"two parts of the tensor {name!r:.100} are in one file")
-        outside = any(extent.end > numel or extent.overlaps_itself() for _, extent in found)
-        if outside or sum(extent.numel for _, extent in found) != numel:
-            raise self._error(f"the parts of the tensor {name!r:.100} do not add up to it")
-        return tuple(found)
-
-    def _error(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: {problem}. It is damaged, or was not written by this package")
-
-
 def _memory(tensor: torch.Tensor) -> Any:
     """Return a key equal for tensors that view the same elements of the same memory; None for an empty tensor."""
     if tensor.numel() == 0:
@@ -394,10 +243,6 @@ def _advice(value: Any) -> str:
         if isinstance(value, kinds):
             return advice
     return f"store the {'name' if callable(value) else 'data'} from which it can be made again"
-
-
-def _is_key(key: Any) -> bool:
-    return is_scalar(key) or (type(key) is tuple and all(_is_key(part) for part in key))
 
 
 def _odd_float(value: float) -> str:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.deserialization import to_json
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, WriteError, reason
-from trainer.checkpoint.format import DATA_FILE, FORMAT, KEY, VERSION, is_committed, part_file, with_checksum
+from trainer.checkpoint.flat_slice import EMPTY_SLICE
+from trainer.checkpoint.format import part_file
+from trainer.checkpoint.manifest import DATA_FILE, FORMAT, KEY, VERSION, is_committed, with_checksum
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import TensorFile
-from trainer.checkpoint.serialization import Serialized, serialize, to_json
-from trainer.checkpoint.shards import EMPTY_SLICE
+from trainer.checkpoint.serialization import Serialized, serialize
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.errors import CheckpointError
 from trainer.fault_tolerance.fault_points import fault_point

@@ -321,7 +321,8 @@ def _split(arguments: list[str], fixed: list[str], own: Collection[str]) -> Iter
         argument = waiting.pop(0)
         option, equals, value = argument.partition("=")
         name = option.removeprefix("--")
-        dotted = "." in name or name in ALIASES or (name in ROOTS and option not in own)
+        root = name.replace("-", "_") in ROOTS
+        dotted = "." in name or name in ALIASES or (root and option not in own)
         if not option.startswith("--") or not dotted:
             fixed.append(argument)
         elif equals:

@@ -252,6 +252,8 @@ class Checker:
             example = next((key for key in entries(nested) if key in table), next(iter(table), "package.module.Class"))
             given = "no class_path" if isinstance(node.value, dict) and name is None else repr_value(name or node)
             words = f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args."
+            if nested is not None and len(path) == 3:
+                words += f" Elements of a list are numbered: {dotted((*path[:2], 0))}.NAME."
             self.findings.add(node.source, words)
             return None
         cls = self.named_class(name, bases, table, path)

@@ -75,7 +75,7 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
 
 
 def _kind(bases: tuple[type, ...]) -> str:
-    words = {"TrainModule": "module", "DataModule": "data module"}
+    words = {"TrainModule": "module", "DataModule": "data module", "LRScheduler": "scheduler"}
     return " or ".join(words.get(base.__name__, base.__name__.lower()) for base in bases)
 
 

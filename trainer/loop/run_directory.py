@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.directory import CheckpointDirectory, locate
+from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory
-from trainer.checkpoint.format import is_committed, read_manifest
-from trainer.checkpoint.storage import PathT, StoragePath, as_storage_path, reading
+from trainer.checkpoint.manifest import is_committed, read_manifest
+from trainer.checkpoint.storage import StoragePath, as_storage_path, reading
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop.run import Run
@@ -22,17 +21,8 @@ from trainer.loop.training_state import saved_run_dir
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.settings import Settings
 
-CHECKPOINTS = "checkpoints"
 _YOUNG_S = 60.0
 log = logging.getLogger("trainer")
-
-
-def versions(root: PathT) -> list[PathT]:
-    """Return the run directories below `root`, oldest first."""
-    with reading(root):
-        entries = list(root.iterdir()) if root.is_dir() else []
-    numbered = [(int(match[1]), path) for path in entries if (match := re.fullmatch(r"version_(\d+)", path.name))]
-    return [path for _, path in sorted(numbered)]
 
 
 def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | None:

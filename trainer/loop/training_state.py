@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from trainer.callback import AddsGroups, Callback, Checkpoint
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
-from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_metadata
+from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.lightning_keys import lightning_keys
+from trainer.checkpoint.manifest import read_metadata
 from trainer.checkpoint.optimizer_state import add_saved_groups, check_shapes, with_dtypes_of
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong

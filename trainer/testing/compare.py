@@ -14,7 +14,8 @@ import torch
 
 from trainer.arguments import local_path
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import is_committed, read_checkpoint
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.manifest import is_committed
 
 IGNORED = (
     "run_dir",

@@ -133,7 +133,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from trainer.checkpoint.format import is_committed
+    from trainer.checkpoint.manifest import is_committed
     from trainer.checkpoint.storage import as_storage_path
     from trainer.cli.checkpoint.find import folders_below, leftover_names, listing, summarize
     from trainer.cli.checkpoint.report import as_data, plain, table_of
@@ -155,7 +155,7 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from trainer.checkpoint.format import read_manifest, read_metadata
+    from trainer.checkpoint.manifest import read_manifest, read_metadata
     from trainer.cli.checkpoint.find import choose, summarize, written_at
     from trainer.cli.checkpoint.report import as_data, json_ready, page_of
 
@@ -170,7 +170,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
-    from trainer.checkpoint.format import is_committed, verify_checkpoint
+    from trainer.checkpoint.manifest import is_committed, verify_checkpoint
     from trainer.checkpoint.storage import as_storage_path
     from trainer.cli.checkpoint.find import choose, folders_below, listing, summarize
     from trainer.cli.checkpoint.report import plain, size

@@ -14,10 +14,11 @@ import torch
 
 from trainer.arguments import local_path
 from trainer.checkpoint.disk import LocalStorage, atomic_file
+from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import open_checkpoint
 from trainer.checkpoint.safetensors_io import TensorFile, file_chunks, is_native, size_of
 from trainer.checkpoint.schema import require
-from trainer.checkpoint.shards import FlatSlice, StoredTensor
+from trainer.checkpoint.shards import StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
 from trainer.cli.options import byte_count

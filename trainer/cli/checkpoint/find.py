@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
+from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory, versions
 from trainer.checkpoint.disk import MANIFEST_FILE, ReadError
-from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.manifest import checkpoints_in, find_damage, is_committed, read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.cli.runs.find import run_directories
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
-from trainer.loop.run_directory import CHECKPOINTS, versions
 
 
 @dataclass(frozen=True)

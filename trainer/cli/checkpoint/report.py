@@ -12,8 +12,8 @@ from trainer.errors import printable
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.format import Manifest
-    from trainer.checkpoint.serialization import TensorInfo
+    from trainer.checkpoint.deserialization import TensorInfo
+    from trainer.checkpoint.manifest import Manifest
     from trainer.cli.checkpoint.find import CheckpointSummary
 
 METRICS_SHOWN = 3
@@ -93,7 +93,7 @@ def _file(key: str, manifest: Manifest, tensors: list[TensorInfo], every: bool) 
     total = entry.bytes if entry is not None else 0
     yield f"{plain(name)}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {size(total)}"
     shown = tensors if every or len(tensors) <= TENSORS_SHOWN + 2 else tensors[:TENSORS_SHOWN]
-    rows = [(plain(t.name), str(t.dtype).removeprefix("torch."), str(list(t.shape)), size(bytes_of(t))) for t in shown]
+    rows = [(plain(t.name), t.dtype_name, str(list(t.shape)), size(t.bytes)) for t in shown]
     yield from (f"  {line}" for line in in_columns(rows, right=[3]))
     if len(shown) < len(tensors):
         yield f"  ... {len(tensors) - len(shown)} more; --all shows them"
@@ -123,7 +123,7 @@ def json_ready(value: Any) -> Any:
         return str(value)
     if is_scalar(value):
         return text_of(value) if type(value) is int and value.bit_length() > 64 else value
-    return {"tensor": value.name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    return {"tensor": value.name, "dtype": value.dtype_name, "shape": list(value.shape)}
 
 
 def tensors_in(value: Any) -> Iterator[TensorInfo]:
@@ -136,11 +136,6 @@ def tensors_in(value: Any) -> Iterator[TensorInfo]:
             yield from tensors_in(item)
     elif not is_scalar(value):
         yield value
-
-
-def bytes_of(info: TensorInfo) -> int:
-    """Return the size of a tensor in memory."""
-    return math.prod(info.shape) * info.dtype.itemsize
 
 
 def number(value: object) -> str:

@@ -102,7 +102,8 @@ def _checkpoint(folder: Path) -> CheckResult:
     """Save tensors as a run does, load them, and compare every bit."""
     import torch
 
-    from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
+    from trainer.checkpoint.format import read_checkpoint
+    from trainer.checkpoint.manifest import verify_checkpoint
     from trainer.checkpoint.writing import write_checkpoint
 
     state = {"model": {"weight": torch.randn(1024, 2048), "half": torch.randn(512).bfloat16()}}

@@ -1,0 +1,211 @@
+"""Read what `serialization` writes: JSON with references to tensors. Does not import torch, for a fast command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from trainer.checkpoint.flat_slice import FlatSlice
+from trainer.errors import CheckpointError
+from trainer.hyperparameters import NUMPY_NUMBERS, is_scalar
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.checkpoint.shards import Loadable
+
+MAX_DEPTH = 100
+"""Maximum nesting depth, written and read."""
+_MAX_DIMENSIONS = 64
+"""Maximum number of dimensions of a tensor, as in most operations of torch."""
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "bool": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
+    "float4_e2m1fn_x2": 1,
+    "float8_e8m0fnu": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+}
+"""Bytes of an element, by the names of the dtypes that can be stored."""
+_ODD_FLOATS = frozenset({"nan", "-nan", "inf", "-inf"})
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Metadata of a tensor in a checkpoint."""
+
+    name: str
+    """The tensor's name in the safetensors file."""
+    dtype_name: str
+    """The dtype without "torch."."""
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, FlatSlice], ...] = ()
+    """Numbers of the files that hold a sharded tensor, and the elements in each."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Size of the elements."""
+        return ITEM_BYTES[self.dtype_name] * math.prod(self.shape)
+
+
+def deserialize(data: Any, take: Callable[[TensorInfo], Any], where: str) -> Any:
+    """Invert `serialize`; `take` returns the tensor (or a stand-in) for each reference to one.
+
+    Raises:
+        CheckpointError: `serialize` does not write such data.
+    """
+    return _Deserializer(take, where).decode(data, 0)
+
+
+def to_json(data: Any) -> bytes:
+    """Encode the result of `serialize` as a JSON document."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def from_json(text: bytes, where: str) -> Any:
+    """Parse JSON strictly: UTF-8, no NaN literals, bounded nesting.
+
+    Raises:
+        CheckpointError: `text` is not such a document.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        reason = f"{where} is not valid JSON ({error}): it is damaged, or not part of a checkpoint"
+        raise CheckpointError(reason) from None
+
+
+class _Deserializer:
+    def __init__(self, take: Callable[[TensorInfo], Any], where: str) -> None:
+        self._take = take
+        self._where = where
+
+    def decode(self, data: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH + 1:  # a tuple that is a key stands one level deeper here than when it was written
+            raise self._error(f"nested more than {MAX_DEPTH} levels deep")
+        if isinstance(data, list):
+            return [self.decode(item, depth + 1) for item in data]
+        if not isinstance(data, dict):
+            return data
+        marker = next((key for key in data if key.startswith("$")), None)
+        if marker is None:
+            return {key: self.decode(value, depth + 1) for key, value in data.items()}
+        if marker == "$tensor":
+            return self._take(self._tensor(data))
+        if len(data) > 1:
+            raise self._error(f"{marker!r:.100} does not stand alone")
+        return self._special(marker, data[marker], depth)
+
+    def _special(self, marker: str, content: Any, depth: int) -> Any:
+        if marker == "$tuple" and isinstance(content, list):
+            return tuple(self.decode(item, depth + 1) for item in content)
+        if marker in ("$items", "$counter") and isinstance(content, list):
+            items = self._items(content, depth)
+            return Counter(items) if marker == "$counter" else items
+        if marker == "$array" and isinstance(content, dict) and content.get("dtype") in NUMPY_NUMBERS:
+            taken = self.decode(content, depth + 1)
+            return taken if taken is None or isinstance(taken, TensorInfo) else _array(taken)
+        if marker == "$number" and isinstance(content, list) and len(content) == 2 and content[0] in [*NUMPY_NUMBERS]:
+            number, kind = self.decode(content[1], depth + 1), NUMPY_NUMBERS[content[0]]
+            limits = np.iinfo(kind) if issubclass(kind, np.integer) else None
+            if type(number) is type(kind(0).item()) and (limits is None or limits.min <= number <= limits.max):
+                return kind(number)
+        if marker == "$float" and isinstance(content, str) and content in _ODD_FLOATS:
+            return float(content)
+        if marker == "$int" and isinstance(content, str) and re.fullmatch("-?0x[0-9a-f]+", content):
+            return int(content, 16)
+        raise self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
+
+    def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for item in content:
+            if not isinstance(item, list) or len(item) != 2:
+                raise self._error("a dict holds something that is not a pair")
+            key = self.decode(item[0], depth + 1)
+            if not is_key(key) or key in result:
+                raise self._error("a dict holds a key that cannot be one, or the same key twice")
+            result[key] = self.decode(item[1], depth + 1)
+        return result
+
+    def _tensor(self, data: dict[str, Any]) -> TensorInfo:
+        name, dtype, shape = data["$tensor"], data.get("dtype"), data.get("shape")
+        if (
+            data.keys() - {"parts"} != {"$tensor", "dtype", "shape"}
+            or not isinstance(name, str)
+            or not isinstance(dtype, str)
+            or dtype not in ITEM_BYTES
+            or not isinstance(shape, list)
+            or len(shape) > _MAX_DIMENSIONS
+            or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
+            or math.prod(max(1, size) for size in shape) * ITEM_BYTES[dtype] >= 2**63
+        ):
+            raise self._error(f"the reference to the tensor {name!r:.100} is malformed")
+        parts = self._parts(data["parts"], math.prod(shape), name) if "parts" in data else ()
+        return TensorInfo(name, dtype, tuple(shape), parts)
+
+    def _parts(self, parts: Any, numel: int, name: str) -> tuple[tuple[int, FlatSlice], ...]:
+        """Parse parts that together have as many elements as the tensor, all of them inside it."""
+        found = []
+        for part in parts if isinstance(parts, list) else [None]:
+            if (
+                not isinstance(part, list)
+                or len(part) != 5
+                or any(type(n) is not int or not 0 <= n < 2**63 for n in part)
+            ):
+                raise self._error(f"a part of the tensor {name!r:.100} is malformed")
+            found.append((part[0], FlatSlice(*part[1:])))
+        if len({number for number, _ in found}) != len(found):
+            raise self._error(f"two parts of the tensor {name!r:.100} are in one file")
+        outside = any(extent.end > numel or extent.overlaps_itself() for _, extent in found)
+        if outside or sum(extent.numel for _, extent in found) != numel:
+            raise self._error(f"the parts of the tensor {name!r:.100} do not add up to it")
+        return tuple(found)
+
+    def _error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: {problem}. It is damaged, or was not written by this package")
+
+
+def _array(stored: Loadable) -> Any:
+    from trainer.checkpoint.shards import materialize
+
+    return materialize(stored).numpy().copy()
+
+
+def is_key(key: Any) -> bool:
+    return is_scalar(key) or (type(key) is tuple and all(is_key(part) for part in key))

@@ -1,0 +1,207 @@
+"""The manifest of a checkpoint: what a listing shows and a verification compares. Does not import torch.
+
+The format of checkpoints stands in format.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.checkpoint.checksums import ALGORITHMS
+from trainer.checkpoint.deserialization import TensorInfo, deserialize, from_json
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError
+from trainer.checkpoint.storage import (
+    StoragePath,
+    as_storage_path,
+    check_entry,
+    open_entry,
+    read_small_file,
+    reading,
+)
+from trainer.errors import CheckpointError, did_you_mean
+
+FORMAT = "exact-trainer checkpoint"
+VERSION = max(ALGORITHMS)
+"""Since 2 the files have another checksum; 1 is still read."""
+DATA_FILE = "checkpoint.json"
+
+_MAX_MANIFEST = 16 << 20
+KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
+"""Valid top-level keys."""
+_FILE = re.compile(rf"{re.escape(DATA_FILE)}|{KEY.pattern}(\.[0-9]{{5,}})?\.safetensors")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of a committed checkpoint."""
+
+    info: dict[str, Any]
+    """The `info` that was given to `write_checkpoint`."""
+    files: dict[str, FileEntry]
+
+
+def read_manifest(path: str | StoragePath) -> Manifest:
+    """Return the `info` and the list of files of a checkpoint, without opening the files.
+
+    Raises:
+        CheckpointError: `path` is not a committed checkpoint, or its manifest is damaged.
+    """
+    folder = require_committed(as_storage_path(path))
+    where = str(folder / MANIFEST_FILE)
+    text = read_small_file(folder / MANIFEST_FILE, _MAX_MANIFEST)
+    body = from_json(text, where)
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise CheckpointError(f"{where} is damaged, or is not the manifest of a checkpoint of this package")
+    version = body.get("version")
+    if type(version) is int and version > VERSION:
+        raise CheckpointError(
+            f"{folder} was written by a newer version of this package (format {version}; this one reads up to "
+            f"{VERSION}). Update this package: git pull in its checkout, then pip install ."
+        )
+    body.pop("seal", None)
+    try:
+        intact = text == with_checksum(body)
+    except RecursionError:
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{where} is damaged: its checksum does not match its contents")
+    return _parse_manifest(body, where)
+
+
+def verify_checkpoint(path: str | StoragePath) -> list[str]:
+    """Read all files of a checkpoint; return a message for each that is missing, damaged, or not in the manifest."""
+    problems = find_damage(path)
+    folder = as_storage_path(path)
+    try:
+        known = {*read_manifest(folder).files, MANIFEST_FILE}
+    except CheckpointError:
+        return problems
+    with reading(folder):
+        strays = sorted(entry.name for entry in folder.iterdir() if entry.name not in known)
+    return problems + [f"{folder / name} is not in the manifest" for name in strays]
+
+
+def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
+    """Return a message for each missing or damaged file of a checkpoint.
+
+    Args:
+        contents: if False, check only that the files exist and have their size; open only the manifest.
+
+    Raises:
+        ReadError: the storage does not answer.
+    """
+    folder = as_storage_path(path)
+    try:
+        files = read_manifest(folder).files
+    except ReadError:
+        raise
+    except CheckpointError as error:
+        return [str(error)]
+    checks = (check_entry(folder / name, entry, contents) for name, entry in files.items())
+    return [problem for problem in checks if problem]
+
+
+def is_committed(path: StoragePath) -> bool:
+    """Return True if there is a manifest: the checkpoint was completely written, though perhaps damaged since.
+
+    Raises:
+        ReadError: the storage does not answer.
+    """
+    with reading(path):
+        return (path / MANIFEST_FILE).is_file()
+
+
+def checkpoints_in(folder: StoragePath) -> list[StoragePath]:
+    """Return the committed checkpoints in a directory, sorted by name."""
+    with reading(folder):
+        inside: list[StoragePath] = [*folder.iterdir()] if folder.is_dir() else []
+    return sorted(path for path in inside if not path.name.startswith(".") and is_committed(path))
+
+
+def with_checksum(body: dict[str, Any]) -> bytes:
+    """Encode the manifest with a checksum of its own, so that a single changed bit is noticed."""
+    seal = hashlib.sha256(json.dumps(body, indent=2).encode("ascii")).hexdigest()
+    return (json.dumps({**body, "seal": seal}, indent=2) + "\n").encode("ascii")
+
+
+def read_metadata(path: str | StoragePath) -> dict[str, Any]:
+    """Return the state with a `TensorInfo` (name, dtype, shape) for each tensor, without opening a tensor file.
+
+    Raises:
+        CheckpointError: as `read_checkpoint`.
+    """
+    folder = require_committed(as_storage_path(path))
+    data = read_data(folder, read_manifest(folder), verify=True)
+    return {key: deserialize(content, lambda info: info, location(folder, key)) for key, content in data.items()}
+
+
+def require_committed(folder: StoragePath) -> StoragePath:
+    """Return `folder` if a committed checkpoint is there; else raise an error that says what is there or next to it."""
+    if is_committed(folder):
+        return folder
+    with reading(folder):
+        is_file, is_dir = folder.is_file(), folder.is_dir()
+    if is_file:
+        raise CheckpointError(
+            f"{folder} is a file; this trainer reads checkpoint folders (safetensors and JSON). For the weights in "
+            "a file of another library: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
+        )
+    if is_dir:
+        inside = [path.name for path in checkpoints_in(folder)]
+        if inside:
+            raise CheckpointError(f"{folder} is not itself a checkpoint; give one of those in it: {', '.join(inside)}")
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST_FILE}: it is not a checkpoint, or was not committed (its write was interrupted)"
+        )
+    siblings = [path.name for path in checkpoints_in(folder.parent)]
+    there = f"There are: {', '.join(siblings)}." if siblings else f"There are no checkpoints in {folder.parent}."
+    raise CheckpointError(f"there is no checkpoint {folder}.{did_you_mean(folder.name, siblings)} {there}")
+
+
+def _parse_manifest(body: dict[str, Any], where: str) -> Manifest:
+    if body.keys() != {"format", "version", "info", "files"} or type(body["version"]) is not int:
+        raise CheckpointError(f"{where} does not have the entries of a manifest")
+    info, files, algorithm = body["info"], body["files"], ALGORITHMS.get(body["version"])
+    if algorithm is None:
+        raise CheckpointError(f"{where}: there is no format {body['version']}; it is damaged")
+    if not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
+        raise CheckpointError(f"{where} does not have the entries of a manifest")
+    for name, entry in files.items():
+        if not _FILE.fullmatch(name):
+            raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
+        if (
+            not isinstance(entry, dict)
+            or entry.keys() != {"bytes", algorithm}
+            or type(entry["bytes"]) is not int
+            or not 0 <= entry["bytes"] < 2**63
+            or not isinstance(entry[algorithm], str)
+        ):
+            raise CheckpointError(f"{where}: the entry of {name!r:.100} is malformed")
+
+    def refuse(tensor: TensorInfo) -> None:
+        raise CheckpointError(f"{where}: its info refers to a tensor")
+
+    info = deserialize(info, refuse, where)
+    if not isinstance(info, dict):
+        raise CheckpointError(f"{where} does not have the entries of a manifest")
+    return Manifest(
+        info, {name: FileEntry(entry["bytes"], entry[algorithm], algorithm) for name, entry in files.items()}
+    )
+
+
+def read_data(folder: StoragePath, manifest: Manifest, verify: bool) -> dict[str, Any]:
+    entry = manifest.files[DATA_FILE]
+    with open_entry(folder / DATA_FILE, entry, verify) as reader:
+        text = reader.read(entry.bytes)
+    data = from_json(text, str(folder / DATA_FILE))
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{folder / DATA_FILE} does not hold the data of a checkpoint")
+    return data
+
+
+def location(folder: StoragePath, key: str) -> str:
+    return f"{folder / DATA_FILE}, {key!r:.100}"
