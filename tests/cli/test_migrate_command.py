@@ -202,10 +202,14 @@ def test_helpers_of_the_users_own_are_not_listed(command: Command, tmp_path: Pat
 
 YAML = """\
 # A run
-seed_everything: 1
+seed_everything: 1  # mine
 trainer:
   replace_sampler_ddp: false  # two
   gpus: 2
+  weights_summary: null
+  resume_from_checkpoint:
+  track_grad_norm: -1
+  num_processes: 4
   callbacks:
     - class_path: 'pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint'  # x
       init_args: {period: 3, filepath: a}
@@ -215,6 +219,7 @@ model:
 ---
 _target_: &name "pytorch_lightning.Trainer"
 max_nb_epochs: 3
+trainer: {gpus: 1, profiler: true, distributed_backend: "ddp"}
 """
 
 
@@ -222,6 +227,11 @@ def test_yaml_files(command: Command, tmp_path: Path) -> None:
     found, out = written(command, tmp_path / "p", run__yaml=YAML)
     expected = YAML
     for old, new in {
+        "seed_everything: 1  # mine\ntrainer:\n": "trainer:\n  seed: 1  # mine\n",
+        "gpus: 2\n": "accelerator: gpu\n  devices: 2\n",
+        "weights_summary: null": "enable_model_summary: false",
+        "gpus: 1, profiler: true": "accelerator: gpu, devices: 1, profiler: simple",
+        "distributed_backend": "strategy",
         "replace_sampler_ddp": "use_distributed_sampler",
         "pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint": "trainer.callbacks.ModelCheckpoint",
         "lightning.pytorch.loggers.wandb.WandbLogger": "trainer.loggers.WandbLogger",
@@ -232,8 +242,20 @@ def test_yaml_files(command: Command, tmp_path: Path) -> None:
     }.items():
         expected = expected.replace(old, new)
     assert found["run__yaml"] == expected
-    for line, what in ((2, "seed_everything"), (5, "Trainer(gpus=)"), (8, "ModelCheckpoint(filepath=)")):
+    for line, what in ((10, "Trainer(num_processes=)"), (13, "ModelCheckpoint(filepath=)")):
         assert f"run.yaml:{line}: {what}: use" in out
+    assert "by hand: 2" in out
+
+
+def test_a_seed_that_cannot_be_moved_is_listed(command: Command, tmp_path: Path) -> None:
+    for text in (
+        "seed_everything: true\ntrainer:\n  max_epochs: 1\n",
+        "seed_everything: 3\ntrainer: {max_epochs: 1}\n",
+    ):
+        text += "model: {class_path: my.Model}  # lightning\n"
+        found, out = written(command, tmp_path / str(len(text)), run__yaml=text)
+        assert "seed_everything: use 'seed:'" in out
+        assert found["run__yaml"].startswith("seed_everything")
 
 
 def test_what_cannot_be_read_is_told_and_the_others_go_on(command: Command, tmp_path: Path) -> None:

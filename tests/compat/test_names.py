@@ -298,7 +298,11 @@ def test_the_engine_answers_the_names_of_fabric_and_accelerate() -> None:
 
 def test_lightnings_defaults_of_what_is_not_here_may_be_given() -> None:
     Trainer(barebones=False, model_registry=None, enable_autolog_hparams=True, logger=False)  # type: ignore[arg-type]
-    ModelCheckpoint(enable_version_counter=True)  # type: ignore[call-arg]
+    former = {"resume_from_checkpoint": None, "auto_lr_find": False, "track_grad_norm": -1, "weights_summary": "top"}
+    Trainer(**former, replace_sampler_ddp=True, terminate_on_nan=None, logger=False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'auto_lr_find'. Use Tuner"):
+        Trainer(auto_lr_find=True, logger=False)  # type: ignore[arg-type]
+    ModelCheckpoint(enable_version_counter=True, filepath=None, period=None)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="barebones"):
         Trainer(barebones=True, logger=False)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="enable_version_counter"):

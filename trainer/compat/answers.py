@@ -136,8 +136,8 @@ def uncalled_overrides(plug: object) -> list[str]:
 
 def is_default(lightning: str, name: object, value: object) -> bool:
     """Whether an argument that the class does not have is given with Lightning's default, which changes nothing."""
-    defaults = DEFAULTS.get(lightning, {})
-    return name in defaults and type(value) is type(defaults[str(name)]) and value == defaults[str(name)]
+    defaults = DEFAULTS.get(THEIRS.get(lightning, lightning), {}).get(str(name), ())
+    return any(type(value) is type(one) and value == one for one in defaults)
 
 
 def argument_words(lightning: str) -> dict[str, str]:

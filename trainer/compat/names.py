@@ -1509,6 +1509,17 @@ TRAINER_ARGUMENTS = {
     "log_save_interval": "log_every_n_steps=",
     "row_log_interval": "log_every_n_steps=",
     "val_percent_check": "limit_val_batches=",
+    "test_percent_check": "limit_test_batches=",
+    "overfit_pct": "overfit_batches=",
+    "gradient_clip": "gradient_clip_val=",
+    "nb_sanity_val_steps": "num_sanity_val_steps=",
+    "min_nb_epochs": "min_epochs=",
+    "add_row_log_interval": "log_every_n_steps=",
+    "use_amp": "precision='16-mixed' or 'bf16-mixed'",
+    "print_nan_grads": "detect_anomaly=True",
+    "num_tpu_cores": "accelerator=, devices=",
+    "progress_bar_callback": "enable_progress_bar=, or callbacks=[ProgressBar(...)]",
+    "enable_pl_optimizer": "nothing: self.optimizers() gives optimizers that clip and count",
     "train_percent_check": "limit_train_batches=",
     "nb_gpu_nodes": "num_nodes=",
     "max_nb_epochs": "max_epochs=",
@@ -1517,8 +1528,47 @@ TRAINER_ARGUMENTS = {
 }
 """Arguments of other trainers' Trainer -> what to use instead."""
 
-DEFAULTS: dict[str, dict[str, object]] = {
-    "Trainer": {"barebones": False, "model_registry": None, "enable_autolog_hparams": True},
-    "ModelCheckpoint": {"enable_version_counter": True},
+DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
+    "Trainer": {
+        "barebones": (False,),
+        "model_registry": (None,),
+        "enable_autolog_hparams": (True,),
+        # of Lightning 0 and 1, whose saved configurations and argparse name all arguments
+        **dict.fromkeys(
+            (
+                *("resume_from_checkpoint", "weights_save_path", "distributed_backend", "tpu_cores", "num_tpu_cores"),
+                *("ipus", "log_gpu_memory", "truncated_bptt_steps", "default_save_path", "gradient_clip", "use_amp"),
+                *("nb_gpu_nodes", "max_nb_epochs", "min_nb_epochs", "nb_sanity_val_steps", "show_progress_bar"),
+                *("train_percent_check", "val_percent_check", "test_percent_check", "overfit_pct"),
+                *("log_save_interval", "row_log_interval", "add_row_log_interval", "enable_pl_optimizer"),
+                "num_processes",
+            ),
+            (None,),
+        ),
+        **dict.fromkeys(
+            (
+                *("auto_select_gpus", "auto_lr_find", "auto_scale_batch_size", "reload_dataloaders_every_epoch"),
+                *("move_metrics_to_cpu", "stochastic_weight_avg", "terminate_on_nan", "early_stop_callback"),
+                "print_nan_grads",
+            ),
+            (False, None),
+        ),
+        **dict.fromkeys(("checkpoint_callback", "replace_sampler_ddp", "automatic_optimization"), (True, None)),
+        "progress_bar_refresh_rate": (1, None),
+        "progress_bar_callback": (True,),
+        "prepare_data_per_node": (True, None),
+        "track_grad_norm": (-1, None),
+        "process_position": (0, None),
+        "flush_logs_every_n_steps": (100, None),
+        "weights_summary": ("top",),
+        "amp_backend": ("native", None),
+        "amp_level": ("O1", "O2", None),  # only Apex read it
+        "multiple_trainloader_mode": ("max_size_cycle",),
+    },
+    "ModelCheckpoint": {
+        "enable_version_counter": (True,),
+        **dict.fromkeys(("filepath", "prefix", "period", "every_n_val_epochs", "save_function"), (None,)),
+    },
 }
-"""Lightning's class -> an argument that is not here -> its default there, with which it may be given."""
+"""Lightning's class -> an argument that is not here -> values with which it may be given, because they change nothing.
+"""

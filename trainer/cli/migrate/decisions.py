@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ast import literal_eval
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -162,8 +163,7 @@ class _DecisionFinder(cst.CSTVisitor):
             line = self.get_metadata(PositionProvider, arg).start.line
             if arg.keyword and arg.keyword.value in words and (line, arg.keyword.value) not in self.rewritten:
                 name = arg.keyword.value
-                written = {"True": True, "False": False, "None": None}.get(getattr(arg.value, "value", ""), "")
-                if is_default(kind, name, written):
+                if is_default(kind, name, _literal(arg.value)):
                     continue
                 self._add(arg, f"{kind}({name}=)", f"use {words[name]}")
 
@@ -217,6 +217,14 @@ class _DecisionFinder(cst.CSTVisitor):
 
     def _add(self, node: cst.CSTNode, what: str, todo: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, todo))
+
+
+def _literal(node: cst.BaseExpression) -> object:
+    """Return the value of a literal; an ellipsis for any other expression."""
+    try:
+        return literal_eval(cst.Module([]).code_for_node(node))
+    except ValueError:
+        return ...
 
 
 def _own_names(node: cst.ClassDef) -> set[str]:

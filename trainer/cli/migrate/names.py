@@ -37,6 +37,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "nb_sanity_val_steps": "num_sanity_val_steps",
         "max_nb_epochs": "max_epochs",
         "min_nb_epochs": "min_epochs",
+        "overfit_pct": "overfit_batches",
+        "gradient_clip": "gradient_clip_val",
     },
     "ModelCheckpoint": {"period": "every_n_epochs", "every_n_val_epochs": "every_n_epochs"},
 }

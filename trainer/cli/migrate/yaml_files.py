@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from ast import literal_eval
+from collections.abc import Collection, Iterator
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import ARGUMENTS, lightning_root, name_here
+from trainer.cli.migrate.names import ARGUMENTS, VALUES, lightning_root, name_here
 from trainer.compat.answers import argument_words, is_default
 
 CLASS_KEYS = ("class_path", "_target_")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
-SEED = "'seed:' under 'trainer:', with this number"
+SEED = "'seed:' under 'trainer:', with a number"
 MODULE = "'module:' for 'trainer fit', with the class as 'class_path:'"
 Change = tuple[int, int, str]
-"""The end of a text, its length, and the text in its place."""
+"""The start of a text, its length, and the text in its place."""
 
 
 def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
@@ -31,10 +33,8 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
             _rewrite_class(mapping, changes, findings)
         if isinstance(document, yaml.MappingNode):
             _rewrite_cli_keys(document, changes, findings)
-    for end, length, new in sorted(set(changes), reverse=True):
-        while text[end - 1] in "'\" \t\r\n":
-            end -= 1
-        text = text[: end - length] + new + text[end:]
+    for start, length, new in sorted(set(changes), reverse=True):
+        text = text[:start] + new + text[start + length :]
     return text, sorted(set(findings))
 
 
@@ -68,7 +68,9 @@ def _rewrite_cli_keys(document: yaml.MappingNode, changes: list[Change], finding
         return
     _rewrite_arguments("Trainer", settings, changes, findings)
     if "seed_everything" in entries:
-        findings.append(Finding(_line(entries["seed_everything"][0]), "seed_everything", f"use {SEED}"))
+        seed, number = entries["seed_everything"]
+        if not _move_seed(seed, number, document, settings, changes):
+            findings.append(Finding(_line(seed), "seed_everything", f"use {SEED}"))
     key, value = entries.get("model", (None, None))
     if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.MappingNode) and "module" not in entries:
         keys = {one.value for one, _ in value.value}
@@ -85,8 +87,41 @@ def _rewrite_arguments(kind: str, arguments: yaml.MappingNode, changes: list[Cha
         new = ARGUMENTS.get(kind, {}).get(key.value)
         if new is not None and new not in given:
             changes.append(_scalar(key, new))
-        elif key.value in words and not is_default(kind, key.value, yaml.safe_load(yaml.serialize(value))):
+        elif kind == "Trainer" and (same := _same_meaning(key, value, given, arguments.flow_style)):
+            changes.extend(same)
+        elif key.value in words and not is_default(kind, key.value, _plain(value)):
             findings.append(Finding(_line(key), f"{kind}({key.value}=)", f"use {words[key.value]}"))
+
+
+def _same_meaning(key: yaml.ScalarNode, value: yaml.Node, given: Collection[str], in_braces: bool) -> list[Change]:
+    """Return the changes to an argument that is another one here, with another value; none if that is not known."""
+    if not isinstance(value, yaml.ScalarNode) or not value.value:
+        return []
+    plain = _plain(value)
+    if key.value == "gpus" and type(plain) is int and plain > 0 and not {"accelerator", "devices"} & set(given):
+        between = ", " if in_braces else f"\n{' ' * key.start_mark.column}"
+        return [_scalar(key, f"accelerator: gpu{between}devices")]
+    new, written = VALUES.get((key.value, repr(plain)), ("", ""))
+    if not new or (new != key.value and new in given):
+        return []
+    text = yaml.safe_dump(literal_eval(written)).splitlines()[0]
+    return [_scalar(key, new), _scalar(value, text)]
+
+
+def _move_seed(
+    key: yaml.Node, value: yaml.Node, document: yaml.MappingNode, settings: yaml.MappingNode, changes: list[Change]
+) -> bool:
+    """Move the line of a seed into the settings of the trainer; return False if that is not possible."""
+    lines = _text(key)[key.start_mark.index :].splitlines(keepends=True)
+    number = _plain(value)
+    in_block = not document.flow_style and not settings.flow_style and settings.value
+    if type(number) is not int or not in_block or "seed" in {one.value for one, _ in settings.value}:
+        return False
+    line = lines[0] if lines[0].endswith("\n") else f"{lines[0]}\n"
+    first = settings.value[0][0].start_mark
+    moved = line.replace("seed_everything", "seed", 1) + " " * first.column
+    changes += [(key.start_mark.index, len(lines[0]), ""), (first.index, 0, moved)]
+    return True
 
 
 def _mappings(node: yaml.Node | None) -> Iterator[yaml.MappingNode]:
@@ -106,7 +141,20 @@ def _mappings(node: yaml.Node | None) -> Iterator[yaml.MappingNode]:
 
 def _scalar(node: yaml.ScalarNode, new: str) -> Change:
     """Return a change of a text that keeps the quotes around it, and an anchor before it."""
-    return node.end_mark.index, len(node.value), new
+    text, end = _text(node), node.end_mark.index
+    while text[end - 1] in "'\" \t\r\n":
+        end -= 1
+    return end - len(node.value), len(node.value), new
+
+
+def _text(node: yaml.Node) -> str:
+    """Return the text of the file."""
+    return str(node.end_mark.buffer).removesuffix("\0")
+
+
+def _plain(node: yaml.Node) -> object:
+    """Return the value of a node."""
+    return SafeConstructor().construct_document(node)
 
 
 def _line(node: yaml.Node) -> int:
