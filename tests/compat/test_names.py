@@ -158,7 +158,7 @@ def test_words_are_given_for_arguments_of_constructors(name: str) -> None:
     for row, words in WORDS[name].items():
         if row.startswith("("):
             with pytest.raises(ArgumentError, match=re.escape(f"argument {row[1:-1]!r}. Use {words}.")):
-                ours(name)(**{row[1:-1]: None})
+                ours(name)(**{row[1:-1]: object()})
 
 
 @pytest.mark.parametrize("hook", ["configure_apex", "training_end", "on_hpc_save", "validation_end"])
