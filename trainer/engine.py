@@ -25,6 +25,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
+from trainer.compat import accelerate
 from trainer.compat.answers import answer_members
 from trainer.data.adapters import make_batch_loader
 from trainer.data.loader import Batch, BatchLoader
@@ -80,21 +81,14 @@ ReduceOp = Literal["mean", "avg", "sum", "min", "max"]
 _MODEL = "model."
 """Begins the names of parameters as a strategy knows them."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_OF_THE_TRAINER = {
+_OF_OTHERS = {
+    **accelerate.ENGINE_ARGUMENTS,
     "callbacks": "call what you need in the loop; callbacks belong to a Trainer",
     "loggers": "log in the loop, `if engine.is_global_zero`; loggers belong to a Trainer",
     "logger": "log in the loop, `if engine.is_global_zero`; loggers belong to a Trainer",
     "gradient_clip_val": "engine.clip_gradients(model, optimizer, max_norm=...) before optimizer.step()",
     "accumulate_grad_batches": "engine.no_backward_sync(model, enabled=...) around forward and backward",
-    "gradient_accumulation_steps": "engine.no_backward_sync(model, enabled=...) around forward and backward",
-    "mixed_precision": "precision='bf16-mixed' or '16-mixed'",
-    "cpu": "accelerator='cpu'",
     "plugins": "precision= and strategy=",
-    "fsdp_plugin": "strategy=FSDPStrategy(...) of trainer.strategies",
-    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "strategy=DeepSpeedStrategy(...) of trainer.strategies"),
-    "kwargs_handlers": "options of the strategy, such as DDPStrategy(find_unused_parameters=True)",
-    "split_batches": "a DataLoader with the batch_size of one process",
-    **dict.fromkeys(("log_with", "project_dir"), "a logger of your own, if engine.is_global_zero"),
     **dict.fromkeys(
         ("max_restarts", "watchdog_seconds"),
         "a Trainer, or `trainer launch --max-restarts`: the Engine restarts nothing",
@@ -144,7 +138,7 @@ class Engine:
     ) -> None:
         known = ("accelerator", "devices", "num_nodes", "strategy", "precision", "seed", "seed_per_sample")
         problems = [
-            f"Engine has no argument {name!r}.{did_you_mean(name, (*known, 'deterministic'), _OF_THE_TRAINER)}"
+            f"Engine has no argument {name!r}.{did_you_mean(name, (*known, 'deterministic'), _OF_OTHERS)}"
             for name in unknown
         ]
         settings = Settings(

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from trainer.arguments import check_constructor, with_python_numbers
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, materialize, read_when_used
+from trainer.compat import accelerate
 from trainer.compat.answers import Absent, answer_members, argument_words, member_words, strategy_member
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
@@ -75,17 +76,13 @@ class SkippedBatch(NamedTuple):
 
 
 OTHER_OPTIONS = {
-    "state_dict_type": "trainer.full_state_dict(), or `trainer checkpoint export`: checkpoints are readable anywhere",
-    "zero_stage": "stage=",
+    **accelerate.STRATEGY_OPTIONS,
     "mixed_precision": "Trainer(precision=...)",
     "activation_checkpointing_policy": "Trainer(activation_checkpointing=...)",
     "process_group_backend": "nothing: gloo on CPUs, and NCCL too on GPUs",
-    "timeout": "timeout_seconds=",
     "ddp_comm_hook": "comm_hook=",
     "ddp_comm_state": "comm_hook_state=",
     "offload_params_device": "offload_parameters=",
-    "offload_optimizer_device": "offload_optimizer=",
-    "activation_checkpointing": "Trainer(activation_checkpointing=...)",
     "data_parallel_size": "nothing: the processes that the other sizes leave read different samples",
     "tensor_parallel_size": "tensor_parallel=",
     "save_distributed_checkpoint": "nothing: each process writes its shards",
@@ -95,7 +92,6 @@ OTHER_OPTIONS = {
     "model_averaging_period": "comm_hook= of torch.distributed.algorithms.ddp_comm_hooks",
     "start_method": "nothing: the processes are started anew, or forked by trainer.launch in a notebook",
     "debug": "the environment variable PT_XLA_DEBUG",
-    "sync_module_states": "nothing: all processes begin with the same weights",
     "zero_optimization": "stage=",
     "remote_device": "offload_parameters=",
     **dict.fromkeys(
@@ -609,7 +605,9 @@ LIGHTNING_EQUIVALENTS = {
     "fsdp2": "'fsdp'",
     **{f"zero{stage}": f"'deepspeed_stage_{stage}'" for stage in (1, 2, 3)},
     "deepspeed_stage_1_offload": "DeepSpeedStrategy(stage=1, offload_optimizer='cpu') from trainer.strategies",
-    **dict.fromkeys(("megatron", "megatron_lm"), "'fsdp' or 'deepspeed_stage_3', which shard the weights"),
+    **dict.fromkeys(
+        ("megatron", "megatron_lm"), "FSDPStrategy(tensor_parallel=, pipeline_parallel=, ...) of trainer.strategies"
+    ),
     "tpu": "'xla' or 'xla_fsdp', with accelerator='tpu'",
 }
 """Names of other trainers' strategies -> the equivalent here."""

@@ -110,7 +110,7 @@ def test_what_cannot_be_done_is_named_with_the_alternative(command: Command, for
     assert section["activation_checkpointing"] == "auto"
     assert section["strategy"] == {
         "class_path": "fsdp",
-        "init_args": {"pipeline_parallel": 2, "tensor_parallel": 4},
+        "init_args": {"context_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2, "tensor_parallel": 4},
     }
     assert section["accumulate_grad_batches"] == 4
     rows = report_of(command, "tpu.yaml")

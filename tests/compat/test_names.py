@@ -394,4 +394,4 @@ def test_every_target_exists(target: str) -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    assert page() == PAGE.read_text(), "write the output of: python -m trainer.compat.page"
+    assert page() == PAGE.read_text(), "write the output of: python -m trainer.compat.page lightning"

@@ -171,15 +171,19 @@ MEGATRON = """\
 distributed_type: MEGATRON_LM
 machine_rank: 0
 megatron_lm_config:
+  megatron_lm_context_parallel_size: 2
+  megatron_lm_expert_model_parallel_size: 2
   megatron_lm_gradient_clipping: 1.0
   megatron_lm_pp_degree: 2
   megatron_lm_num_micro_batches: 4
-  megatron_lm_recompute_activations: true
+  megatron_lm_recompute_activations: false
+  megatron_lm_recompute_granularity: selective
+  megatron_lm_recompute_method: uniform
   megatron_lm_tp_degree: 4
   megatron_lm_use_distributed_optimizer: true
 mixed_precision: bf16
 num_machines: 1
-num_processes: 8
+num_processes: 32
 """
 HYBRID = """\
 distributed_type: MULTI_GPU

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from trainer.arguments import local_path, whole_number
 from trainer.cli.collisions import collisions, shadow
 from trainer.cli.options import CommandParser, reports_errors
+from trainer.compat.accelerate import launch_option_words
 from trainer.errors import ConfigError, did_you_mean, printable, raise_problems
 
 if TYPE_CHECKING:
@@ -44,33 +45,18 @@ SBATCHS_OWN = {
 }
 """Options of sbatch that are passed on, and what their values are."""
 SLURM_ONLY = ("print", "gpus-per-node", "ntasks-per-node", *SBATCHS_OWN)
-_ADDRESS = "--rdzv HOST:PORT, the same on all machines"
 _TERMINAL = "nothing: the output of all processes goes to this terminal"
-_PER_MACHINE = "--nproc-per-node N: processes on this machine, not on all of them"
-_STRATEGY = "Trainer(strategy=...), or --trainer.strategy NAME behind `trainer fit`"
-_FILTER = "CUDA_VISIBLE_DEVICES=0,1 before the command, or --trainer.devices '[0, 1]' behind `trainer fit`"
 EQUIVALENTS = {
-    **dict.fromkeys(("--master-addr", "--master-port", "--main-process-ip", "--main-process-port"), _ADDRESS),
+    **dict.fromkeys(("--master-addr", "--master-port"), "--rdzv HOST:PORT, the same on all machines"),
     **dict.fromkeys(("--tee", "--redirects", "--log-dir"), _TERMINAL),
     **dict.fromkeys(("--no-python", "--module-name"), "a script, -m MODULE or a trainer command"),
-    **dict.fromkeys(("--nprocs", "--num-processes", "--num-gpus", "--num-cpu-threads"), _PER_MACHINE),
-    **dict.fromkeys(("--num-machines", "--num-nodes"), "--nnodes N: machines"),
-    "--machine-rank": "--node-rank N, or nothing: the machines are numbered by themselves",
-    "--multi-gpu": "nothing: one process is started for each GPU; --nproc-per-node N starts N",
-    "--config-file": "trainer launch ... trainer fit --config FILE; `trainer config --from FILE` translates a file of "
-    "Accelerate or DeepSpeed",
+    **dict.fromkeys(("--nprocs", "--num-gpus"), "--nproc-per-node N: processes on this machine, not on all of them"),
+    "--num-nodes": "--nnodes N: machines",
     "--deepspeed-config": "DeepSpeedStrategy(config=FILE) as strategy; `trainer config --from FILE` translates it",
-    "--mixed-precision": "Trainer(precision='bf16-mixed'), or --trainer.precision bf16-mixed behind `trainer fit`",
-    "--gradient-accumulation-steps": "Trainer(accumulate_grad_batches=N)",
-    "--gradient-clipping": "Trainer(gradient_clip_val=1.0)",
-    "--dynamo-backend": "Trainer(compile=True)",
-    **dict.fromkeys(("--cpu", "--use-cpu"), "Trainer(accelerator='cpu') in the script, and --nproc-per-node N"),
-    **dict.fromkeys(("--tpu", "--use-xla"), "Trainer(accelerator='tpu') and no launcher: one process drives all cores"),
-    **dict.fromkeys(("--use-deepspeed", "--use-fsdp", "--use-megatron-lm", "--zero-stage"), _STRATEGY),
-    **dict.fromkeys(("--gpu-ids", "--include", "--exclude"), _FILTER),
+    **dict.fromkeys(("--include", "--exclude"), "CUDA_VISIBLE_DEVICES=0,1 before the command"),
     "--hostfile": "nothing: start the command on each of the machines, with --nnodes N --rdzv HOST:PORT",
 }
-"""Options of torchrun, accelerate launch and deepspeed -> the text after "Use"."""
+"""Options of torchrun and deepspeed -> the text after "Use"."""
 
 
 @reports_errors
@@ -181,7 +167,9 @@ def _unknown_option(option: str) -> str:
     name = option.partition("=")[0].replace("_", "-")
     known = ["--nnodes", "--nproc-per-node", "--rdzv", "--node-rank", "--rdzv-id", "--rdzv-conf", "--max-restarts"]
     more = ["--slurm", "--print", "--nodes", "--gpus-per-node", "--time"]
-    hint = did_you_mean(name, [*known, *more], EQUIVALENTS) or f" Options before the program: {', '.join(known)}."
+    of_accelerate = launch_option_words(name)
+    equivalents = EQUIVALENTS if of_accelerate is None else {name: of_accelerate, **EQUIVALENTS}
+    hint = did_you_mean(name, [*known, *more], equivalents) or f" Options before the program: {', '.join(known)}."
     return f"unknown option {option!r}.{hint}"
 
 

@@ -61,6 +61,8 @@ OTHERS_WORDS = {
     "create": "init",
     "export": "'checkpoint export'",
     "estimate-memory": "estimate",
+    "merge-weights": "'checkpoint export'",
+    "to-fsdp2": "'config --from FILE'",
 }
 """Commands of other programs, and ours."""
 

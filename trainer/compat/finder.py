@@ -111,6 +111,7 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     Raises:
         AttributeError, ImportError: the name is not here; see `errors.no_such_name`.
     """
+    from trainer.compat import accelerate
     from trainer.compat.names import MODULES, NAMES
     from trainer.errors import RENAMED, did_you_mean, no_such_name, public_names
 
@@ -127,6 +128,7 @@ def lightning_name(package: ModuleType, name: str) -> Any:
         current = RENAMED.get(name, name)
         if package.__name__ == PACKAGE:
             target = next((f"{one.__name__}.{current}" for one in packages if current in public_names(one)), "")
+            target = target or accelerate.NAMES.get(name, "")
         if found is not None and (isinstance(package, LightningPath) or package.__name__.startswith(OWN)):
             return found
         target = target or _words_of_package(package.__name__.partition(".")[2])

@@ -7,6 +7,8 @@ A name is here under the same name, has another name here (`ALIASES`, `NAMES`), 
 
 from __future__ import annotations
 
+from trainer.compat import accelerate
+
 NAMES: dict[str, str] = {
     # Names that modules and packages export, with the path of the module where another one has the name, too.
     # "module:name" is imported; other texts are answers in words.
@@ -101,7 +103,7 @@ NAMES: dict[str, str] = {
     ),
     "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",
     # accelerators, plugins, profilers, strategies
-    "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu'), or a subclass of trainer.Strategy",
+    "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'tpu'); or, for that of Accelerate, a Trainer or an Engine",
     "CPUAccelerator": "Trainer(accelerator='cpu')",
     "CUDAAccelerator": "Trainer(accelerator='cuda')",
     "GPUAccelerator": "Trainer(accelerator='cuda')",
@@ -317,7 +319,6 @@ _BARS = {
 }
 
 _ENGINE = {
-    # of Fabric
     "launch": "with Engine(...) as engine: the processes are started there",
     "run": "with Engine(...) as engine: the loop stands in this block",
     **dict.fromkeys(("setup_module", "setup_optimizers"), "engine.setup(module, optimizer)"),
@@ -332,48 +333,7 @@ _ENGINE = {
     **dict.fromkeys(
         ("logger", "loggers"), "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer"
     ),
-    # of Accelerate
-    "prepare": "engine.setup(module, optimizer) and engine.setup_dataloaders(loader)",
-    "prepare_model": "engine.setup(module)",
-    "prepare_data_loader": "engine.setup_dataloaders(loader)",
-    **dict.fromkeys(
-        ("prepare_optimizer", "prepare_scheduler"), "engine.setup(module, optimizer); step a scheduler yourself"
-    ),
-    **dict.fromkeys(
-        ("accumulate", "no_sync", "sync_gradients", "gradient_accumulation_steps"),
-        "engine.no_backward_sync(model, enabled=...) around forward and backward, and step after the last one",
-    ),
-    "clip_grad_norm_": "engine.clip_gradients(model, optimizer, max_norm=...)",
-    "clip_grad_value_": "engine.clip_gradients(model, optimizer, clip_val=...)",
-    "gather": "engine.all_gather",
-    "gather_for_metrics": "engine.setup_dataloaders(loader, training=False), and engine.all_reduce",
-    "pad_across_processes": "engine.all_gather, of tensors of one shape",
-    "reduce": "engine.all_reduce",
-    **dict.fromkeys(("is_main_process", "is_last_process"), "engine.is_global_zero, or engine.global_rank"),
-    **dict.fromkeys(("is_local_main_process", "local_process_index"), "engine.local_rank"),
-    "process_index": "engine.global_rank",
-    "num_processes": "engine.world_size",
-    "wait_for_everyone": "engine.barrier()",
-    "unwrap_model": "model.module, and engine.full_state_dict(model) for its weights",
-    "get_state_dict": "engine.full_state_dict(model)",
-    **dict.fromkeys(("save_state", "save_model"), "engine.save(path, {'model': model, 'optimizer': optimizer})"),
-    **dict.fromkeys(("load_state", "register_for_checkpointing"), "engine.load(path, state), and the object in state"),
-    "skip_first_batches": "engine.load: loaders go on at their next batch",
-    "split_between_processes": "engine.global_rank and world_size, or a loader of the inputs",
-    **dict.fromkeys(
-        ("main_process_first", "local_main_process_first", "on_main_process"),
-        "if engine.is_global_zero: ..., and engine.barrier() after it",
-    ),
-    **dict.fromkeys(("distributed_type", "state"), "engine.strategy"),
-    "mixed_precision": "engine.strategy.precision",
-    "scaler": "engine.strategy.scaler",
-    "optimizer_step_was_skipped": "engine.strategy.scaler",
-    **dict.fromkeys(
-        ("init_trackers", "get_tracker", "trackers", "project_dir"),
-        "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer",
-    ),
-    **dict.fromkeys(("end_training", "free_memory"), "the end of the block of `with Engine(...)`"),
-    **dict.fromkeys(("set_trigger", "check_trigger"), "engine.all_reduce(flag, reduce_op='max')"),
+    **accelerate.ENGINE_MEMBERS,
 }
 
 WORDS: dict[str, dict[str, str]] = {
@@ -1460,6 +1420,7 @@ EXPORTS = {
 """A module of Lightning's -> the names here that `from ... import *` takes from it."""
 
 TRAINER_ARGUMENTS = {
+    **accelerate.TRAINER_ARGUMENTS,
     "gpus": "accelerator='cuda', devices=",
     "resume_from_checkpoint": "fit(..., ckpt_path=...)",
     "weights_save_path": "ModelCheckpoint(dirpath=...)",
@@ -1469,20 +1430,10 @@ TRAINER_ARGUMENTS = {
     "tpu_cores": "accelerator=, devices=",
     "num_processes": "devices=",
     "amp_backend": "precision=",
-    "mixed_precision": "precision='16-mixed' or 'bf16-mixed'",
-    "gradient_accumulation_steps": "accumulate_grad_batches=",
     "max_grad_norm": "gradient_clip_val=",
     "progress_bar_refresh_rate": "callbacks=[ProgressBar(refresh_rate=...)]",
     "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
-    "cpu": "accelerator='cpu'",
     "config": "trainer fit --config FILE",
-    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "strategy=DeepSpeedStrategy(...) of trainer.strategies"),
-    "fsdp_plugin": "strategy=FSDPStrategy(...) of trainer.strategies",
-    "megatron_lm_plugin": "strategy='fsdp' or 'deepspeed_stage_3', which shard the weights",
-    "kwargs_handlers": "options of the strategy, such as DDPStrategy(find_unused_parameters=True)",
-    "gradient_accumulation_plugin": "accumulate_grad_batches=",
-    **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "compile="),
-    **dict.fromkeys(("project_dir", "project_config"), "default_root_dir="),
     "enable_autolog_hparams": "a logger whose log_hyperparameters does nothing",
     "model_registry": "trainer checkpoint export, and the registry's own client",
     "replace_sampler_ddp": "use_distributed_sampler=",
@@ -1523,8 +1474,6 @@ TRAINER_ARGUMENTS = {
     "train_percent_check": "limit_train_batches=",
     "nb_gpu_nodes": "num_nodes=",
     "max_nb_epochs": "max_epochs=",
-    "log_with": "logger=TensorBoardLogger(), WandbLogger(), MLFlowLogger() or CSVLogger() of trainer.callbacks",
-    "split_batches": "a DataLoader with the batch_size of one process",
 }
 """Arguments of other trainers' Trainer -> what to use instead."""
 

@@ -1,14 +1,17 @@
-"""Write `docs/lightning-names.md` from the table of Lightning's names.
+"""Write `docs/lightning-names.md` and `docs/accelerate-names.md` from the tables of names.
 
-`python -m trainer.compat.page` prints the page; a test compares it.
+`python -m trainer.compat.page lightning` (or `accelerate`) prints a page; a test compares them.
 """
 
 from __future__ import annotations
 
+import sys
+
+from trainer.compat import accelerate
 from trainer.compat.names import ALIASES, COLLECTIVES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
 
 OTHERS = ("Engine",)
-"""Classes with a table of their own: of the names of Fabric and Accelerate."""
+"""Classes with a table of their own: of the names of Fabric."""
 
 HEAD = """# Lightning's names
 
@@ -24,8 +27,40 @@ Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails
 """
 
 
+ACCELERATE_HEAD = """# Accelerate's names
+
+Accelerate's public names and what to use here, from the tables in `trainer/compat/accelerate.py`. A name that is not
+here is answered by an error that says what the table says: an argument of `Accelerator` given to `Trainer` or `Engine`,
+a member of it read from an `Engine`, an option of a plugin given to a strategy, an option of `accelerate launch` given
+to `trainer launch`. `trainer config --from FILE` translates configuration files. [Scripts of Accelerate, before and
+after](from-accelerate.md) shows how a script changes.
+"""
+ACCELERATE_TABLES = {
+    "Arguments, for a Trainer": accelerate.TRAINER_ARGUMENTS,
+    "Arguments, for an Engine": accelerate.ENGINE_ARGUMENTS,
+    "Members of Accelerator, for an Engine": accelerate.ENGINE_MEMBERS,
+    "FullyShardedDataParallelPlugin, for FSDPStrategy": accelerate.FSDP_OPTIONS,
+    "MegatronLMPlugin and ParallelismConfig, for FSDPStrategy": accelerate.PARALLEL_OPTIONS,
+    "DeepSpeedPlugin, for DeepSpeedStrategy": accelerate.DEEPSPEED_OPTIONS,
+    "Options of accelerate launch": accelerate.LAUNCH_OPTIONS,
+    "Names to import": accelerate.NAMES,
+}
+
+
+def accelerate_page() -> str:
+    """Return the page of Accelerate's names as Markdown."""
+    sections = [
+        "\n".join(
+            [f"## {title}", "", "| Accelerate | here |", "|---|---|"]
+            + [f"| `{name}` | {_escaped(text)} |" for name, text in table.items()]
+        )
+        for title, table in ACCELERATE_TABLES.items()
+    ]
+    return "\n\n".join([ACCELERATE_HEAD.rstrip(), *sections]) + "\n"
+
+
 def page() -> str:
-    """Return the page as Markdown."""
+    """Return the page of Lightning's names as Markdown."""
     parts = [HEAD, *(_section(name) for name in (*SURFACE, *OTHERS) if _rows(name))]
     exported = [f"| `{name}` | {_target(target)} |" for name, target in NAMES.items() if not name.startswith("_")]
     parts.append("\n".join(["## Names that modules export", "", "| Lightning | here |", "|---|---|", *exported]) + "\n")
@@ -46,8 +81,11 @@ def _rows(name: str) -> list[str]:
     if name == "ParallelStrategy":
         rows += [f"| `{one}` | the same, by `strategy.processes` |" for one in COLLECTIVES]
     words = dict(WORDS.get(name, {}))
+    if name == "Engine":
+        words = {one: text for one, text in words.items() if one not in accelerate.ENGINE_MEMBERS}
     if name == "Trainer":
-        words |= {f"({one})": text for one, text in TRAINER_ARGUMENTS.items()}
+        others = {one: text for one, text in TRAINER_ARGUMENTS.items() if one not in accelerate.TRAINER_ARGUMENTS}
+        words |= {f"({one})": text for one, text in others.items()}
     for one, text in words.items():
         shown = f"`{name}({one[1:-1]}=)`" if one.startswith("(") else f"`{one}`"
         rows.append(f"| {shown} | {_escaped(text)} |")
@@ -64,4 +102,4 @@ def _target(target: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(accelerate_page() if sys.argv[1:] == ["accelerate"] else page(), end="")

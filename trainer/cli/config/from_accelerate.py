@@ -141,6 +141,8 @@ dp_replicate_size,dp_shard_size         - every process has the full model: ddp
 tp_size=FROM_2          = <strategy: fsdp, strategy.tensor_parallel: {value}>
 cp_size=FROM_2          = <strategy: fsdp, strategy.context_parallel: {value}>
 sp_size=FROM_2          = <strategy: fsdp, strategy.context_parallel: {value}, strategy.context_exchange: heads>
+cp_backend,sp_backend,cp_comm_strategy - the processes exchange heads where their number allows it, keys elsewhere
+sp_seq_length,sp_seq_length_is_variable,sp_attn_implementation - sequences of any length are split
 *                       - this kind of parallelism is off
 
 [megatron_lm_config]
@@ -150,14 +152,20 @@ gradient_clipping=POSITIVE = <gradient_clip_val: {number}>
 gradient_clipping       - it is off
 tp_degree=FROM_2        = <strategy.tensor_parallel: {value}>
 pp_degree=FROM_2        = <strategy.pipeline_parallel: {value}>
-tp_degree,pp_degree     - it is off
+expert_model_parallel_size=FROM_2 = <strategy.expert_parallel: {value}>
+context_parallel_size=FROM_2      = <strategy.context_parallel: {value}>
+tp_degree,pp_degree,expert_model_parallel_size,context_parallel_size - it is off
+recompute_granularity=FULL,SELECTIVE = <activation_checkpointing: auto> | it is off
+recompute_method,recompute_num_layers - activation_checkpointing: auto recomputes each repeated block | it is off
+optimizer_cpu_offload   = <strategy.cpu_offload: true> | nothing is offloaded, which is the default
 num_micro_batches=FROM_2 = <accumulate_grad_batches: {value}>
 num_micro_batches       - of pipeline parallelism; accumulate_grad_batches makes larger steps
-use_distributed_optimizer - fsdp shards the optimizer, too
+use_distributed_optimizer,use_custom_fsdp - fsdp shards the optimizer, too
 sequence_parallelism    - of tensor parallelism
 *                       ! Megatron-LM's own; its model code is not used here | it is off
 
 [fp8_config]
+enable_fsdp_float8_all_gather - under fsdp the weights of precision: fp8 are gathered in 8 bits
 *                       ! of TransformerEngine, torchao, MS-AMP; fp8 has a scale for a tensor, fp8-rowwise for each row
 [mpirun_config]
 *                       > mpirun's own: mpirun -n N --hostfile FILE trainer fit ... is joined by its variables

@@ -1,0 +1,106 @@
+"""Every public name of the installed Accelerate is here, or answered with what to use instead."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer
+from trainer import ConfigError, Engine, Trainer
+from trainer.cli import launch
+from trainer.compat.page import ACCELERATE_TABLES, accelerate_page
+from trainer.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PLUGINS = {
+    "FullyShardedDataParallelPlugin": FSDPStrategy,
+    "MegatronLMPlugin": FSDPStrategy,
+    "ParallelismConfig": FSDPStrategy,
+    "DeepSpeedPlugin": DeepSpeedStrategy,
+    "DistributedDataParallelKwargs": DDPStrategy,
+    "InitProcessGroupKwargs": DDPStrategy,
+}
+
+
+def arguments_of(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def answer(kind: Any, name: str) -> str:
+    """Return the message for an argument that Accelerate has; empty where it is an argument here, too."""
+    if name in inspect.signature(kind).parameters:
+        return ""
+    with pytest.raises(ConfigError) as error:
+        kind(**{name: None})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", [Trainer, Engine])
+def test_every_argument_of_the_accelerator_is_answered(kind: Any) -> None:
+    accelerate = import_module("accelerate")
+    names = arguments_of(accelerate.Accelerator.__init__) + arguments_of(accelerate.DataLoaderConfiguration.__init__)
+    assert [name for name in names if "Use " not in answer(kind, name)] == []
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_every_option_of_a_plugin_is_answered(plugin: str) -> None:
+    kind: Any = PLUGINS[plugin]
+    names = arguments_of(getattr(import_module("accelerate.utils"), plugin).__init__)
+    answers = {name: answer(kind, name) for name in names}
+    assert [name for name, text in answers.items() if text and "Use " not in text] == []
+
+
+def test_every_member_of_the_accelerator_is_answered_by_the_engine() -> None:
+    engine = Engine(accelerator="cpu", devices=1)
+    unanswered = []
+    for name in dir(import_module("accelerate").Accelerator):
+        if not name.startswith("_") and not hasattr(Engine, name):
+            with pytest.raises(AttributeError) as error:
+                getattr(engine, name)
+            unanswered += [] if "Use " in str(error.value) else [name]
+    assert unanswered == []
+
+
+def test_every_option_of_accelerate_launch_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = import_module("accelerate.commands.launch").launch_command_parser()
+    ours = ("-h", "--help", "-m", "--module", "--max-restarts", "--rdzv-backend", "--rdzv-conf")
+    options = {option.replace("_", "-") for action in parser._actions for option in action.option_strings}
+    unanswered = []
+    for option in sorted(options.difference(ours, ("-q", "-t"))):
+        assert launch.run([option, "train.py"]) == 2
+        unanswered += [] if " Use " in capsys.readouterr().err else [option]
+    assert unanswered == []
+
+
+def test_every_name_to_import_is_answered() -> None:
+    accelerate = import_module("accelerate")
+    unanswered = []
+    for name, found in vars(accelerate).items():
+        if not name.startswith("_") and not inspect.ismodule(found) and not hasattr(trainer, name):
+            with pytest.raises(ImportError) as error:
+                exec(f"from trainer import {name}")
+            unanswered += [] if " Use " in str(error.value) else [name]
+    assert unanswered == []
+
+
+def test_what_the_answers_name_exists() -> None:
+    for text in {text for table in ACCELERATE_TABLES.values() for text in table.values()}:
+        for kind, option in re.findall(r"(Trainer|FSDPStrategy|DDPStrategy|DeepSpeedStrategy)\(([a-z_]+)=", text):
+            owner: Any = {**vars(import_module("trainer.strategies")), "Trainer": Trainer}[kind]
+            assert option in inspect.signature(owner).parameters, text
+        for page in re.findall(r"the page '([a-z-]+)'", text):
+            assert (DOCS / f"{page}.md").is_file(), text
+        for name in re.findall(r"\bengine\.([a-z_]+)", text):
+            assert hasattr(Engine, name) or name == "strategy", text
+        for name in re.findall(r"(?<!-)\btrainer\.([a-z_]+)", text):
+            assert hasattr(Trainer, name) or hasattr(trainer, name), text
+
+
+def test_the_page_shows_the_tables() -> None:
+    path = DOCS / "accelerate-names.md"
+    assert accelerate_page() == path.read_text(), "write the output of: python -m trainer.compat.page accelerate"
