@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import logging
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,15 @@ def test_numbers_that_a_float_cannot_hold() -> None:
     (_, _, a), (step, _, b), (_, _, c) = points(file.path)
     assert (a, b, step) == (math.inf, -math.inf, 2**40)
     assert math.isnan(c)
+
+
+def test_the_command_that_the_docs_give_for_the_time_of_a_scalar_writes_scalars() -> None:
+    page = Path(__file__).parents[2] / "docs" / "performance.md"
+    command = next(line for line in page.read_text().splitlines() if "timeit" in line and "tensorboard" in line)
+    prepare, statement = shlex.split(command.strip().strip("`."))[4:]
+    names: dict[str, Any] = {}
+    exec(f"{prepare}\n{statement}\nf.flush()", names)
+    assert points(names["f"].path) == [(1, "loss", 0.5)]
 
 
 def test_a_second_file_of_the_same_second_has_a_later_name_and_purges() -> None:

@@ -37,6 +37,7 @@ class Built(TrainModule):
 
     def configure_model(self) -> None:
         self.build(self)
+        self.built_in_full = all(parameter.numel() for parameter in self.parameters())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -135,6 +136,7 @@ def refusal(strategy: Strategy, build: Callable[[Any], None]) -> str:
 def on_each_process(name: str) -> dict[str, Any]:
     """Build in every way on this process; `different` names what is not as on one process."""
     found: dict[str, Any] = {"different": {}, "rng": {}, "tied": {}, "partitioned": {}, "resumed": {}, "refused": {}}
+    found["built in full"] = {}
 
     def strategy(init_device: str) -> Strategy:
         made = STRATEGIES[name](init_device)
@@ -151,6 +153,7 @@ def on_each_process(name: str) -> dict[str, Any]:
         alone = on_one_process(build, 5 + running.processes.rank)[1]
         module: Any = start(running, build)
         found["partitioned"][case] = [is_zero3_partitioned(p) for p in module.parameters()]
+        found["built in full"][case] = module.built_in_full
         running.setup_module(module, for_training=False)
         found["rng"][case] = same_rng(rng_state(), alone)
         found["different"][case] = differences(values_of(running), expected)
@@ -206,6 +209,7 @@ def test_tied_weights_stay_tied(found: Found) -> None:
 def test_zero_3_partitions_all_weights_when_configure_model_is_done(found: Found) -> None:
     name, ranks = found
     for rank in ranks:
+        assert all(rank["built in full"].values())  # not layer by layer while they are built
         for partitioned in rank["partitioned"].values():
             assert set(partitioned) == {name == "ZeRO-3"}
 

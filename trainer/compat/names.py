@@ -697,6 +697,7 @@ EARLIER_NAMES = {
         "checkpoint_activations": "strategy.setup_module, which gets the choice of blocks",
         "choose_device": "strategy.setup_environment, which sets `device`",
         "compile_module": "Trainer(compile=)",
+        "compile_watch": "strategy.recompilation_monitor, of strategies for TPUs",
         "describe": "str(strategy)",
         "device_ids": "Trainer(devices=), whose choice setup_environment gets",
         "forwards_together": "strategy.collective_forward",
