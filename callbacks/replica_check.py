@@ -82,13 +82,11 @@ def checksums(module: torch.nn.Module) -> dict[str, int]:
 def _weighted_sum(bits: torch.Tensor) -> torch.Tensor:
     """Return a sum that changes when two values are exchanged, or their signs; it takes a few megabytes of memory."""
     sums = [
-        (part * _positions(part)).sum() * (2 * number + 1) for number, part in enumerate(bits.flatten().split(2**18))
+        # Odd factors: no bit of a value is lost.
+        (part * (2 * torch.arange(part.numel(), device=part.device) + 1)).sum() * (2 * number + 1)
+        for number, part in enumerate(bits.flatten().split(2**18))
     ]
     return torch.stack(sums).sum()
-
-
-def _positions(part: torch.Tensor) -> torch.Tensor:
-    return 2 * torch.arange(part.numel(), device=part.device) + 1  # odd: no bit of a value is lost
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:

@@ -197,7 +197,7 @@ class MasterWeights:
                             self._require_equal(common, key, value, name)
                         elif isinstance(value, (torch.Tensor, StoredTensor)):
                             dtype = value.dtype if has_own_dtype(value, dtypes.get(name)) else flat.dtype
-                            self._write_as_follower(number, key, value, name, piece, dtype)
+                            self._load_entry(number, key, value, name, piece, dtype)
                         else:
                             self.optimizer.state[self.flats[number]][key] = value
                 for key, as_number in common.items():
@@ -228,7 +228,7 @@ class MasterWeights:
         """Whether the optimizer is DeepSpeed's: its step is a Python number."""
         return type(self.optimizer).__module__.startswith("deepspeed.")
 
-    def _write_as_follower(
+    def _load_entry(
         self, number: int, key: str, value: Loadable, name: str, piece: ParameterSlice, dtype: torch.dtype
     ) -> None:
         if tuple(value.shape) != piece.shape:

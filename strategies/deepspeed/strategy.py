@@ -248,7 +248,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._start(None, in_full_precision(self._resolve(module)))
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
-        module, optimizer = self.module, self._only(optimizers)
+        raise_problems(optimizer_problems(optimizers, self.cpu_adam), f"strategy {self.name!r}")
+        module, (optimizer,) = self.module, optimizers
         restore_empty(module)
         self.processes.broadcast(
             [t for t in (*module.parameters(), *module.buffers()) if t.numel() and not is_zero3_partitioned(t)]
@@ -272,15 +273,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         if low is torch.float16:
             self.scaler = LossScale(self.engine.optimizer.loss_scaler)  # type: ignore[assignment]
         return [optimizer]
-
-    def _only(self, optimizers: list[Optimizer]) -> Optimizer:
-        """Return the optimizer.
-
-        Raises:
-            ConfigError: there are several, or DeepSpeed cannot shard the optimizer's state.
-        """
-        raise_problems(optimizer_problems(optimizers, self.cpu_adam), f"strategy {self.name!r}")
-        return optimizers[0]
 
     def _resolve(
         self, module: TrainModule, optimizer: Optimizer | None = None, config: StepConfig | None = None

@@ -95,7 +95,7 @@ class _Divided:
         self._senders, self._copies = groups.get("expert"), groups.get("tensor")
         self._parts = 1 if self._senders is None else dist.get_world_size(self._senders)
         self._copy = 0 if self._copies is None else dist.get_rank(self._copies)
-        self._own = next(iter(_sharded_parameters(experts))).to_local().shape[0]
+        self._own = next(p for p in experts.parameters() if isinstance(p, DTensor)).to_local().shape[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, indices, weights = self._signature.bind(*args, **kwargs).args
@@ -163,10 +163,6 @@ class _Divided:
                 owner._parameters.update(parameters)
             if isinstance(count, int):
                 self._experts.num_experts = count  # type: ignore[assignment]
-
-
-def _sharded_parameters(experts: nn.Module) -> Iterator[DTensor]:
-    return (parameter for parameter in experts.parameters() if isinstance(parameter, DTensor))
 
 
 # -- collectives with gradients ----------------------------------------------------------------------------------------

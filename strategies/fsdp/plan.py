@@ -199,16 +199,13 @@ def _indivisible(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelSt
         if embedding:
             continue  # a vocabulary may be split unevenly
         size, what = (weight.shape[0], "outputs") if isinstance(style, ColwiseParallel) else (weight.shape[1], "inputs")
-        if size % parts and not _is_gathered(style):
+        gathered = isinstance(style, ColwiseParallel) and any(isinstance(o, Replicate) for o in style.output_layouts)
+        if size % parts and not gathered:
             problems.append(
                 f"tensor_parallel={parts} does not divide the {size} {what} of {name}: choose a number that divides "
                 "them, or leave the layer out of the plan."
             )
     return problems
-
-
-def _is_gathered(style: ParallelStyle) -> bool:
-    return isinstance(style, ColwiseParallel) and any(isinstance(one, Replicate) for one in style.output_layouts)
 
 
 def _heads(module: nn.Module, parts: int) -> list[str]:

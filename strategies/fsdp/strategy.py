@@ -379,7 +379,10 @@ class FSDPStrategy(DistributedStrategy):
             refuse_router_losses(f"{self.layout}", module)
         lines, here = [], blocks
         if self.layout.pipeline > 1:
-            self.pipeline = self._make_pipeline(module, blocks)
+            assert self._mesh is not None
+            mesh = self._mesh
+            groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
+            self.pipeline = Pipeline(module, blocks, *groups)
             here = self.pipeline.blocks
             lines.append(self.pipeline.describe())
         if self.layout.tensor * self.layout.expert > 1:
@@ -419,11 +422,6 @@ class FSDPStrategy(DistributedStrategy):
         for one in self._experts.values():
             divide_experts(one, self._mesh.experts)
         return describe_plan(module, styles if layout.tensor > 1 else {}, self._experts)
-
-    def _make_pipeline(self, module: TrainModule, blocks: dict[str, nn.Module]) -> Pipeline:
-        assert self._mesh is not None
-        mesh = self._mesh
-        return Pipeline(module, blocks, mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages)
 
     def _find_blocks(self, module: TrainModule) -> dict[str, nn.Module]:
         try:

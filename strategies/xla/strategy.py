@@ -152,7 +152,7 @@ class XlaStrategy(Strategy):
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
-        self.module, self._full = module, SwappedParameters(self, _unchanged_module)
+        self.module, self._full = module, SwappedParameters(self, lambda module: nullcontext())
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         refuse_meta_tensors(module)
         if activation_checkpointing is not None:
@@ -347,11 +347,6 @@ class XlaFsdpStrategy(XlaStrategy):
         if id(optimizer) not in self._state_sharded:
             self._place_state(optimizer)
             self._state_sharded.add(id(optimizer))
-
-
-def _unchanged_module(module: nn.Module) -> AbstractContextManager[None]:
-    """Return the context in which a module computes with full parameters, as it does with XLA's."""
-    return nullcontext()
 
 
 def _import_quietly() -> None:

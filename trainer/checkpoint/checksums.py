@@ -1,6 +1,6 @@
 """The checksums of a checkpoint's files: XXH3-128, and SHA-256 in checkpoints of format 1.
 
-Both find damage, and neither finds tampering, for who changes a file can change the manifest too. XXH3 runs at the
+Both find damage, and neither finds tampering: whoever changes a file can change the manifest too. XXH3 runs at the
 speed of the memory, SHA-256 at a tenth of it or less: https://github.com/Cyan4973/xxHash.
 """
 

@@ -132,7 +132,8 @@ def weights_for(
     """
     own = module.state_dict(keep_vars=True)
     renamed = as_the_model_names_them(module, _mapped(weights, key_mapping))
-    prefix = _prefix(module, [*renamed], own)
+    prefixes = ["", *(f"{name}." for name, _ in module.named_modules() if name)]
+    prefix = max(prefixes, key=lambda one: sum(one + name in own for name in renamed))
     found = {name: renamed[name.removeprefix(prefix)] for name in own if name.removeprefix(prefix) in renamed}
     found = {name: value for name, value in found.items() if name.startswith(prefix)}
     of_tensor: dict[int, FileTensor] = {}
@@ -211,8 +212,3 @@ def _shape(tensor: torch.Tensor) -> torch.Size:
     """Return the full shape, also of a parameter that ZeRO-3 has sharded (locally empty)."""
     shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
     return shape
-
-
-def _prefix(module: nn.Module, names: list[str], own: Mapping[str, Any]) -> str:
-    prefixes = ["", *(f"{name}." for name, _ in module.named_modules() if name)]
-    return max(prefixes, key=lambda prefix: sum(prefix + name in own for name in names))

@@ -80,7 +80,8 @@ def file_chunks(tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredTensor]
         raise CheckpointError(f"cannot store {len(names)} tensors in one file: their names exceed {MAX_HEADER} bytes")
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        view = _bytes_of(materialize(tensors[name]))
+        plain = materialize(tensors[name]).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        view = flat_bytes(plain).numpy().data
         for start in range(0, len(view), _CHUNK):
             yield view[start : start + _CHUNK]
 
@@ -198,11 +199,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     # A single element counts as contiguous whatever its stride is, but cannot be viewed as bytes then.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    return flat_bytes(plain).numpy().data
 
 
 def _error(where: str, problem: str) -> CheckpointError:

@@ -367,15 +367,17 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
         table.update(available_strategies())
     for kind, package in ((Optimizer, torch.optim), (LRScheduler, torch.optim.lr_scheduler)):
         if kind in bases:
-            table.update({name: cls for name, cls in vars(package).items() if _is_complete(cls, kind)})
+            table.update(
+                {
+                    name: cls
+                    for name, cls in vars(package).items()
+                    if isinstance(cls, type) and issubclass(cls, kind) and cls is not kind and not name.startswith("_")
+                }
+            )
     for base in (Callback, Logger):
         if base in bases:
             table.update({name: cls for name, cls in available_callbacks().items() if issubclass(cls, base)})
     return table
-
-
-def _is_complete(cls: Any, base: type) -> bool:
-    return isinstance(cls, type) and issubclass(cls, base) and cls is not base and not cls.__name__.startswith("_")
 
 
 def sources_of(node: Node | None) -> dict[Any, Source]:

@@ -83,7 +83,12 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
             wait = float(os.environ.get(TIMEOUT, _TIMEOUT_S))
         except ValueError:
             raise TrainerError(f"{TIMEOUT}={os.environ[TIMEOUT]!r} is not a number of seconds.") from None
-    _retry(lambda: _reach(host, port), wait, f"{host}:{port}, {what},")
+
+    def reach() -> None:
+        _resolve(host, port)
+        socket.create_connection((host, port), timeout=3.0).close()
+
+    _retry(reach, wait, f"{host}:{port}, {what},")
     _refuse_other_program(host, port, what)
     return store_at(host, port, what, 1.5 * _HANDSHAKE_S)
 
@@ -217,11 +222,6 @@ def _resolve(host: str, port: int) -> None:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a label that is empty or too long
         raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
-
-
-def _reach(host: str, port: int) -> None:
-    _resolve(host, port)
-    socket.create_connection((host, port), timeout=3.0).close()
 
 
 def _explain(error: OSError) -> tuple[str, str]:

@@ -50,7 +50,11 @@ def main(parent: int, noticed: int, rank: str) -> None:
         now = waiting.count(signal.SIGTERM)
         unnoticed = unnoticed + (now > before) if now >= before else 0
         before = now
-        if now and count + unnoticed >= SIGTERMS and not _soon(lambda: _is_empty(numbers), seconds=2.0):
+        if (
+            now
+            and count + unnoticed >= SIGTERMS
+            and not _soon(lambda: not select.select([numbers.fileno()], [], [], 0)[0], seconds=2.0)
+        ):
             os.write(2, f"rank {rank}: {_WORDS}\n".encode())
             with suppress(ProcessLookupError):  # its launcher was faster
                 os.kill(parent, DUMP_SIGNAL)
@@ -66,10 +70,6 @@ def _soon(condition: Callable[[], bool], seconds: float) -> bool:
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return holds
-
-
-def _is_empty(numbers: socket.socket) -> bool:
-    return not select.select([numbers.fileno()], [], [], 0)[0]
 
 
 def _is_pending(number: int, pid: int) -> bool:

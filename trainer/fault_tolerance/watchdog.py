@@ -188,13 +188,9 @@ class _WatchThread:
         shown = sorted(states, key=lambda rank: (states[rank]["heartbeats"], rank))[:16]
         lines += [
             f"  rank {rank}: {states[rank]['step']} steps done, last sign of life {states[rank]['silent']:.1f} s ago, "
-            f"in {states[rank]['where']}{_also(states[rank]['collective'])}"
+            f"in {'; '.join(filter(None, (states[rank]['where'], states[rank]['collective'])))}"
             for rank in shown
         ]
         if len(states) > len(shown):
             lines.append(f"  and {len(states) - len(shown)} more")
         return "\n".join(lines) + "\n"
-
-
-def _also(collective: str) -> str:
-    return f"; {collective}" if collective else ""

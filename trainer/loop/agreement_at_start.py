@@ -81,7 +81,11 @@ def check_module(run: Run) -> None:
     _warn(processes, hooks, "hooks differ between processes", "One that changes values has to be on all of them.")
     # By itself, because a parameter that only some have changes the order, too.
     fix = "Register layers in the same order on all processes: the order of a set differs from process to process."
-    compare(processes, _orders(module), fix)
+    orders = [
+        ("the order of the parameters", [name for name, _ in module.named_parameters()]),
+        ("the order of the buffers", [name for name, _ in module.named_buffers()]),
+    ]
+    compare(processes, iter(orders), fix)
 
 
 def check_loaders(run: Run) -> None:
@@ -169,11 +173,6 @@ def _tensors(module: TrainModule, training: bool) -> Iterator[tuple[str, object]
         yield f"layer {name}", describe_layer(layer)
     if training:
         yield "layers in eval mode", [name for name, layer in module.named_modules() if not layer.training]
-
-
-def _orders(module: TrainModule) -> Iterator[tuple[str, object]]:
-    yield "the order of the parameters", [name for name, _ in module.named_parameters()]
-    yield "the order of the buffers", [name for name, _ in module.named_buffers()]
 
 
 def describe_layer(layer: torch.nn.Module) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -21,6 +21,9 @@ from trainer.module import TrainModule
 from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
+
+EVALUATED: dict[str, Literal["val", "test", "predict"]] = {"validate": "val", "test": "test", "predict": "predict"}
+"""The kind of loader that a stage evaluates."""
 
 
 def refuse_data(loaders: Any, stage: str) -> None:
@@ -67,18 +70,11 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
         run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val), val)
         if run.val_loaders:
             _check_intervals(run, batch_loader)
-    elif run.stage == "validate":
-        loaders = given["val"] if given["val"] is not None else source.val_dataloader()
-        needed = _needed(run, loaders, settings.limit_val_batches, "val_dataloader")
-        run.loaders.set_evaluation("val", needed, loaders)
-    elif run.stage == "test":
-        loaders = given["test"] if given["test"] is not None else source.test_dataloader()
-        needed = _needed(run, loaders, settings.limit_test_batches, "test_dataloader")
-        run.loaders.set_evaluation("test", needed, loaders)
     else:
-        loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
-        limit = settings.limit_predict_batches
-        run.loaders.set_evaluation("predict", _needed(run, loaders, limit, "predict_dataloader"), loaders)
+        kind = EVALUATED[run.stage]
+        method, limit = f"{kind}_dataloader", getattr(settings, f"limit_{kind}_batches")
+        loaders = given[kind] if given[kind] is not None else getattr(source, method)()
+        run.loaders.set_evaluation(kind, _needed(run, loaders, limit, method), loaders)
     if len(run.loaders.evaluated) > 1:
         _check_loader_index(run)
 

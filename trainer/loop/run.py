@@ -108,6 +108,10 @@ class Session:
             self.progress = Progress()
             self.accumulate_grad_batches = self.configured_window
             self.fitting_samples = None
+        self.forget_values()
+
+    def forget_values(self) -> None:
+        """Forget all logged values."""
         for values in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.measured):
             values.clear()
 
@@ -431,14 +435,7 @@ class Run:
 
     def forget_values(self) -> None:
         """Forget logged values and norms, before the values of a checkpoint are restored within the run."""
-        session = self.session
-        for values in (
-            session.callback_metrics,
-            session.logged_metrics,
-            session.progress_bar_metrics,
-            session.measured,
-        ):
-            values.clear()
+        self.session.forget_values()
         self.flushed_step, self.in_epoch = -1, False
         self.gradient_norms.forget()
 

@@ -84,6 +84,8 @@ def end_with_error(run: Run, error: BaseException) -> None:
     processes = run.strategy.processes
     rank, world_size = processes.rank, processes.world_size
     explained = explained or explain_lost_connection(error, processes.store, rank, world_size)
+    if explained is not None:
+        explained.__cause__ = error  # which is reported with it
     if isinstance(error, Exception):
         report_failure(run.stop_coordinator.store, rank, world_size, explained or error)
     several = world_size > 1
@@ -114,12 +116,10 @@ def _explain_full_parameters(run: Run, error: BaseException) -> ConfigError | No
     for frame, _ in traceback.walk_tb(error.__traceback__):
         where, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if function in _OF_FULL_PARAMETERS.get(where, ()):
-            explained = ConfigError(
+            return ConfigError(
                 f"{where}.{function} needs full parameters, and strategy {run.strategy.name!r} shards them. Call it "
                 f"before fit or in configure_model, or use strategy 'ddp'.\ntorch said: {str(error).splitlines()[0]}"
             )
-            explained.__cause__ = error
-            return explained
     return None
 
 
@@ -132,9 +132,7 @@ def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
     if not run.strategy.shards_state or isinstance(error, TrainerError) or not isinstance(error, Exception):
         return None
     if "FSDP does not support deepcopy" in str(error):
-        copied = ConfigError(copy_advice(run.strategy.name))
-        copied.__cause__ = error
-        return copied
+        return ConfigError(copy_advice(run.strategy.name))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(words in str(error) for words in _OF_SHARDS) and not any(
         frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for frame in frames
@@ -151,12 +149,10 @@ def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
             "into a hook, such as on_train_batch_end, within `with trainer.full_parameters(module):`"
         )
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    explained = ConfigError(
+    return ConfigError(
         f"{next(used, 'a parameter')} was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards "
         f"of the parameters. {advice}.\ntorch said: {said}"
     )
-    explained.__cause__ = error
-    return explained
 
 
 def _values_of(frame: FrameType) -> Iterator[Any]:
@@ -176,13 +172,11 @@ def _explain_restored_state(run: Run, error: BaseException) -> CheckpointError |
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(name.startswith("torch.optim") for name in modules):
         return None
-    explained = CheckpointError(
+    return CheckpointError(
         f"the optimizer or scheduler cannot go on from the state in {run.resumed_from} "
         f"({type(error).__name__}: {error}): that is damaged, or does not fit the code. To start anew from its weights "
         "alone: load_from_checkpoint, and fit without ckpt_path."
     )
-    explained.__cause__ = error
-    return explained
 
 
 @contextmanager

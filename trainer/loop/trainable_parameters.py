@@ -112,14 +112,10 @@ class TrainableParameters:
             raise ConfigError(f"the processes train different parameters: {error}") from None
         log.info("from this step on: %s", changes)
         self._strategy.parameters_changed(changes, self._optimizers)
-        self._require_optimized()
-        self._remember()
-
-    def _require_optimized(self) -> None:
-        """Raise ConfigError for a new parameter that no optimizer has."""
         untrained = describe_untrained(self._tables, self._in_optimizers())
         if untrained:
             raise ConfigError(untrained)
+        self._remember()
 
     def _changes(self) -> str:
         """Return the changes in words, with the names of the parameters."""

@@ -355,7 +355,10 @@ class MetricLog:
             return
         if isinstance(value, torch.Tensor):
             if value.dim():
-                value = _as_scalar(name, value)
+                if value.numel() != 1:
+                    shape = tuple(value.shape)
+                    raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {shape}.")
+                value = value.reshape(())
             if value.requires_grad:
                 value = value.data
         elif not isinstance(value, (int, float)):
@@ -712,12 +715,6 @@ def _several_numbers(name: str, what: str) -> ConfigError:
         f"self.log({name!r}): {what} more than one number. Compute it in an epoch-end hook and log its parts one by "
         "one, or log a metric that averages them."
     )
-
-
-def _as_scalar(name: str, value: torch.Tensor) -> torch.Tensor:
-    if value.numel() != 1:
-        raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
-    return value.reshape(())
 
 
 def _copied(number: Number) -> Number:

@@ -100,7 +100,14 @@ def preserve_torchmetrics(metrics: MetricLog) -> Iterator[None]:
 
 def _scope_state(scope: MetricScope) -> dict[str, Any]:
     return {
-        name: {"options": entry.options._asdict(), "epoch": _epoch_state(entry.epoch)}
+        name: {
+            "options": entry.options._asdict(),
+            "epoch": {
+                **vars(entry.epoch),
+                "pending": entry.epoch.pending.values().clone(),
+                "pending_weights": list(entry.epoch.pending.weights),
+            },
+        }
         for name, entry in scope.entries.items()
         if entry.options.on_epoch
     }
@@ -125,11 +132,6 @@ def _add_unflushed(metrics: MetricLog, state: dict[str, Any], device: torch.devi
         for value, weight in saved["values"]:
             moved = (one.to(device) if isinstance(one, torch.Tensor) else one for one in (value, weight))
             entry.window_values.append((next(moved), next(moved)))
-
-
-def _epoch_state(epoch: Accumulator) -> dict[str, Any]:
-    pending = {"pending": epoch.pending.values().clone(), "pending_weights": list(epoch.pending.weights)}
-    return {**vars(epoch), **pending}
 
 
 def _accumulator(state: dict[str, Any], device: torch.device) -> Accumulator:

@@ -162,11 +162,11 @@ def _half_written(folder: StoragePath) -> list[StoragePath]:
     with reading(folder):
         inside = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
         folders = [path for path in inside if path.is_dir() and not is_committed(path)]
-        return [path for path in folders if any(_is_of_checkpoint(file.name) for file in path.iterdir())]
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return name.endswith(".safetensors") or name == "checkpoint.json"
+        return [
+            path
+            for path in folders
+            if any(one.name.endswith(".safetensors") or one.name == "checkpoint.json" for one in path.iterdir())
+        ]
 
 
 def _suggestion(given: StoragePath) -> str:

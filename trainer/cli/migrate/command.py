@@ -63,7 +63,11 @@ def run(arguments: list[str]) -> int:
     files = list(dict.fromkeys(file for path in options.paths if path not in missing for file in _files(Path(path))))
     contents = _read(files, problems)
     kept = _names_taken_from_others(contents.values())
-    sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
+    sources = {  # those that name Lightning or this package
+        file: source
+        for file, source in contents.items()
+        if MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name)
+    }
     changed, places = 0, [f"{file}:1: {NAMESAKE}" for file in files if _is_namesake(file)]
     for file, source in sources.items():
         try:
@@ -117,11 +121,6 @@ def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
         except OSError as error:
             problems.append(f"{file}: {error.strerror or error}")
     return found
-
-
-def _names_lightning(file: Path, source: bytes) -> bool:
-    """Whether a file names Lightning or this package."""
-    return bool(MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name))
 
 
 def _names_taken_from_others(sources: Iterable[bytes]) -> set[str]:
