@@ -62,6 +62,11 @@ def run(arguments: list[str]) -> int:
     if which not in SEARCHES:
         names = " or ".join([", ".join(SEARCHES[:-1]), SEARCHES[-1]])
         return usage_error(f"trainer tune {which}: give {names}.{did_you_mean(which, SEARCHES)}")
+    if not rest:
+        return usage_error(
+            f"nothing to tune: give a configuration, trainer tune {which} --config run.yaml, or a module, "
+            f"trainer tune {which} --module file.py:Class. See trainer tune --help."
+        )
     parser = CommandParser(prog=f"trainer tune {which}", add_help=False)
     for option, kind in _OPTIONS[which].items():
         parser.add_argument(option, type=kind)
