@@ -331,12 +331,15 @@ class _Bars:
         self.leave = leave
         self._new_bar: type[tqdm[Any]] = Bar
         self._running: list[tqdm[Any]] = []
+        self._started: list[float] = []
+        """Times at which the running tasks started."""
         self._beyond: list[int] = []
         """Numbers of batches after each running bar."""
         self._ended: tqdm[Any] | None = None
         """The bar of the last epoch, which stays until the next one starts."""
 
     def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
+        self._started.append(time.monotonic())
         if keep and self._ended is not None:
             self._ended.leave = self.leave
             self._ended.close()
@@ -391,16 +394,18 @@ class _Bars:
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)
-        bar = self._running.pop()
+        bar, started = self._running.pop(), self._started.pop()
         self._beyond.pop()
         if bar.leave:
             self._ended = bar
         else:
             bar.close()
         if self._running:
-            # The time of the inner task does not count in the outer task's batches per second.
+            # The time of the inner task does not count in the outer task's batches per second. (`unpause` would also
+            # leave out the time of the batches since the bar was drawn last.)
             outer = self._running[-1]
-            outer.unpause()
+            outer.start_t += time.monotonic() - started
+            outer.last_print_t += time.monotonic() - started
             self._lay_out(outer, int(outer.n), metrics)
             outer.refresh()
 

@@ -159,6 +159,21 @@ def test_the_time_left_is_that_of_the_run(attach: Attach) -> None:
     assert len(left) > len("00:00")  # 10^13 batches take more than an hour
 
 
+def test_the_time_of_a_validation_alone_does_not_count_in_the_rate(attach: Attach) -> None:
+    attach()
+    bars = _Bars(sys.stderr, leave=False)
+    bars.start("epoch", total=4, done=0, keep=True)
+    time.sleep(0.05)  # batches for which the bar was not drawn
+    bars.start("validation", total=1, done=0, keep=False)
+    time.sleep(0.05)
+    epoch = bars._running[0]
+    started = epoch.start_t
+    bars.finish(1, [], report=False)
+    assert epoch.start_t >= started + 0.05
+    assert epoch.format_dict["elapsed"] >= 0.05
+    bars.finish_all(4, [])
+
+
 def test_the_bar_says_when_torch_compiles(attach: Attach) -> None:
     terminal = attach()
     trainer = quiet(max_epochs=1, compile={"backend": "eager"}, callbacks=[ProgressBar()])
