@@ -216,9 +216,9 @@ class ContextParallel:
             dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self.group)
         if not difference <= (1e-3 if own[0].dtype in (torch.float32, torch.float64) else 5e-2):
             how = f"It fails with: {failure}" if failure else f"Its outputs are wrong by {float(difference):.1%}."
-            raise ConfigError(f"{self._cannot_divide(name, block)} {how}") from failure
+            raise ConfigError(f"{self._cannot_split(name, block)} {how}") from failure
 
-    def _cannot_divide(self, name: str, block: nn.Module) -> str:
+    def _cannot_split(self, name: str, block: nn.Module) -> str:
         return (
             f"context_parallel: {name} ({class_of(block).__name__}) does not compute the same for a part of a "
             "sequence. Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face "

@@ -65,7 +65,7 @@ def takes_routing(experts: nn.Module) -> bool:
     return sum(parameter.kind in positional for parameter in parameters) == 3
 
 
-def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Leave this process its part of the experts, for good; `forward` then is collective.
 
     Args:
@@ -79,10 +79,10 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
                 # Without sending anything: all processes have the values, or get them later.
                 sharded = distribute_tensor(parameter, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
                 owner._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    experts.forward = _Divided(experts, forward, mesh)
+    experts.forward = _SplitExperts(experts, forward, mesh)
 
 
-class _Divided:
+class _SplitExperts:
     """The `forward` of a module of experts of which this process has some.
 
     Tokens go to the processes along "expert" that have their experts, and the outputs come back. Along "tensor" each

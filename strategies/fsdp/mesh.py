@@ -124,7 +124,7 @@ class ParallelMesh:
         at = (self._ranks == dist.get_rank()).nonzero()[0].tolist()
         return int(at[("stage", "readers", "context", "tensor").index(name)])
 
-    def divide(self, processes: SingleProcess) -> None:
+    def set_readers(self, processes: SingleProcess) -> None:
         """Set which processes read the same samples, and which report: the first process of the last stage."""
         if self.layout.processes == 1 or not isinstance(processes, TorchProcessGroup):
             return
@@ -132,4 +132,4 @@ class ParallelMesh:
         for reader in range(self._ranks.shape[1]):
             for rank in self._ranks[:, reader].flatten().tolist():
                 reader_of[rank] = reader
-        processes.divide(reader_of, self._ranks[-1, :, 0, 0].tolist(), self._groups["readers"])
+        processes.set_readers(reader_of, self._ranks[-1, :, 0, 0].tolist(), self._groups["readers"])

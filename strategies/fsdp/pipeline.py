@@ -18,7 +18,7 @@ from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
 from trainer.strategies.fsdp.first_batch import FirstBatch
 from trainer.strategies.fsdp.messages import Neighbour
-from trainer.strategies.fsdp.stages import divide_blocks, stages_of_parameters
+from trainer.strategies.fsdp.stages import split_blocks, stages_of_parameters
 
 
 class LeftStage(BaseException):
@@ -70,7 +70,7 @@ class Pipeline:
         self.stage, self.stages = dist.get_rank(forwards), dist.get_world_size(forwards)
         self._next = Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
         self._before = Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
-        self.stage_of_block = divide_blocks(module, blocks, self.stages)
+        self.stage_of_block = split_blocks(module, blocks, self.stages)
         self.blocks = {name: block for name, block in blocks.items() if self.stage_of_block[name] == self.stage}
         needed = stages_of_parameters(module, blocks, self.stage_of_block, self.stages)
         names = dict(module.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: divide layers over processes as a plan of name patterns says."""
+"""Tensor parallelism: split layers over processes as a plan of name patterns says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Style = str | ParallelStyle | None
 """A word of `STYLES` or "experts", an object of torch, or None: replicated."""
 
 Plan = Mapping[str, Style]
-"""Names of submodules, or patterns of them with `*`, `?` and `[...]`, and how to divide them: see `STYLES`."""
+"""Names of submodules, or patterns of them with `*`, `?` and `[...]`, and how to split them: see `STYLES`."""
 
 
 def _rowwise(module: nn.Module) -> ParallelStyle:
@@ -227,7 +227,7 @@ def _heads(module: nn.Module, parts: int) -> list[str]:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
-    """Divide the layers; weights that are tied stay tied.
+    """Split the layers; weights that are tied stay tied.
 
     Raises:
         ConfigError: tied weights would be split in different ways.

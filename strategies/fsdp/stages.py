@@ -1,4 +1,4 @@
-"""Divide the blocks and the parameters of a module over the stages of a pipeline."""
+"""Split the blocks and the parameters of a module over the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.model.blocks import describe_blocks
 from trainer.model.parallel_cost import cut_blocks
 
 
-def divide_blocks(module: nn.Module, blocks: dict[str, nn.Module], stages: int) -> dict[str, int]:
+def split_blocks(module: nn.Module, blocks: dict[str, nn.Module], stages: int) -> dict[str, int]:
     """Return the stage of each block, so that the largest number of parameters of a stage is the least possible.
 
     What comes before the blocks belongs to the first stage, what comes after them to the last.

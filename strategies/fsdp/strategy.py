@@ -118,7 +118,7 @@ class FSDPStrategy(DistributedStrategy):
         self.pipeline: Pipeline | None = None
         """The stage of this process, with `pipeline_parallel`."""
         self._context: ContextParallel | None = None
-        self.divisions = ""
+        self.split_description = ""
         """A description of what `layout` splits."""
         self.sharding_strategy = sharding_strategy
         self.auto_wrap_policy = auto_wrap_policy
@@ -144,9 +144,9 @@ class FSDPStrategy(DistributedStrategy):
         """The module and its blocks, as FSDP2 wraps them."""
         self._parameters: list[Any] = []
         """torch's records of the sharded parameters."""
-        self._copies: list[tuple[nn.Parameter, int]] | None = None
+        self._gathered_in_evaluation: list[tuple[nn.Parameter, int]] | None = None
         """The parameters that an evaluation inside `fit` has gathered, each with its version; None: no evaluation."""
-        self._before: list[tuple[Any, int, int]] = []
+        self._gathered_at_start: list[tuple[Any, int, int]] = []
         """The records of parameters that were gathered before, each with the state of its full parameter when the step
         began, or the window if it keeps them gathered."""
         self._hooks: list[RemovableHandle] | None = None
@@ -246,7 +246,7 @@ class FSDPStrategy(DistributedStrategy):
         self.setup_environment("cpu", precision)
         self._refuse(module)
         precision.convert_module(module)
-        self._shard(module, self._divide(module))
+        self._shard(module, self._split_model(module))
         assert self._mesh is not None
         shards = self._mesh.shards.shape[-1]
         tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
@@ -260,7 +260,7 @@ class FSDPStrategy(DistributedStrategy):
             share = f"this process holds {own:,} of {full:,} elements; without copies each has {full // world:,}"
         lines = [
             self._mesh.describe(),
-            *([self.divisions] if self.divisions else []),
+            *([self.split_description] if self.split_description else []),
             f"gathered one at a time: {self.wrapped_blocks or 'nothing'}, and the rest",
             share,
         ]
@@ -276,7 +276,7 @@ class FSDPStrategy(DistributedStrategy):
         super().setup_environment(device_type, precision, device_ids)
         if self._mesh is None:
             self._mesh = ParallelMesh(self.device.type, self.layout, self._sizes_of_readers())
-        self._mesh.divide(self.processes)
+        self._mesh.set_readers(self.processes)
 
     def _sizes_of_readers(self) -> dict[str, int]:
         readers = self.processes.world_size // self.layout.processes
@@ -296,7 +296,7 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         from trainer.strategies.fsdp.dtensors import set_values
 
-        self.module, self._full, self._before = module, SwappedParameters(self, self._computing_full), []
+        self.module, self._full, self._gathered_at_start = module, SwappedParameters(self, self._computing_full), []
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         self._explaining.end()
         self._explaining = ExplainingShards(module, self.name)
@@ -306,7 +306,7 @@ class FSDPStrategy(DistributedStrategy):
                 enable_activation_checkpointing(module, activation_checkpointing)
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one, maybe by another strategy object
-            _, _, self.pipeline, self._context, self._loss_parallel, self.divisions = self.wrapped.division
+            _, _, self.pipeline, self._context, self._loss_parallel, self.split_description = self.wrapped.applied_split
             # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
             reshard_all(self.wrapped)
             self._list_units()
@@ -316,13 +316,18 @@ class FSDPStrategy(DistributedStrategy):
         # Names alone: the state_dict would keep the full tensors while their shards are made.
         loaded = list(module.state_dict(keep_vars=True)) if self._will_load_checkpoint else []
         values = initial_values(module, self.init_device, loaded, self.device)
-        units = self._divide(module)
+        units = self._split_model(module)
         if activation_checkpointing is not None:
             enable_activation_checkpointing(module, activation_checkpointing)
         self.wrapped = self._shard(module, units)
         self._list_units()
-        self.wrapped.division = Division(
-            self.layout, self.processes.world_size, self.pipeline, self._context, self._loss_parallel, self.divisions
+        self.wrapped.applied_split = AppliedSplit(
+            self.layout,
+            self.processes.world_size,
+            self.pipeline,
+            self._context,
+            self._loss_parallel,
+            self.split_description,
         )
         keep_wrapper(module, self.wrapped, FSDPStrategy)
         self._allocate(module)
@@ -346,7 +351,7 @@ class FSDPStrategy(DistributedStrategy):
     def _refuse_other_mesh(self, module: TrainModule) -> None:
         """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had other processes or parts."""
         wrapper: Any = module._wrapper
-        before: Division = wrapper.division
+        before: AppliedSplit = wrapper.applied_split
         if before.processes != self.processes.world_size:
             raise ConfigError(
                 f"{type(module).__name__} was sharded over {before.processes} processes by an earlier run, and this "
@@ -368,8 +373,8 @@ class FSDPStrategy(DistributedStrategy):
                 "shape [1]: nn.Parameter(torch.ones(1))."
             )
 
-    def _divide(self, module: TrainModule) -> dict[str, nn.Module]:
-        """Divide layers, sequences and blocks over the processes of one model; return the blocks of this process."""
+    def _split_model(self, module: TrainModule) -> dict[str, nn.Module]:
+        """Split layers, sequences and blocks over the processes of one model; return the blocks of this process."""
         assert self._mesh is not None
         blocks = self._find_blocks(module)
         if not self.layout:
@@ -386,15 +391,15 @@ class FSDPStrategy(DistributedStrategy):
             here = self.pipeline.blocks
             lines.append(self.pipeline.describe())
         if self.layout.tensor * self.layout.expert > 1:
-            lines.append(self._divide_layers(module))
+            lines.append(self._split_layers(module))
         if self.layout.context > 1:
             self._context = ContextParallel(blocks, here, self._mesh.group("context"), self.context_exchange)
-        self.divisions = "; ".join(lines)
-        log.info("fsdp: %s", "; ".join(filter(None, (self._mesh.describe(), self.divisions))))
+        self.split_description = "; ".join(lines)
+        log.info("fsdp: %s", "; ".join(filter(None, (self._mesh.describe(), self.split_description))))
         return here
 
-    def _divide_layers(self, module: TrainModule) -> str:
-        from trainer.strategies.fsdp.experts import divide_experts, find_experts
+    def _split_layers(self, module: TrainModule) -> str:
+        from trainer.strategies.fsdp.experts import find_experts, split_experts
         from trainer.strategies.fsdp.plan import (
             FirstStepErrors,
             apply_plan,
@@ -420,7 +425,7 @@ class FSDPStrategy(DistributedStrategy):
             self._loss_parallel = needs_loss_parallel(styles)
         self._experts = {name: one for name, one in experts.items() if is_here(one)}
         for one in self._experts.values():
-            divide_experts(one, self._mesh.experts)
+            split_experts(one, self._mesh.experts)
         return describe_plan(module, styles if layout.tensor > 1 else {}, self._experts)
 
     def _find_blocks(self, module: TrainModule) -> dict[str, nn.Module]:
@@ -529,17 +534,17 @@ class FSDPStrategy(DistributedStrategy):
     def _call_step(self, step: str, *args: Any) -> Any:
         self._refuse_replaced_parameters()
         training = step == "training_step"
-        is_between = training and self._keeps_gathered and bool(self._before) and not self._communicates
-        if training and not (self._keeps_gathered and self._before):
-            self._before = self._gathered_states()
+        is_between = training and self._keeps_gathered and bool(self._gathered_at_start) and not self._communicates
+        if training and not (self._keeps_gathered and self._gathered_at_start):
+            self._gathered_at_start = self._gathered_states()
         if self.pipeline is None:
             return self._call_wrapped(step, args)
         with without_hooks(self._hooks) if is_between and self._hooks else NULL_CONTEXT:
             outputs = self.pipeline.forward(
                 lambda: self._call_wrapped(step, args), step, self.device, self._communicates
             )
-        if step == "training_step" and not self._before:
-            self._before = self._gathered_states()
+        if step == "training_step" and not self._gathered_at_start:
+            self._gathered_at_start = self._gathered_states()
         return outputs
 
     def _gathered_states(self) -> list[tuple[Any, int, int]]:
@@ -553,8 +558,8 @@ class FSDPStrategy(DistributedStrategy):
                 if self._steps_by_hand and step == "training_step":
                     self._refuse_changes_within_step()
                     self.wrapped.reshard()
-                elif self._copies is None and not torch.is_grad_enabled():
-                    self._copies = [(parameter, parameter._version) for parameter in self._gathered()]
+                elif self._gathered_in_evaluation is None and not torch.is_grad_enabled():
+                    self._gathered_in_evaluation = [(parameter, parameter._version) for parameter in self._gathered()]
                 return outputs
             # Weights that are gathered in inference mode could not be used for training afterwards.
             with torch.inference_mode(False), torch.no_grad():
@@ -621,7 +626,9 @@ class FSDPStrategy(DistributedStrategy):
         A gathered parameter is a copy of the shards, and its values are lost when it is freed.
         """
         self._refuse_replaced_parameters()
-        changed = [p._module_info for p, *then in self._before if [*_state_of(vars(p)["_unsharded_param"])] != then]
+        changed = [
+            p._module_info for p, *then in self._gathered_at_start if [*_state_of(vars(p)["_unsharded_param"])] != then
+        ]
         if changed:
             within, hooks = "step", "on_train_step_end or on_train_batch_start"
             if self._keeps_gathered:
@@ -669,7 +676,7 @@ class FSDPStrategy(DistributedStrategy):
         self._refuse_replaced_parameters()
         if self.pipeline is not None:
             self.pipeline.flush()
-        copies, self._copies = self._copies or [], None
+        copies, self._gathered_in_evaluation = self._gathered_in_evaluation or [], None
         changed = [id(copy) for copy, version in copies if copy._version != version]
         if changed:
             names = [name for name, parameter in self.module.named_parameters() if id(parameter) in changed]
@@ -743,7 +750,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.pipeline is not None:
             with self._explaining.paused():
                 self.pipeline.end_window(self._backward_of)
-            self._before = []
+            self._gathered_at_start = []
         if self._compares_gradients:
             self._compare_gradients()
 
@@ -911,8 +918,8 @@ class FSDPStrategy(DistributedStrategy):
         return f"{self.name} ({self.sharding_strategy}{offload}{layout}; {units})"
 
 
-class Division(NamedTuple):
-    """The division of a module by an earlier run, for later runs, which may have another strategy object."""
+class AppliedSplit(NamedTuple):
+    """The split of a module by an earlier run, for later runs, which may have another strategy object."""
 
     layout: ModelSplit
     processes: int

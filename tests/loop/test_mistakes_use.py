@@ -141,7 +141,7 @@ def test_by_hand_what_the_trainer_does(does: Any, part: str) -> None:
 
 def test_an_epoch_without_a_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
     fit(by_hand(lambda self, loss: self.manual_backward(loss)))
-    assert "stepped no optimizer in a whole epoch: call self.optimizers().step()" in caplog.text
+    assert "stepped no optimizer in an epoch: call self.optimizers().step()" in caplog.text
 
 
 # -- hyperparameters ---------------------------------------------------------------------------------------------------

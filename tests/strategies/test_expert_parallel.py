@@ -43,7 +43,7 @@ def compute(experts: nn.Module, indices: torch.Tensor, seed: int) -> dict[str, t
 
 def divided() -> dict[str, Any]:
     """Compare experts that are divided along a dimension of the mesh with undivided ones, on each route."""
-    from trainer.strategies.fsdp.experts import divide_experts
+    from trainer.strategies.fsdp.experts import split_experts
 
     torch.manual_seed(0)
     undivided = Experts(EXPERTS)
@@ -55,7 +55,7 @@ def divided() -> dict[str, Any]:
             rank = dist.get_rank() if dimension == "expert" else 0
             of_all = [0, 1] if dimension == "expert" else [0]
             experts, expected = deepcopy(undivided), deepcopy(undivided)
-            divide_experts(experts, mesh)
+            split_experts(experts, mesh)
             ours = compute(experts, indices(rank), rank)
             theirs = [compute(expected, indices(one), one) for one in of_all][rank]
             for name, parameter in experts.named_parameters():

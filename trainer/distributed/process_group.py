@@ -101,7 +101,7 @@ class TorchProcessGroup(SingleProcess):
     _among_readers: dist.ProcessGroup | None = None
     """The processes that hold the same part of the model for the readers; None: all."""
 
-    def divide(self, reader_of: Sequence[int], reporters: Sequence[int], among_readers: dist.ProcessGroup) -> None:
+    def set_readers(self, reader_of: Sequence[int], reporters: Sequence[int], among_readers: dist.ProcessGroup) -> None:
         """Have groups of processes read as one.
 
         Args:

@@ -136,7 +136,7 @@ class ManualOptimization:
                 differ.
         """
         if self.steps == 0:
-            log.warning("training_step stepped no optimizer in a whole epoch: call self.optimizers().step() in it")
+            log.warning("training_step stepped no optimizer in an epoch: call self.optimizers().step() in it")
         self._check_calls(f"the end of epoch {self.run.progress.epoch}")
 
     def _check_calls(self, until: str) -> None:

@@ -100,7 +100,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
-    """Of the processes over which weights are sharded, those among which the experts of a mixture are split."""
+    """Processes over which the experts of a mixture are split, out of those over which weights are sharded."""
 
     @property
     def readers(self) -> int:
@@ -245,13 +245,13 @@ class _Unit:
 
     count: int
     elements: int
-    """Of one, on a process, when it is gathered."""
+    """Elements of a group on a process while it is gathered."""
     shard: int
-    """Of one, on the process that has most, when it is sharded."""
+    """Elements of the largest shard of a group."""
     sharing: int
-    """Processes over which it is sharded."""
+    """Processes over which a group is sharded."""
     is_around: bool = False
-    """True for what is in no block."""
+    """True for the parameters in no block."""
 
     @property
     def padding(self) -> int:

@@ -16,7 +16,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 """Options that get a row of their own, for every strategy that takes them."""
 
 
-DIVISIONS = ("tensor", "context", "pipeline", "expert")
+SPLITS = ("tensor", "context", "pipeline", "expert")
 """Ways to split one model over processes: the attributes of a strategy's `layout`."""
 
 
@@ -30,7 +30,7 @@ def layout_of(strategy: Strategy) -> StatePartitioning:
     sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh")
     reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
     parts = options.get("layout")
-    degrees = {} if parts is None else {name: getattr(parts, name) for name in DIVISIONS}
+    degrees = {} if parts is None else {name: getattr(parts, name) for name in SPLITS}
     return StatePartitioning(
         stage=options.get("stage", 3 if shards else 0),
         master_weights="master_weights" in options,
