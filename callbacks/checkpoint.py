@@ -22,7 +22,7 @@ from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
+from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, storage_of
 from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
@@ -47,6 +47,7 @@ STATE = {
     "last": (str, None),
     "saved_step": Integer(-1),
     "nonfinite?": [str],
+    "monitor?": [(str, None)],
 }
 
 
@@ -149,7 +150,7 @@ class ModelCheckpoint(Checkpoint):
             *_folder_problems(dirpath),
         ]
         raise_problems(problems, "ModelCheckpoint's arguments")
-        self.dirpath = None if dirpath is None else str(as_storage_path(dirpath))
+        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath))
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor
@@ -716,10 +717,15 @@ class ModelCheckpoint(Checkpoint):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
+    def _monitored(self) -> list[str | None]:
+        """Return the monitored name and the mode by which `kept` is to be read."""
+        return [self.monitor, None if self.monitor is None else self.mode]
+
     def state_dict(self) -> dict[str, Any]:
         # A resumed run tries again to delete what could not be deleted.
         kept = {**dict.fromkeys(self._undeleted), **self.kept}
-        state = {"kept": kept, "best": self.best, "last": self.last, "saved_step": self.saved_step}
+        state: dict[str, Any] = {"kept": kept, "best": self.best, "last": self.last, "saved_step": self.saved_step}
+        state["monitor"] = self._monitored()
         return {**state, "nonfinite": list(self.nonfinite)} if self.nonfinite else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -733,6 +739,14 @@ class ModelCheckpoint(Checkpoint):
             if not name or name.startswith(".") or "/" in name or "\0" in name:
                 raise CheckpointError(f"ModelCheckpoint: {name!r} is not the name of a checkpoint")
         self.saved_step = state["saved_step"]
+        if (monitored := state.get("monitor")) not in (None, self._monitored()):
+            log.warning(
+                "ModelCheckpoint: the former run chose checkpoints by monitor=%r, mode=%r, this run by monitor=%r, "
+                "mode=%r, and begins anew; the former run's checkpoints stay, and are not deleted later.",
+                *[*monitored, None, None][:2],
+                *self._monitored(),
+            )
+            state = {**state, "kept": {}, "best": None, "nonfinite": []}
         self._restored_best = state["best"], state["kept"].get(state["best"])
         self.kept = {name: value for name, value in state["kept"].items() if is_committed(self._in_folder(name))}
         self.last = state["last"] if state["last"] in self.kept else None

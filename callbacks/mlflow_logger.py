@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.arguments import local_path
+from trainer.arguments import kept_path
 from trainer.callback import Tracker
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
@@ -67,7 +67,7 @@ class MLFlowLogger(Tracker):
         self.run_name = run_name
         self._tracking_uri = tracking_uri
         self.tags = tags
-        self._folder = local_path("./mlruns" if save_dir is None else save_dir, "save_dir")
+        self._folder = kept_path("./mlruns" if save_dir is None else save_dir, "save_dir")
         self.log_model = log_model
         self.prefix = prefix
         self.artifact_location = artifact_location

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.callback import Callback
-from trainer.checkpoint.storage import as_storage_path
+from trainer.checkpoint.storage import as_storage_path, kept_storage_path
 from trainer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
             raise ConfigError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.")
-        self.dirpath = str(as_storage_path(dirpath, "dirpath"))
+        self.dirpath = str(kept_storage_path(dirpath, "dirpath"))
         self.filename = filename
 
     @property

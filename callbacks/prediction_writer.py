@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from trainer.arguments import PositiveInt, local_path, make_folder
+from trainer.arguments import PositiveInt, kept_path, local_path, make_folder
 from trainer.callback import Callback
 from trainer.checkpoint.disk import atomic_file, refuse_link
 from trainer.data.transfer import map_leaves
@@ -59,7 +59,7 @@ class PredictionWriter(Callback):
         format: Literal["safetensors", "jsonl"] = "safetensors",
         max_shard_size: PositiveInt = 64 * 2**20,
     ) -> None:
-        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath")
+        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
         self.write_interval = write_interval
         self.format = format
         self.max_shard_size = max_shard_size

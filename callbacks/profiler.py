@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.arguments import check_clock, local_path, make_folder
+from trainer.arguments import check_clock, kept_path, make_folder
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.profiling import DATA
 
@@ -63,7 +63,7 @@ class SimpleProfiler(Profiler):
         self.calls: dict[str, int] = {}
         """Number of times each part was entered."""
         self.synchronize = synchronize
-        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath")
+        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
         self.filename = filename
         self._clock = clock
         self._running = False

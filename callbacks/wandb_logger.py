@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
-from trainer.arguments import local_path, make_folder
+from trainer.arguments import kept_path, make_folder
 from trainer.callback import Tracker
 from trainer.errors import ConfigError, MissingPackageError, did_you_mean, shown
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
@@ -79,7 +79,7 @@ class WandbLogger(Tracker):
         if experiment is not None and not hasattr(experiment, "define_metric"):
             raise ConfigError(f"WandbLogger(experiment={shown(experiment)}): give the run that wandb.init returned.")
         folders = {"save_dir": save_dir, "dir": dir}
-        self._save_dir = next((local_path(path, name) for name, path in folders.items() if path is not None), None)
+        self._save_dir = next((kept_path(path, name) for name, path in folders.items() if path is not None), None)
         self.given_run_id = id if id is not None else version
         self.project = project
         self.offline = offline

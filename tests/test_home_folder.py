@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.examples import restored_imports
 from tests.helpers.toy import Toy, loader, quiet
-from trainer import ConfigError
+from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.arguments import local_path
 from trainer.callbacks import (
     CSVLogger,
@@ -21,12 +21,13 @@ from trainer.callbacks import (
     LambdaCallback,
     ModelCheckpoint,
     PredictionWriter,
+    SimpleProfiler,
     TensorBoardLogger,
     TorchProfiler,
 )
 from trainer.callbacks.prediction_writer import read_predictions
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.format import read_checkpoint, read_metadata
 from trainer.checkpoint.storage import as_storage_path
 from trainer.cli.main import main
 from trainer.strategies.deepspeed.config import read_config
@@ -163,6 +164,66 @@ def test_what_is_read_from_it_is_in_the_home_folder(path_of: str, home: Path) ->
     assert not [path for path in Path.cwd().iterdir() if path.name.startswith("~")]
     if path_of == "checkpoint export":
         assert (home / "weights.safetensors").is_file()
+
+
+class Leave(Callback):
+    """Change the working directory when a stage begins, as some libraries do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        os.chdir(self.folder)
+
+
+@pytest.mark.parametrize("where", ["in a hook", "after the constructors"])
+def test_relative_paths_stay_where_they_were_given(where: str, home: Path) -> None:
+    """The constructors run in `working`, the rest in an empty folder."""
+    empty, working = Path.cwd(), home / "working"
+    working.mkdir()
+
+    def trainer(steps: int) -> Trainer:
+        os.chdir(working)
+        callbacks = [
+            *([Leave(empty)] if where == "in a hook" else []),
+            ModelCheckpoint("ck", every_n_train_steps=1),
+            ModelCheckpoint(every_n_train_steps=1),
+            TorchProfiler(dirpath="traces", wait=0, warmup=1),
+            PredictionWriter("predicted"),
+        ]
+        logger = [CSVLogger(), CSVLogger("csv"), JSONLLogger("jsonl"), TensorBoardLogger("events")]
+        made = quiet(
+            max_steps=steps,
+            callbacks=callbacks,
+            logger=logger,
+            profiler=SimpleProfiler(dirpath="times"),
+            default_root_dir="runs",
+            enable_checkpointing=True,
+        )
+        if where == "after the constructors":
+            os.chdir(empty)
+        return made
+
+    first = trainer(2)
+    first.fit(Toy(), loader(4), loader(1))
+    first.validate(Toy(), loader(1), ckpt_path="last")
+    first.predict(Toy(), loader(1))
+    second = trainer(3)
+    second.fit(Toy(), loader(4), loader(1), ckpt_path="last")
+    assert second.run_dir == first.run_dir == working / "runs" / "version_0"
+    assert {path.name for path in (working / "ck").iterdir()} == {"last.json", "epoch=0-step=3"}
+    assert (working / "runs" / "version_0" / "checkpoints" / "epoch=0-step=3").is_dir()
+    written = {"ck", "csv", "events", "jsonl", "predicted", "runs", "times", "traces"}
+    assert {path.name for path in working.iterdir()} == written
+    assert list(empty.iterdir()) == []
+    # What a checkpoint keeps of it is relative, so that a project can be moved.
+    assert read_metadata(working / "ck" / "epoch=0-step=3")["run_dir"] == "runs/version_0"
+    moved = working.rename(home / "moved")
+    working.mkdir()
+    os.chdir(moved)
+    again = quiet(max_steps=4, callbacks=ModelCheckpoint("ck"), default_root_dir="runs", enable_checkpointing=True)
+    again.fit(Toy(), loader(4), loader(1), ckpt_path="last")
+    assert again.run_dir == moved / "runs" / "version_0"
 
 
 def test_predictions_are_read_from_it(home: Path) -> None:

@@ -412,6 +412,15 @@ def local_path(path: str | Path, argument: str = "") -> Path:
     return Path(expanded).absolute() if str(Path(expanded)).startswith("~") else Path(expanded)
 
 
+def kept_path(path: str | Path, argument: str = "") -> Path:
+    """Return `local_path` as an absolute path, which stays the same when the program changes its working directory."""
+    found = local_path(path, argument)
+    try:
+        return found.absolute()
+    except FileNotFoundError:  # the working directory was deleted: writing there is an error with words of its own
+        return found
+
+
 def make_folder(folder: Path, argument: str) -> None:
     """Make a folder and those above it; `argument`: the one that names it.
 

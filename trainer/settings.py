@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.arguments import local_path
+from trainer.arguments import kept_path, local_path
 from trainer.compat.answers import is_default
 from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.errors import ConfigError, did_you_mean
@@ -203,10 +204,10 @@ class Settings:
         """Return the epochs before which a stop is deferred; with `min_steps` alone 1, as in Lightning."""
         return int(self.min_steps is not None) if self.min_epochs is None else self.min_epochs
 
-    @property
+    @cached_property
     def root(self) -> Path:
-        """Return `default_root_dir` as a path of this machine."""
-        return local_path(self.default_root_dir)
+        """Return `default_root_dir` as an absolute path, which stays that of the first call."""
+        return kept_path(self.default_root_dir)
 
     @property
     def latest_end(self) -> datetime | None:

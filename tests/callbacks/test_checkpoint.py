@@ -292,6 +292,32 @@ def test_what_is_kept_is_known_after_a_resume(tmp_path: Path) -> None:
     assert third.best_model_score == 0.2
 
 
+@pytest.mark.parametrize("other", [{"monitor": "val_gap", "mode": "min"}, {"monitor": "val_loss", "mode": "max"}, {}])
+def test_values_of_another_monitor_are_not_compared(
+    other: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Both(Scored):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("val_gap", 0.25)
+
+    def go_on(epochs: int, **options: Any) -> ModelCheckpoint:
+        checkpoint = ModelCheckpoint(filename="{epoch}", **options)
+        fit(checkpoint, Both(VALUES), max_epochs=epochs, default_root_dir=tmp_path, ckpt_path="last")
+        return checkpoint
+
+    folder = tmp_path / "version_0" / "checkpoints"
+    assert go_on(3, monitor="val_loss", mode="min").best == "epoch=1"
+    caplog.clear()
+    later = go_on(5, **other)
+    assert caplog.text.count("chose checkpoints by monitor='val_loss', mode='min', this run by") == 1
+    expected = {"epoch=3": 0.25} if other.get("mode") == "min" else {"epoch=4": VALUES[4]}
+    if other:
+        assert {name: value for name, value in later.kept.items() if name == later.best} == expected
+    assert there(folder)[:2] == ["epoch=1", "epoch=2"]
+    assert pointers(folder) == ["epoch=4", later.best if other else "epoch=1"]
+
+
 def test_what_a_dying_process_could_not_delete_goes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(directory: CheckpointDirectory, name: str) -> None:
         raise KeyboardInterrupt

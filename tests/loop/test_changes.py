@@ -30,7 +30,7 @@ from tests.helpers.drawn_values import raising
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
 from trainer import ConfigError, TrainModule
-from trainer.callbacks import ModelCheckpoint
+from trainer.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
 from trainer.loop import changes_since_checkpoint, setup
 
 
@@ -69,6 +69,7 @@ def fit(folder: Path, steps: int, loader: Any, module: Any = None, **options: An
     """Train on; return the steps."""
     call = {name: options.pop(name) for name in ("ckpt_path", "allow_changes") if name in options}
     checkpoints: Any = [
+        *options.pop("add", []),
         ModelCheckpoint(every_n_train_steps=1, dirpath=folder, save_top_k=-1, filename="{step}"),
         ModelCheckpoint(every_n_epochs=1, dirpath=folder, save_top_k=-1, filename="{epoch}"),
     ]
@@ -109,7 +110,7 @@ def test_other_data_are_refused_within_an_epoch_and_reported_at_its_end(
     case: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, lines = LOADERS[case]
-    with pytest.raises(ConfigError, match=r"in the middle of an epoch \(after batch 8 of epoch 0\)") as error:
+    with pytest.raises(ConfigError, match=r"before the end of an epoch \(after batch 8 of epoch 0\)") as error:
         fit(tmp_path, 22, make(), ckpt_path=written / "step=8")
     for line in lines:
         assert error.match(line)
@@ -134,7 +135,7 @@ def test_another_order_is_reported_when_all_of_an_epoch_is_used(
 
 def test_another_seed_is_another_order(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = {"seed": 7}
-    with pytest.raises(ConfigError, match="in the middle of an epoch") as error:
+    with pytest.raises(ConfigError, match="before the end of an epoch") as error:
         fit(tmp_path, 10, DataLoader(data(), 4, shuffle=True), ckpt_path=written / "step=8", **other)
     assert re.search(r"seed: \d+ then, 7 now\nGive the same data, .*allow_changes=\['seed'\]", str(error.value))
     with caplog.at_level(logging.WARNING, "trainer"):
@@ -181,7 +182,7 @@ def test_globals_that_samplers_and_schedules_read_are_compared(
         go_on(4, ckpt_path=tmp_path / "step=3")
     assert "schedulers: LambdaLR, global FACTOR in lr_lambdas: 0.9 then, 0.5 now\n" in caplog.text
     monkeypatch.setattr(f"{__name__}.STRIDE", 3)
-    with pytest.raises(ConfigError, match="in the middle of an epoch") as error:
+    with pytest.raises(ConfigError, match="before the end of an epoch") as error:
         go_on(5, ckpt_path=tmp_path / "step=3")
     assert "sampler: global STRIDE: 1 then, 3 now" in str(error.value)
 
@@ -222,6 +223,61 @@ def test_other_changes_are_reported_in_one_message(
     assert text.count("was written:") == 1
     assert f"fit(..., allow_changes=['{name}']) silences this warning" in text
     assert resume(allow_changes=[name]) == ""
+
+
+class Pad:
+    def __init__(self, to: int) -> None:
+        self.to = to
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return torch.utils.data.default_collate(samples)
+
+
+def ema(decay: float) -> Any:
+    return EMAWeightAveraging(decay=decay)
+
+
+def stopping(patience: int) -> Any:
+    return EarlyStopping("loss", patience=patience, strict=False)
+
+
+def accumulating(window: int) -> Any:
+    return GradientAccumulationScheduler({8: window})
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "line"),
+    [
+        ({"add": ema(0.9)}, {"add": ema(0.8)}, "callbacks: EMAWeightAveraging.decay: 0.9 then, 0.8 now"),
+        ({"add": stopping(3)}, {"add": stopping(4)}, "callbacks: EarlyStopping.patience: 3 then, 4 now"),
+        ({"add": accumulating(2)}, {}, "settings: schedule of accumulation: [{8: 2}] then, [] now"),
+        ({}, {"gradient_clip_val": 0.5}, "settings: gradient_clip_val: None then, 0.5 now"),
+        ({"collate_fn": Pad(3)}, {"collate_fn": Pad(4)}, "collate_fn: Pad "),
+        ({}, {"collate_fn": lambda samples: Pad(1)(samples)}, "collate_fn: default_collate "),
+        ({}, {"values": 1.0}, "contents: TensorDataset.tensors: 2 lists "),
+    ],
+    ids=["average", "stopping", "accumulation", "clipping", "collate", "default collate", "contents"],
+)
+def test_other_callbacks_collate_functions_and_contents_are_reported(
+    then: Any, now: Any, line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(steps: int, case: dict[str, Any], **more: Any) -> str:
+        options = {"add": None, "collate_fn": None, "values": 0.0} | case
+        added, collate, values = (options.pop(name) for name in ("add", "collate_fn", "values"))
+        samples = TensorDataset(torch.full((64, 4), values), torch.zeros(64, 1))
+        loader = DataLoader(samples, 4, shuffle=True, collate_fn=collate)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "trainer"):
+            fit(tmp_path, steps, loader, add=[] if added is None else [added], **options, **more)
+        return caplog.text
+
+    train(2, then)
+    begin = {"ckpt_path": tmp_path / "step=2"}
+    assert train(3, then, **begin) == ""
+    text = train(3, now, **begin)
+    assert line in text
+    assert (text.count(" then, "), text.count("was written:")) == (1, 1)
+    assert train(3, now, allow_changes=[line.split(":")[0]], **begin) == ""
 
 
 class Typed(Net):
@@ -411,7 +467,7 @@ def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
     with caplog.at_level(logging.WARNING, "trainer"):
         fit(tmp_path, 4, loader_of(kind, False), ckpt_path=tmp_path / "step=3")
     assert caplog.text == ""
-    with pytest.raises(ConfigError, match="in the middle of an epoch") as error:
+    with pytest.raises(ConfigError, match="before the end of an epoch") as error:
         fit(tmp_path, 5, loader_of(kind, True), ckpt_path=tmp_path / "step=3")
     assert message in str(error.value)
 

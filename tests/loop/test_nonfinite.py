@@ -123,10 +123,23 @@ class SetInfinite(Callback):
             elif self.what == "average":
                 first = next(iter(trainer.optimizers[0].state.values()))["momentum_buffer"]
                 first.view(-1)[0] = math.inf
+            elif self.what == "schedule":
+                trainer.lr_scheduler_configs[0].scheduler.memory = math.nan
             elif self.what == "option":
                 trainer.optimizers[0].param_groups[0]["weight_decay"] = math.nan
             else:
                 next(module.parameters()).view(-1)[0] = -math.inf
+
+
+class Remembering(torch.optim.lr_scheduler.LRScheduler):
+    """A constant rate, with numbers that later rates could depend on; one is infinite from the start."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.memory, self.best = 0.0, math.inf
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 class WithMomentum(Toy):
@@ -135,7 +148,8 @@ class WithMomentum(Toy):
         self.register_buffer("seen", torch.zeros(2))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [Remembering(optimizer)]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +159,7 @@ class WithMomentum(Toy):
         ("average", "optimizers.0.state.layer.weight.momentum_buffer"),
         ("weight", "model.layer.weight"),
         ("option", "optimizers.0.param_groups.0.weight_decay"),
+        ("schedule", "schedulers.0.memory"),
     ],
 )
 def test_each_part_of_the_state_is_looked_at(what: str, name: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
-from trainer.arguments import local_path
+from trainer.arguments import kept_path, local_path
 from trainer.checkpoint.checksums import new_digest
 from trainer.checkpoint.disk import FileEntry, LocalStorage, ReadError, read_failure
 from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
@@ -47,6 +47,12 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
         return Path(url["rest"])
     check_url(str(path))
     return RemotePath(str(path).rstrip("/"))
+
+
+def kept_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
+    """Return `as_storage_path`, on this machine as `kept_path`."""
+    found = as_storage_path(path, argument)
+    return kept_path(found) if isinstance(found, Path) else found
 
 
 class Storage(Protocol[PathT]):

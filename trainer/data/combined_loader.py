@@ -179,6 +179,18 @@ class CombinedBatches(BatchLoader):
             "loader": f"combined, {self.mode}"
         }
 
+    def numbers(self) -> dict[str, dict[str, str]]:
+        each = [part.numbers() for part in self.parts]
+        names = dict.fromkeys(name for one in each for name in one)
+        return {
+            name: {
+                f"loader {number}, {fact}": text
+                for number, one in enumerate(each)
+                for fact, text in one.get(name, {}).items()
+            }
+            for name in names
+        }
+
     def state_dict(self) -> dict[str, Any]:
         return {"loaders": [part.state_dict() for part in self.parts], "lengths": list(self._lengths)}
 

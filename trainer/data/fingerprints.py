@@ -105,7 +105,7 @@ def _columns(value: Any, length: int) -> list[Any]:
     """Return the tensors, arrays and lists with an entry for each sample: the value, or those in it."""
     several = [*value.values()] if type(value) is dict else value if type(value) in (list, tuple) else []
     if type(value) in (list, tuple) and len(value) == length:
-        return [value]
+        return [] if any(one is None for one in value) else [value]  # a cache that is not full yet
     known = (torch.Tensor, np.ndarray)
     return [
         one for one in [value, *several[:_MOST_ITEMS]] if isinstance(one, known) and one.ndim and len(one) == length
@@ -297,6 +297,12 @@ def function_fingerprint(function: Any) -> str | None:
         return None
     found = [_computed(function, _DEPTH), sorted(globals_fingerprints(functions_of(function)).items())]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:8]
+
+
+def describe_function(function: Any) -> str:
+    """Return the name of a function, partial or callable object, with its fingerprint."""
+    named = getattr(function, "func", function)
+    return f"{getattr(named, '__qualname__', type(named).__qualname__)} ({function_fingerprint(function)})"
 
 
 def _computed(value: Any, depth: int) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import defines
+from trainer.data.fingerprints import describe_function
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sampler_state import OwnGenerator, own_generators
 from trainer.errors import ConfigError, restoring
@@ -111,6 +112,11 @@ class IterableLoader(BatchLoader):
             known["batch_size"] = f"{self._loader.batch_size} on each process"
             known["drop_last"] = str(self._loader.drop_last)
         return {"loader": self._kind().removeprefix("the "), **known}
+
+    def numbers(self) -> dict[str, dict[str, str]]:
+        if not isinstance(self._loader, DataLoader):
+            return {}
+        return {"collate_fn": {"": describe_function(self._loader.collate_fn)}}
 
     def state_dict(self) -> dict[str, Any]:
         if self._keeper is None:

@@ -12,7 +12,13 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer.data.batch_sampler import DistributedBatchSampler
-from trainer.data.fingerprints import contents_fingerprints, indices_fingerprint, name_of, samples_fingerprints
+from trainer.data.fingerprints import (
+    contents_fingerprints,
+    describe_function,
+    indices_fingerprint,
+    name_of,
+    samples_fingerprints,
+)
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.micro_batches import parts_of
 from trainer.data.sampler_check import order_of, resumes_exactly
@@ -139,7 +145,8 @@ class ShardedDataLoader(BatchLoader):
         indices = indices_fingerprint(self._dataset)
         sampler_facts = {**self.sampler.numbers(), **self.sampler.globals()}
         dataset_facts = samples_fingerprints(self._dataset) | ({} if indices is None else {"indices": indices})
-        return {"sampler": sampler_facts, "dataset": dataset_facts}
+        of_samples = {"contents": self.contents(), "collate_fn": {"": describe_function(self._collate)}}
+        return {"sampler": sampler_facts, "dataset": dataset_facts, **of_samples}
 
     def identity(self, world_size: int) -> dict[str, str]:
         sampler, dataset = self.sampler, self._dataset

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from trainer import __version__
 from trainer.arguments import local_path
+from trainer.callback import Callback
 from trainer.data.fingerprints import function_fingerprint, name_of
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
@@ -138,18 +139,23 @@ def _settings(run: Run) -> Iterator[tuple[str, object]]:
             yield f"{type(config.strategy).__name__}, content of {name}", content
     needed = [callback for callback in run.callbacks if callback.agree_on is not None]
     yield "callbacks", [type(callback) for callback in needed]
-    for where, callback in _named(needed):
-        for name in callback.agree_on or ():
-            value = getattr(callback, name)
-            yield f"{where}.{name}", value
-            if (computed := function_fingerprint(value)) is not None:
-                yield f"{where}.{name}, fingerprint of its code and values", computed
+    for name, value in options_of(needed):
+        yield name, value
+        if (computed := function_fingerprint(value)) is not None:
+            yield f"{name}, fingerprint of its code and values", computed
     for where, callback in _named(run.checkpoint_callbacks if config.strategy.shards_state else ()):
         # All processes write into it, so it has to be one folder, and its path is compared.
         yield f"{where}.dirpath", None if callback.dirpath is None else f"folder {callback.dirpath}"
     yield "torch", torch.__version__
     yield "python", ".".join(map(str, sys.version_info[:2]))
     yield "this package", __version__
+
+
+def options_of(callbacks: Iterable[Callback]) -> Iterator[tuple[str, object]]:
+    """Yield the options in `agree_on` of callbacks, by names such as "EarlyStopping.patience"."""
+    for where, callback in _named(callbacks):
+        for name in callback.agree_on or ():
+            yield f"{where}.{name}", getattr(callback, name)
 
 
 def _json_content(value: object) -> Any:

@@ -13,11 +13,12 @@ import torch
 from torch.optim import Optimizer
 
 from trainer import __version__
+from trainer.callback import AccumulationSchedule
 from trainer.data.fingerprints import functions_of, globals_fingerprints, is_plain, read_values_fingerprints
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler_state import attributes
 from trainer.errors import ConfigError, did_you_mean, first_of, shown
-from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
+from trainer.loop.agreement_at_start import describe_layer, optimizer_facts, options_of
 from trainer.loop.compare_ranks import as_text
 from trainer.loop.run import Run
 from trainer.module import TrainModule
@@ -33,11 +34,14 @@ CHANGES = {
     "shuffle": "the order of the samples",
     "batch_size": "the samples of a batch, over all processes",
     "drop_last": "what happens to the last, shorter batch",
+    "contents": "samples that the training dataset keeps in memory",
+    "collate_fn": "the function that makes a batch of samples",
     "seed": "the Trainer's seed",
     "optimizers": "the optimizers' options",
     "schedulers": "the schedulers' options",
     "module": "the layers, which parameters are frozen, and the dtypes of parameters and buffers",
     "settings": "arguments of the Trainer that change a step",
+    "callbacks": "the options of callbacks",
     "versions": "torch, Python and this package",
 }
 """The names that `fit(..., allow_changes=[...])` takes, with their meaning."""
@@ -45,7 +49,7 @@ CHANGES = {
 _BREAK_AN_EPOCH = ("dataset", "loader", "sampler", "shuffle")
 """Changes that give the rest of an epoch other samples than those that are still unused."""
 
-_OF_LOADERS = (*_BREAK_AN_EPOCH, "batch_size", "drop_last")
+_OF_LOADERS = (*_BREAK_AN_EPOCH, "batch_size", "drop_last", "contents", "collate_fn")
 
 _SETTINGS = (
     "accumulate_grad_batches",
@@ -121,6 +125,14 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
         "settings": {
             **{name: as_text(getattr(run.settings, name)) for name in _SETTINGS},
             "precision": run.strategy.precision.name,
+            "schedule of accumulation": as_text(
+                [c.scheduling for c in run.callbacks if isinstance(c, AccumulationSchedule)]
+            ),
+        },
+        # ModelCheckpoint keeps what it has to compare in its own state.
+        "callbacks": {
+            name: as_text(value)
+            for name, value in options_of(one for one in run.callbacks if one not in run.checkpoint_callbacks)
         },
         "versions": {
             "torch": str(torch.__version__),
@@ -143,8 +155,9 @@ def _facts_of_functions(functions: list[Any], option: str) -> dict[str, str]:
 
 
 def _facts_of_data(loader: BatchLoader, readers: int) -> Facts:
+    described = {name: {"": words} for name, words in loader.identity(readers).items()}
     numbers = loader.numbers()
-    return {name: {"": words, **numbers.get(name, {})} for name, words in loader.identity(readers).items()}
+    return {name: described.get(name, {}) | numbers.get(name, {}) for name in {**described, **numbers}}
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -184,10 +197,11 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         shown = "\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])])
         if broken:
             problem = (
-                f"this run differs from the one that wrote {run.resumed_from}, in the middle of an epoch (after batch "
+                f"this run differs from the one that wrote {run.resumed_from}, before the end of an epoch (after batch "
                 f"{run.progress.batch} of epoch {run.progress.epoch}), so that samples would be used twice in it, or "
-                f"not at all:\n  {shown}\nGive the same data, or resume from the end of an epoch. To continue "
-                f"anyway: fit(..., allow_changes={broken}), or in a configuration allow_changes: [{', '.join(broken)}]."
+                f"not at all:\n  {shown}\nGive the same data, or resume from a checkpoint written at the end of an "
+                f"epoch. To continue anyway: fit(..., allow_changes={broken}), or in a configuration allow_changes: "
+                f"[{', '.join(broken)}]."
             )
         elif kinds := _replaced_schedulers(changed, now, saved):
             problem = (
@@ -224,7 +238,9 @@ def _changed(now: Mapping[str, Mapping[str, str]], saved: Mapping[str, Any], sam
         if not isinstance(before, dict) or (not same_size and name in _OF_LOADERS and _is_per_process(before, here)):
             continue
         facts: Collection[str] = {**before, **here}
-        if name in (*_OF_LOADERS, "settings"):
+        if name == "collate_fn" and saved.get("versions") != now.get("versions"):
+            continue  # a fingerprint of code depends on Python and on what it calls
+        if name in (*_OF_LOADERS, "settings", "callbacks"):
             # A fact that only one of them has was restored, or is missing in checkpoints of earlier versions.
             facts = [
                 fact for fact in facts if fact in before and fact in here and (same_size or not _is_number(name, fact))

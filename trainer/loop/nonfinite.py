@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,16 +54,17 @@ class NonFiniteMonitor:
         self._state: StateMonitor | None = None
         self._averages: Callable[[], Mapping[str, Any]] = dict
 
-    def begin_training(self, optimizers: list[Optimizer], saves: bool) -> None:
+    def begin_training(self, optimizers: list[Optimizer], schedulers: list[dict[str, Any]], saves: bool) -> None:
         """Check the weights with which training begins. Call this when they are restored.
 
         Args:
             optimizers: those whose states were restored.
+            schedulers: their states.
             saves: the training may write checkpoints.
         """
         self._first_step = self._progress.step
         if saves:
-            self._state = StateMonitor(self._module, self._strategy, optimizers)
+            self._state = StateMonitor(self._module, self._strategy, optimizers, schedulers)
 
     def check_values(self, optimizers: list[Optimizer], updated: bool) -> None:
         """Check losses, loss scale and learning rates, and once the gradients. Call this after values were read.
@@ -175,8 +176,8 @@ class NonFiniteMonitor:
 
 
 class StateMonitor:
-    """Finds tensors of weights, optimizers and callbacks, and options of optimizers, that are not finite, except
-    those that were not finite when training began.
+    """Finds tensors of weights, optimizers and callbacks, and numbers of optimizers and schedulers, that are not
+    finite, except those that were not finite when training began.
 
     Also excepted is a buffer that is registered while training, such as a mask of -inf made in the first forward. In
     the excepted tensors further NaNs are reported, but not further infinities, because masks may grow.
@@ -184,11 +185,18 @@ class StateMonitor:
     Args:
         module, strategy: of the run.
         optimizers: those whose states come from a checkpoint.
+        schedulers: their states; a plateau's best value is infinite at the start.
     """
 
-    def __init__(self, module: TrainModule, strategy: Strategy, optimizers: list[Optimizer]) -> None:
+    def __init__(
+        self,
+        module: TrainModule,
+        strategy: Strategy,
+        optimizers: list[Optimizer],
+        schedulers: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self._module, self._strategy = module, strategy
-        state: dict[str, Any] = {"model": strategy.module_state()}
+        state: dict[str, Any] = {"model": strategy.module_state(), "schedulers": schedulers}
         self._known = {name for name, _ in self._own(state)}
         state["optimizers"] = [strategy.optimizer_state(optimizer) for optimizer in optimizers]
         tensors = dict(self._own(state))
@@ -202,7 +210,7 @@ class StateMonitor:
         """Return the names of the tensors that are not finite on some process, at most 20 per process. Collective.
 
         Args:
-            state: with the entries "model", "optimizers", "callbacks" and "average".
+            state: with the entries "model", "optimizers", "schedulers", "callbacks" and "average".
         """
         tensors = dict(self._own(state))
         wrong = not_finite(iter(tensors.items()))
@@ -223,6 +231,7 @@ class StateMonitor:
     def _own(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, by name, that this process writes into a checkpoint."""
         others = not self._strategy.processes.is_global_zero
-        for key in ("model", "optimizers", "callbacks", "average"):
+        for key in ("model", "optimizers", "schedulers", "callbacks", "average"):
             # A NaN in an option of an optimizer, such as its learning rate, makes the weights NaN.
-            yield from floating_tensors(state.get(key), key, shards_only=others, numbers=key == "optimizers")
+            numbers = key in ("optimizers", "schedulers")
+            yield from floating_tensors(state.get(key), key, shards_only=others, numbers=numbers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from trainer.arguments import describe_annotation, fits, hints_of, raise_if_raising
+from trainer.arguments import describe_annotation, fits, hints_of, local_path, raise_if_raising
 from trainer.callback import (
     DEFAULT_CALLBACKS,
     PROFILERS,
@@ -206,7 +206,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
             )
         num_nodes = environment.num_nodes
         problems += sharing_problems(device_type, devices, environment.source)
-        if environment.source == "Ray Train" and not settings.root.is_absolute():
+        if environment.source == "Ray Train" and not local_path(settings.default_root_dir).is_absolute():
             problems.append(
                 f"default_root_dir={str(settings.default_root_dir)!r} is relative, and each worker of Ray has a folder "
                 "of its own, which is lost with its machine: give an absolute one that all machines see."

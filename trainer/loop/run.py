@@ -321,7 +321,8 @@ class Run:
     def watch_numbers(self) -> None:
         """Check from now on that losses, weights and states are finite."""
         saves = self.stage == "fit" and not self.settings.fast_dev_run
-        self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], saves)
+        schedulers = [config.scheduler.state_dict() for config in self.scheduler_configs]
+        self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], schedulers, saves)
 
     def skip_needless_calls(self) -> None:
         """Find the calls that would do nothing in each step, so that the loop leaves them out."""

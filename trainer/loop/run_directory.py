@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.arguments import local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory
 from trainer.checkpoint.manifest import is_committed, read_manifest
@@ -84,7 +85,7 @@ def find_after_restart(run: Run, former: str) -> StoragePath | None:
         except CheckpointError:
             continue
         # A dirpath may contain checkpoints of older runs.
-        if saved_run_dir(found) == former:
+        if _absolute(saved_run_dir(found) or "", run.settings) == Path(former):
             return _newest_of_run(run, found)
     return None
 
@@ -115,7 +116,7 @@ def _newest_of_run(run: Run, found: StoragePath) -> StoragePath:
     run_dir = saved_run_dir(found)
     folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
     candidates = [found]
-    for folder in dict.fromkeys([*folders, Path(str(run_dir)) / CHECKPOINTS]):
+    for folder in dict.fromkeys([*folders, _absolute(str(run_dir), run.settings) / CHECKPOINTS]):
         other = CheckpointDirectory(folder).pointer("last") if folder != found.parent else None
         if other is not None and saved_run_dir(other) == run_dir:
             candidates.append(other)
@@ -151,10 +152,10 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     Raises:
         ConfigError: no directory can be made below `default_root_dir`.
     """
-    root = run.settings.root
+    root, given = run.settings.root, run.settings.default_root_dir
     goes_on = checkpoint is not None and (ckpt_path == "last" or run.stage != "fit")
-    if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint, root)) is not None:
-        elsewhere = root != Path(Settings.default_root_dir) and root.resolve() != known.parent.resolve()
+    if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint, run.settings)) is not None:
+        elsewhere = str(given) != Settings.default_root_dir and root.resolve() != known.parent.resolve()
         if run.stage == "fit" or not elsewhere:
             return known
     if run.session.has_fit and run.stage != "fit":
@@ -170,7 +171,7 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
         return _make_version(root, number)
     except OSError as error:
         raise ConfigError(
-            f"default_root_dir={str(root)!r}: no run directory can be made there ({error.strerror}). "
+            f"default_root_dir={str(given)!r}: no run directory can be made there ({error.strerror}). "
             "Give a folder that can be written."
         ) from None
 
@@ -228,8 +229,8 @@ def _is_left_empty(folder: Path) -> bool:
         return False
 
 
-def _run_dir_of(checkpoint: StoragePath, root: Path) -> Path | None:
-    """Return the run directory of the run that wrote `checkpoint`; None if it is not below `root`.
+def _run_dir_of(checkpoint: StoragePath, settings: Settings) -> Path | None:
+    """Return the run directory of the run that wrote `checkpoint`; None if it is not below `default_root_dir`.
 
     A checkpoint may come from a stranger, so its content must not decide where files are written.
     """
@@ -237,11 +238,17 @@ def _run_dir_of(checkpoint: StoragePath, root: Path) -> Path | None:
         return checkpoint.parent.parent
     named = saved_run_dir(checkpoint) or ""
     try:
-        path = Path(named)
-        inside = path.parent.resolve() == root.resolve()
+        path = _absolute(named, settings)
+        inside = path.parent.resolve() == settings.root.resolve()
         return path if inside and path in versions(path.parent) and path.is_dir() else None
     except (OSError, ValueError):  # no path of this machine
         return None
+
+
+def _absolute(named: str, settings: Settings) -> Path:
+    """Return the path of a run directory that a checkpoint names, see `name_of_run_dir`."""
+    path = Path(named)
+    return settings.root / path.name if path.parent == local_path(settings.default_root_dir) else path.absolute()
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from trainer.arguments import kept_path
 from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.pretrained import open_weights, weights_for
-from trainer.checkpoint.storage import StoragePath, as_storage_path
+from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
@@ -193,7 +194,8 @@ def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tu
     else:
         ckpt_path = ckpt_path or ("last" if record is not None and was_requeued() else None)
         path = find_checkpoint(run, ckpt_path)
-    run_dir = choose_run_dir(run, ckpt_path, path)
+    path = None if path is None else kept_storage_path(path)
+    run_dir = kept_path(choose_run_dir(run, ckpt_path, path))
     if record is not None:
         record.remember(str(run_dir))
     return path, run_dir

@@ -8,11 +8,13 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from trainer.arguments import local_path
 from trainer.callback import AddsGroups, Callback, Checkpoint
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
@@ -37,6 +39,7 @@ from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
 from trainer.optimizers import SchedulerConfig
 from trainer.seed import global_seed, rng_state
+from trainer.settings import Settings
 from trainer.strategy import synchronize_buffers
 
 log = logging.getLogger("trainer")
@@ -99,7 +102,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "processing": run.processing_files(),
         "config": run.session.config_text,
         "seed": run.session.seed,
-        "run_dir": str(run.session.run_dir),
+        "run_dir": name_of_run_dir(run.session.run_dir, run.settings),
         "world_size": strategy.processes.world_size,
         "reader_of": list(strategy.processes.reader_of),
         "reporters": list(strategy.processes.reporters),
@@ -438,7 +441,8 @@ def save_state(
         callbacks = {
             key: c.state_dict() for key, c in callbacks_by_state_key(run.callbacks).items() if id(c) not in writing
         }
-        looked_at = {**tensors, "callbacks": callbacks}
+        schedulers = [config.scheduler.state_dict() for config in run.scheduler_configs]
+        looked_at = {**tensors, "schedulers": schedulers, "callbacks": callbacks}
         nonfinite = run.nonfinite.check_state(looked_at, reported=callable(info))
         about: dict[str, Any] = {"step": run.progress.step, "epoch": run.progress.epoch, "captured": time.time_ns()}
         about |= info(nonfinite) if callable(info) else info
@@ -463,6 +467,15 @@ def save_state(
     for problem in problems:
         if problem is not None:
             raise problem
+
+
+def name_of_run_dir(run_dir: Path, settings: Settings) -> str:
+    """Return the path of a run directory for checkpoints: in a relative `default_root_dir` it is relative.
+
+    So a project and its checkpoints can be moved together.
+    """
+    inside = run_dir.parent == settings.root
+    return str(local_path(settings.default_root_dir) / run_dir.name if inside else run_dir)
 
 
 def _on_cpu(leaf: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import local_path
+from trainer.arguments import kept_path, local_path
 
 
 class LoggerFolder:
@@ -27,7 +27,7 @@ class LoggerFolder:
         sub_dir: str | Path | None = None,
     ) -> None:
         self.files = files
-        self.given = None if save_dir is None else local_path(save_dir, "save_dir")
+        self.given = None if save_dir is None else kept_path(save_dir, "save_dir")
         self.name, self.version = name, version
         self.sub_dir = None if sub_dir is None else str(local_path(sub_dir, "sub_dir"))
         self.number: int | None = None
