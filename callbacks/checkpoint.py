@@ -208,7 +208,7 @@ class ModelCheckpoint(Checkpoint):
         self._unsaved: CheckpointError | None = None
         """The error of the newest write, if it left no checkpoint of that step."""
         self._undeleted: list[str] = []
-        """Obsolete checkpoints that could not be deleted; on rank 0."""
+        """Obsolete checkpoints that could not be deleted, and those whose writes failed; on rank 0."""
         self._pointed: str | None = None
         """The checkpoint that "last" still points to, because the pointer cannot be replaced; on rank 0, else None."""
 
@@ -709,7 +709,10 @@ class ModelCheckpoint(Checkpoint):
     def _rollback(self, error: CheckpointError) -> None:
         """Restore the state before the newest checkpoint, unless only its pointers could not be written."""
         if not isinstance(error, PointerError):
+            failed = self._newest()
             self.kept, self.last, self.nonfinite, self.saved_step = self._previous
+            if failed is not None and failed not in self.kept:
+                self._undeleted.append(failed)  # what was written of it, all of it if the error came late
             self.best = self._best_of(self.kept)
             self._unsaved = error
         if self.on_write_error == "raise":

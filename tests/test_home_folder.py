@@ -27,7 +27,8 @@ from trainer.callbacks import (
 )
 from trainer.callbacks.prediction_writer import read_predictions
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import read_checkpoint, read_metadata
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.manifest import read_metadata
 from trainer.checkpoint.storage import as_storage_path
 from trainer.cli.main import main
 from trainer.strategies.deepspeed.config import read_config

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.helpers.processes import start_python
 from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
+from trainer.checkpoint.disk import this_machine
 from trainer.checkpoint.manifest import is_committed
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop import setup
@@ -196,3 +199,16 @@ def test_a_trial_validates_whatever_the_intervals(tmp_path: Path) -> None:
     trainer.fit(Toy(), loader(2), loader(2))
     assert trainer.global_step == 1
     assert "val_loss" in trainer.callback_metrics
+
+
+def test_what_a_killed_run_left_of_its_first_checkpoint_is_deleted_by_the_next_run(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    folder = tmp_path / "version_0" / "checkpoints"
+    names = {pid: f".tmp-step=1-{this_machine()}-{pid}-0123abcd" for pid in (ended.pid, os.getppid())}
+    for name in names.values():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model.safetensors").write_bytes(bytes(100))
+    trainer = fit([steps()], default_root_dir=tmp_path, ckpt_path="last")
+    assert trainer.run_dir.name == "version_1"
+    assert [path.name for path in folder.iterdir()] == [names[os.getppid()]]  # of a process that still runs

@@ -30,6 +30,7 @@ from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.manifest import read_manifest, verify_checkpoint
+from trainer.fault_tolerance.fault_points import VARIABLE
 
 
 @pytest.fixture
@@ -121,6 +122,20 @@ def test_a_folder_that_others_have_taken_away_is_told(
         assert words in message
         assert "The last checkpoint was step=2, which is not there any more." in message
         assert "unchanged" not in message
+
+
+def test_a_write_that_fails_when_its_checkpoint_is_there_leaves_none_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = steps(dirpath=tmp_path, async_save=True, on_write_error="warn")
+
+    def fail(trainer: Trainer) -> None:
+        wait_for(checkpoint)
+        monkeypatch.setenv(VARIABLE, "after_rename=error")
+
+    fit([At(step3=fail, step4=lambda trainer: wait_for(checkpoint)), checkpoint])
+    assert there(tmp_path) == ["step=5", "step=6"]
+    assert list(checkpoint.kept) == ["step=5", "step=6"]
 
 
 @pytest.mark.parametrize("async_save", [False, True])

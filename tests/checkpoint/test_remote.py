@@ -188,7 +188,7 @@ def test_what_cannot_be_replaced_stays(folder: RemotePath) -> None:
     assert read_checkpoint(folder / "a")["step"] == 1
 
 
-@pytest.mark.parametrize("error", [ConnectionError("gone"), RuntimeError("a client library's own")])
+@pytest.mark.parametrize("error", [ConnectionError("gone"), RuntimeError("a client library's own"), BrokenPipeError()])
 def test_a_store_that_refuses_leaves_the_earlier_checkpoint(
     folder: RemotePath, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +209,9 @@ def test_a_store_that_refuses_leaves_the_earlier_checkpoint(
 
         patch.setattr(store_class, "open", refuse)
         patch.setattr(store_class, "pipe_file", refuse_pipe)
-        with pytest.raises(WriteError, match=rf"cannot write the checkpoint {folder}/new: .*{error}"):
+        with pytest.raises(
+            WriteError, match=rf"cannot write the checkpoint {folder}/new: .*{str(error) or type(error).__name__}"
+        ):
             add(folder, "new", 2)
         with pytest.raises(WriteError, match=r"cannot write .*best\.json"):
             store.set_pointer("best", "old")
@@ -390,6 +392,29 @@ class Flaky(Objects):
 
     def modified(self, path: str) -> Any:
         return self._maybe(lambda: super(Flaky, self).modified(path))
+
+
+class Forgetful(MemoryFileSystem):
+    """A store whose lists lack manifests and contain a marker of the directory."""
+
+    protocol = "forgetful"
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        found = [one for one in super().ls(path, detail=True) if not one["name"].endswith("manifest.json")]
+        found.insert(0, {"name": f"{self._strip_protocol(path)}/", "type": "directory", "size": 0})
+        return found if detail else [one["name"] for one in found]
+
+
+def test_a_list_that_is_not_complete_deletes_and_overwrites_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("forgetful", Forgetful, clobber=True)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    run = RemotePath("forgetful://bucket/run")
+    path = add(run, "step=1", 1)
+    assert [entry.name for entry in run.iterdir()] == ["step=1"]
+    assert CheckpointDirectory(run).clean(max_age=-1.0) == []
+    assert remote.RemoteStorage().path_in_use(path)
+    assert verify_checkpoint(path) == []
 
 
 @pytest.fixture

@@ -280,6 +280,39 @@ def test_other_callbacks_collate_functions_and_contents_are_reported(
     assert train(3, now, allow_changes=[line.split(":")[0]], **begin) == ""
 
 
+class Counting(Dataset[Any]):
+    """Samples, with the numbers that a dataset and a collate function may keep while they are used."""
+
+    def __init__(self) -> None:
+        self.times, self.cached = [0] * 64, np.zeros((64, 4), np.float32)
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def __getitem__(self, index: int) -> Any:
+        self.times[index] += 1
+        self.cached[index] = index
+        return data(1)[0]
+
+    def collate(self, samples: list[Any]) -> Any:
+        self.batches = getattr(self, "batches", 0) + 1
+        return Pad(1)(samples)
+
+
+def test_what_data_change_in_themselves_is_no_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(steps: int, samples: Counting, **more: Any) -> None:
+        loader = DataLoader(samples, 4, shuffle=True, collate_fn=samples.collate)
+        fit(tmp_path, steps, loader, **more)
+
+    samples = Counting()
+    with caplog.at_level(logging.WARNING, "trainer"):
+        train(2, samples)
+        train(18, samples, ckpt_path=tmp_path / "step=2")  # in the same process, with a cache that is half full
+        train(20, samples, ckpt_path=tmp_path / "step=18")
+        train(21, Counting(), ckpt_path=tmp_path / "step=20")  # as in a new process
+    assert caplog.text == ""
+
+
 class Typed(Net):
     """A net with a buffer, of dtypes of the test's choice."""
 

@@ -88,7 +88,7 @@ class RemotePath:
         """Yield the direct children, sorted by name; none if there is nothing."""
         found: list[object] = []
         with suppress(FileNotFoundError, NotADirectoryError):
-            found = self.call(lambda store, path: store.ls(path, detail=False))
+            found = self.call(_children)
         names = {str(entry).rstrip("/").rpartition("/")[2] for entry in found}
         yield from (self / name for name in sorted(names - {""}))
 
@@ -132,10 +132,12 @@ class RemotePath:
         store, path = _store(self.url)
         try:
             yield store, path
-        except (OSError, CheckpointError, NotImplementedError):
+        except (CheckpointError, NotImplementedError, *_ANSWERS):
             raise
         except Exception as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            if isinstance(error, OSError) and str(error):
+                raise
+            raise OSError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
 def check_url(url: str) -> None:
@@ -315,7 +317,14 @@ def _time_of(folder: RemotePath) -> float | None:
         probe.delete()
 
 
+def _children(store: Any, path: str) -> list[object]:
+    """List a directory without the marker of the directory itself, an object that some tools make."""
+    return [entry for entry in store.ls(path, detail=False) if str(entry).strip("/") != path.strip("/")]
+
+
 def _is_unfinished(folder: RemotePath) -> bool:
     """Return True for a directory with files of a checkpoint but no manifest."""
     names = [entry.name for entry in folder.iterdir()]
-    return bool(names) and MANIFEST_FILE not in names and all(name.endswith(_SUFFIXES) for name in names)
+    files = bool(names) and MANIFEST_FILE not in names and all(name.endswith(_SUFFIXES) for name in names)
+    # A list may lack an object that is there, and what is unfinished is overwritten or deleted.
+    return files and not (folder / MANIFEST_FILE).exists()

@@ -51,6 +51,9 @@ _BREAK_AN_EPOCH = ("dataset", "loader", "sampler", "shuffle")
 
 _OF_LOADERS = (*_BREAK_AN_EPOCH, "batch_size", "drop_last", "contents", "collate_fn")
 
+_OF_OBJECTS = ("dataset", "contents", "collate_fn")
+"""Facts of objects that may keep counters, caches and the like in themselves."""
+
 _SETTINGS = (
     "accumulate_grad_batches",
     "gradient_clip_val",
@@ -160,6 +163,26 @@ def _facts_of_data(loader: BatchLoader, readers: int) -> Facts:
     return {name: described.get(name, {}) | numbers.get(name, {}) for name in {**described, **numbers}}
 
 
+def leave_out_changing_facts(run: Run) -> None:
+    """Leave out of the run's facts, once, what datasets and collate functions have changed in themselves.
+
+    In the same process the next run begins with the changed ones.
+    """
+    if run.facts_are_checked or run.train_loader is None or not run.facts:
+        return
+    now = _facts_of_data(run.train_loader, run.strategy.processes.readers)
+    run.replace_changing_facts(
+        {
+            name: {
+                fact: text
+                for fact, text in run.facts.get(name, {}).items()
+                if now.get(name, {}).get(fact) == text or (name, fact) == ("dataset", "")
+            }
+            for name in _OF_OBJECTS
+        }
+    )
+
+
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +201,14 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     readers = run.strategy.processes.readers
     same_size = len(checkpoint.get("reporters", range(checkpoint["world_size"]))) == readers
     assert run.train_loader is not None
+    # What was left out is left out from now on, too: a cache that is full by now is empty in the next process.
+    run.record_facts(
+        {
+            name: {fact: text for fact, text in run.facts.get(name, {}).items() if fact in saved[name]}
+            for name in _OF_OBJECTS
+            if isinstance(saved.get(name), dict)
+        }
+    )
     # Only now: attributes that the sampler had changed are restored, so they are equal.
     now = {**run.facts, **_facts_of_data(run.train_loader, readers), "seed": {"": str(run.session.seed)}}
     changed = {name: lines for name, lines in _changed(now, saved, same_size).items() if name not in allowed}

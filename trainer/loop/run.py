@@ -170,6 +170,8 @@ class Run:
     """True from `on_train_epoch_start` to the end of the epoch."""
     facts: Mapping[str, Mapping[str, str]] = {}
     """Facts with which a resumed run is compared, see loop/changes_since_checkpoint.py."""
+    facts_are_checked = False
+    """True after the first checkpoint, which leaves out what has changed while training."""
     ends = False
     """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
     saved then is the end of the training."""
@@ -291,6 +293,10 @@ class Run:
     def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """Add facts with which a resumed run is compared, as soon as they are known."""
         self.facts = {**self.facts, **facts}
+
+    def replace_changing_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
+        """Replace facts by those that have not changed since the run began. Called once, by the first checkpoint."""
+        self.facts, self.facts_are_checked = {**self.facts, **facts}, True
 
     def set_up_optimizers(
         self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig], config: StepConfig

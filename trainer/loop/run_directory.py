@@ -166,6 +166,8 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     number = int(taken[-1].name.removeprefix("version_")) + 1 if taken else 0
     if run.settings.fast_dev_run or not run.strategy.processes.is_global_zero or run.stage != "fit":
         return root / f"version_{number}"
+    if taken:
+        _delete_leftovers(taken[-1])
     try:
         make_directory(root)
         return _make_version(root, number)
@@ -213,6 +215,14 @@ def _make_version(root: Path, number: int) -> Path:
         else:
             sync_directory(root)
             return path
+
+
+def _delete_leftovers(run_dir: Path) -> None:
+    """Delete what a killed run left of its first checkpoint: no run goes on there, so no other would delete it."""
+    folder = run_dir / CHECKPOINTS
+    with suppress(CheckpointError, OSError):
+        if not folder.is_symlink():
+            CheckpointDirectory(folder).clean()
 
 
 def _is_left_empty(folder: Path) -> bool:

@@ -30,6 +30,7 @@ from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, restoring
+from trainer.loop.changes_since_checkpoint import leave_out_changing_facts
 from trainer.loop.progress import LATER, Progress
 from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
@@ -66,6 +67,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         callbacks: the states of those that write no checkpoints, by key.
     """
     strategy = run.strategy
+    leave_out_changing_facts(run)
     own = {
         "rng": rng_state(strategy.device),
         "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
