@@ -192,4 +192,4 @@ def _move_last(hooks: dict[int, Any], others: set[int], after: bool) -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a submodule is compiled, and hooks would have it compiled again."""
-    return any(child._compiled_call_impl is not None for child in module.modules())
+    return any(child._compiled_call_impl is not None or "_orig_mod" in child._modules for child in module.modules())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
-from trainer.seed import isolated_rng
-from trainer.strategies.fsdp.first_batch import refuse_left_tensors
-from trainer.strategy import eval_mode
+from trainer.strategies.fsdp.first_batch import refuse_left_tensors, tensors_in
+from trainer.strategies.fsdp.rehearsal import rehearsal
 
 AttentionExchange = Literal["auto", "heads", "keys"]
 """The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a
@@ -55,17 +54,14 @@ class ContextParallel:
         """The forwards for full sequences, until they have been compared with the sharded ones."""
         self._unchecked = set(here)
         """The blocks that have not been in a training step yet."""
-        self._blocks = list(blocks.values())
-        self._is_static = False
-        """True if blocks are compiled, with their hooks: then sequences are split from the first block to the last."""
         self._is_split = False
         """True between the first block and the last one: there are parts of sequences."""
         self._given: tuple[str, int, int] | None = None
         """The name of a block before, and the address and version of its output, if that was gathered."""
         self._follows: dict[tuple[str, bool], bool] = {}
         """By a block and whether it trains: True if only the next one gets its output, which then is not gathered."""
-        self._outputs: list[tuple[tuple[str, bool], weakref.ref[torch.Tensor]]] = []
-        """The gathered outputs of blocks before the last in the step in progress."""
+        self._outputs: list[_Output] = []
+        """The gathered outputs of the step in progress."""
         first, *_, last = [*blocks, *blocks]
         after = [*blocks][[*blocks].index([*here][-1]) + 1 :]
         blocks[first].register_forward_pre_hook(self._measure, with_kwargs=True)
@@ -82,7 +78,16 @@ class ContextParallel:
         """Prepare for a step, after one that may have ended with an error."""
         self._is_split, self._given = False, None
         self._outputs.clear()
-        self._is_static = any(block._compiled_call_impl is not None for block in self._blocks)
+
+    def end(self, outputs: Any) -> None:
+        """End a step that has returned `outputs`: find what else than the next block has used the output of a block."""
+        self.check_end()
+        blocks = [one for one in self._outputs if self._follows.get(one.block)]
+        self._outputs.clear()
+        roots = [one.grad_fn for one in tensors_in(outputs) if one.grad_fn is not None]
+        uses = _count_uses(roots) if blocks and roots else None
+        for one in blocks if uses is not None else blocks[-1:]:  # without a graph only the last one may be in use
+            self._follows[one.block] = uses is not None and uses[one.node] < 2
 
     def check_end(self) -> None:
         """Raise ConfigError if a forward has ended with parts of sequences, because it has skipped the last block."""
@@ -113,11 +118,8 @@ class ContextParallel:
     def _cutter(self, name: str, is_first: bool, starts_split: bool) -> Callable[..., Any]:
         def cut(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             hidden, args, kwargs = split_hidden(block, without_caches(args), without_caches(kwargs))
-            if self._is_static:
-                cuts = is_first
-            else:
-                self._compare_given(hidden, block.training)
-                cuts, self._is_split = not (self._is_split or starts_split), True
+            self._compare_given(hidden, block.training)
+            cuts, self._is_split = not (self._is_split or starts_split), True
             if cuts and not is_first:
                 self._measure_hidden(hidden)
             own = Cut.apply(hidden, 1, self.group) if cuts else hidden
@@ -131,8 +133,6 @@ class ContextParallel:
     def _cut_sent(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cut what a stage of a pipeline sends, in front of the first block after its own ones."""
         hidden, args, kwargs = split_hidden(block, args, kwargs)
-        if self._is_static:
-            return (hidden, *args), kwargs
         self._compare_given(hidden, block.training)
         sent = hidden if self._is_split else Cut.apply(hidden, 1, self.group)
         self._is_split = False
@@ -140,23 +140,29 @@ class ContextParallel:
 
     def _joiner(self, name: str, is_last: bool) -> Callable[..., Any]:
         def join(block: nn.Module, args: Any, output: Any) -> Any:
-            if not is_last and (self._is_static or self._follows.get((name, block.training))):
+            if not is_last and self._follows.get((name, block.training)):
                 return None
-            joined = self._join(output)
-            if not self._is_static:
-                gathered = first_tensor(joined)
-                self._is_split, self._given = False, (name, gathered.data_ptr(), gathered._version)
-                # That of the block before is still in a variable; those before it are in use somewhere else.
-                if any(output() is not None for _, output in self._outputs[:-1]):
-                    self._follows.update({key: False for key, _ in self._outputs})
-                self._outputs.append(((name, block.training), weakref.ref(gathered)))
+            joined, self._is_split = self._join(name, output), False
+            if not torch.compiler.is_compiling():
+                self._remember((name, block.training), joined)
             return joined
 
         return join
 
+    def _remember(self, block: tuple[str, bool], joined: Any) -> None:
+        """Remember what a block has returned, for the next one; find outputs that are in use somewhere else."""
+        gathered = first_tensor(joined)
+        self._given = (block[0], gathered.data_ptr(), gathered._version)
+        # That of the block before is still in a variable.
+        if any(one.tensor() is not None for one in self._outputs[:-1]):
+            self._follows.update({one.block: False for one in self._outputs})
+        if isinstance(joined, tuple) and any(isinstance(one, torch.Tensor) for one in joined[1:]):
+            self._follows[block] = False  # the other outputs may be used between the blocks
+        self._outputs.append(_Output(block, weakref.ref(gathered), gathered.grad_fn))
+
     def _compare_given(self, hidden: torch.Tensor, training: bool) -> None:
         """Remember whether the block before has returned this very tensor."""
-        if self._given is not None and not self._is_split:
+        if self._given is not None and not self._is_split and not torch.compiler.is_compiling():
             name, *given = self._given
             follows = given == [hidden.data_ptr(), hidden._version]
             if self._follows.setdefault((name, training), follows) != follows:
@@ -167,8 +173,27 @@ class ContextParallel:
             if name in self._unchecked and block.training and torch.is_grad_enabled():
                 self._unchecked.remove(name)
                 refuse_left_tensors("context_parallel", name, block, (args, kwargs))
+                self._refuse_different_buffers(name, block)
 
         return check
+
+    def _refuse_different_buffers(self, name: str, block: nn.Module) -> None:
+        """Raise ConfigError if a block has computed a buffer from its part of the tokens. Collective."""
+        buffers = {path: b for path, b in block.named_buffers() if b.is_floating_point() and b.numel()}
+        if not buffers:
+            return
+        own = torch.stack([b.detach().float().norm() for b in buffers.values()])
+        largest, smallest = own.clone(), -own
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MAX, group=self.group)
+        equal = torch.isclose(largest, -smallest, rtol=1e-5, equal_nan=True).tolist()
+        different = [path for path, same in zip(buffers, equal, strict=True) if not same]
+        if different:
+            raise ConfigError(
+                f"context_parallel: {name} ({class_of(block).__name__}) computes its buffer {different[0]} from a part "
+                "of each sequence in training: compute statistics of tokens outside of the blocks, or use another "
+                "strategy."
+            )
 
     def _part_of(self, leaf: Any) -> Any:
         """Return this process's tokens of an argument that belongs to tokens; masks of attention stay full."""
@@ -189,10 +214,26 @@ class ContextParallel:
             return None
         return of_length[0]
 
-    def _join(self, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (_Join.apply(output[0], 1, self.group), *output[1:])
-        return _Join.apply(output, 1, self.group)
+    def _join(self, name: str, output: Any) -> Any:
+        """Gather a block's output; of several, all that belong to tokens.
+
+        Raises:
+            ConfigError: one of the others is computed from this process's tokens, with a gradient.
+        """
+        if isinstance(output, torch.Tensor):
+            return _Join.apply(output, 1, self.group)
+        own = first_tensor(output).shape[:2]
+        joined = [
+            _Join.apply(one, 1, self.group) if isinstance(one, torch.Tensor) and one.shape[:2] == own else one
+            for one in output
+        ]
+        if any(isinstance(one, torch.Tensor) and one.requires_grad and one.shape[:2] != own for one in output):
+            raise ConfigError(
+                f"context_parallel: {name} returns a second tensor with a gradient that is not (batch, length, ...), "
+                "and is computed from a part of the tokens: a loss that is computed from it would be wrong. Return "
+                "values of each token, and compute the loss outside of the blocks; or detach() what is only logged."
+            )
+        return type(output)(*joined) if hasattr(output, "_fields") else tuple(joined)
 
     def _compare(
         self, name: str, block: nn.Module, own: tuple[Any, ...], own_kwargs: Any, args: tuple[Any, ...], kwargs: Any
@@ -203,17 +244,18 @@ class ContextParallel:
             ConfigError: they differ, because what the block computes from tokens depends on more than attention.
         """
         unsplit = self._unsplit.pop(name)
-        with torch.no_grad(), eval_mode(block), isolated_rng(own[0].device), _without_zeros(block):
+        failure: Exception | None = None
+        with rehearsal(block, own[0].device):
             expected = first_tensor(unsplit(gather(own[0], 1, self.group), *args, **kwargs))
             expected = expected.chunk(self.parts, 1)[self.part].float()
-            failure: Exception | None = None
-            try:
+        try:
+            with rehearsal(block, own[0].device):
                 found = first_tensor(block.forward(*own, **own_kwargs)).float()
-                difference = (found - expected).norm() / expected.norm().clamp(min=1e-12)
-            except (RuntimeError, ValueError) as error:
-                failure, difference = error, torch.full((), torch.inf, device=expected.device)
-            # A part may be right on one process and wrong on another one.
-            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self.group)
+            difference = (found - expected).norm() / expected.norm().clamp(min=1e-12)
+        except (RuntimeError, ValueError) as error:
+            failure, difference = error, torch.full((), torch.inf, device=expected.device)
+        # A part may be right on one process and wrong on another one.
+        dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self.group)
         if not difference <= (1e-3 if own[0].dtype in (torch.float32, torch.float64) else 5e-2):
             how = f"It fails with: {failure}" if failure else f"Its outputs are wrong by {float(difference):.1%}."
             raise ConfigError(f"{self._cannot_split(name, block)} {how}") from failure
@@ -233,23 +275,28 @@ class ContextParallel:
         )
 
 
-@contextmanager
-def _without_zeros(block: nn.Module) -> Iterator[None]:
-    """Add a little to all parameters: a branch that begins with zeros would hide what it computes."""
-    replaced = []
-    for owner in block.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                larger = nn.Parameter(parameter.detach() + 0.02, requires_grad=False)
-                replaced.append((owner, name, parameter, larger))
-                owner._parameters[name] = larger
-    try:
-        yield
-    finally:
-        for owner, name, parameter, larger in replaced:
-            # Not where FSDP2 has gathered a unit within the block: it goes by what is there.
-            if owner._parameters.get(name) is larger:
-                owner._parameters[name] = parameter
+class _Output(NamedTuple):
+    """The gathered output of a block."""
+
+    block: tuple[str, bool]
+    """Its name, and whether it trains."""
+    tensor: weakref.ref[torch.Tensor]
+    node: Any
+    """That of autograd's graph which has computed it."""
+
+
+def _count_uses(roots: Iterable[Any]) -> Counter[Any]:
+    """Return how often each node of autograd's graph is an input of others."""
+    uses: Counter[Any] = Counter()
+    waiting = list(roots)
+    seen = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            uses[node] += 1
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return uses
 
 
 def split_hidden(
@@ -271,8 +318,17 @@ def split_hidden(
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """Return the output of a block, or the first one of several."""
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    """Return the output of a block, or the first one of several.
+
+    Raises:
+        ConfigError: it is not a tensor.
+    """
+    found = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(found, torch.Tensor):
+        raise ConfigError(
+            f"a block returns a {type(output).__name__}: blocks that are split over processes return a tensor (batch, "
+            "length, features), or a tuple that begins with one."
+        )
     return found
 
 

@@ -63,7 +63,7 @@ class FirstBatch:
         return check
 
     def _depends(self, what: str, output: torch.Tensor, inputs: Any = ()) -> ConfigError:
-        names = self._stand_ins_in([output, *_tensors(inputs)])
+        names = self._stand_ins_in([output, *tensors_in(inputs)])
         because = f"it depends on {first_of(names)}" if names else "it depends on more than the block before"
         return ConfigError(
             f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}: {because}, whose "
@@ -106,10 +106,10 @@ def refuse_left_tensors(option: str, name: str, block: nn.Module, inputs: Any) -
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    begins = {torch.autograd.graph.get_gradient_edge(one).node for one in _tensors(inputs) if one.requires_grad}
+    begins = {torch.autograd.graph.get_gradient_edge(one).node for one in tensors_in(inputs) if one.requires_grad}
     for path, child in block.named_modules() if begins else ():
         for attribute, value in vars(child).items():
-            kept = [one for one in _tensors(value) if one.grad_fn is not None]
+            kept = [one for one in tensors_in(value) if one.grad_fn is not None]
             if attribute not in ("_parameters", "_buffers") and any(_comes_from(one.grad_fn, begins) for one in kept):
                 place = ".".join(filter(None, (name, path, attribute)))
                 raise ConfigError(
@@ -155,6 +155,7 @@ def _router_loss(option: str, name: str, found: str) -> ConfigError:
     )
 
 
-def _tensors(nested: Any) -> list[torch.Tensor]:
+def tensors_in(nested: Any) -> list[torch.Tensor]:
+    """Return the tensors in any nesting of dicts, lists, tuples and the like."""
     leaves, _ = torch.utils._pytree.tree_flatten(nested)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

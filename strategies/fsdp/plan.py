@@ -410,5 +410,14 @@ class _PlainLosses(TorchFunctionMode):
     """Has `cross_entropy` return this process's copy of a loss, which can be logged, and added to others."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.to_local() if func is cross_entropy and isinstance(result, DTensor) else result
+        if func is not cross_entropy:
+            return func(*args, **(kwargs or {}))
+        return self._loss(*args, **(kwargs or {}))
+
+    def _loss(self, input: torch.Tensor, target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        # Weights of classes and smoothed labels are not for split logits in torch: then they are gathered.
+        simple = not args and options.get("weight") is None and not options.get("label_smoothing")
+        if isinstance(input, DTensor) and not (simple and target.dim() < input.dim()):
+            input = input.full_tensor()
+        result: torch.Tensor = cross_entropy(input, target, *args, **options)
+        return result.to_local() if isinstance(result, DTensor) else result

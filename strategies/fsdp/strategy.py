@@ -34,6 +34,7 @@ from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
 from trainer.strategies.fsdp.first_batch import refuse_router_losses
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
+from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
     is_compiled,
@@ -44,6 +45,8 @@ from trainer.strategy import StepConfig, keep_wrapper, wrapping_problems
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from trainer.strategies.fsdp.plan_check import PlanCheck
 
 log = logging.getLogger("trainer")
 
@@ -133,13 +136,13 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped_blocks = ""
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
-        self._experts: dict[str, nn.Module] = {}
-        """The modules of experts that are split."""
+        self._experts: dict[str, nn.Module] = {}  # that are split
         self._loss_parallel = False
+        self._plan_check: PlanCheck | None = None
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
         self._is_first_step = True
-        self._compares_gradients = False
-        """True until the first window has ended, if layers are split."""
+        self._called: set[str] = set()  # step methods
+        self._compares_gradients = False  # True until the first window has ended, if layers are split
         self._units: list[Any] = []
         """The module and its blocks, as FSDP2 wraps them."""
         self._parameters: list[Any] = []
@@ -298,6 +301,7 @@ class FSDPStrategy(DistributedStrategy):
 
         self.module, self._full, self._gathered_at_start = module, SwappedParameters(self, self._computing_full), []
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
+        self._called.clear()
         self._explaining.end()
         self._explaining = ExplainingShards(module, self.name)
         self._explaining.begin()
@@ -382,6 +386,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout.pipeline * self.layout.context > 1:
             blocks = main_stack(blocks)
             refuse_router_losses(f"{self.layout}", module)
+            refuse_unsplittable(module, blocks, self.layout, self.context_exchange)
         lines, here = [], blocks
         if self.layout.pipeline > 1:
             assert self._mesh is not None
@@ -394,6 +399,8 @@ class FSDPStrategy(DistributedStrategy):
             lines.append(self._split_layers(module))
         if self.layout.context > 1:
             self._context = ContextParallel(blocks, here, self._mesh.group("context"), self.context_exchange)
+        if self._plan_check is not None:
+            self._plan_check.watch(here)
         self.split_description = "; ".join(lines)
         log.info("fsdp: %s", "; ".join(filter(None, (self._mesh.describe(), self.split_description))))
         return here
@@ -409,6 +416,7 @@ class FSDPStrategy(DistributedStrategy):
             needs_loss_parallel,
             resolve_plan,
         )
+        from trainer.strategies.fsdp.plan_check import PlanCheck
 
         assert self._mesh is not None
         layout, plan = self.layout, find_plan(module)
@@ -420,6 +428,7 @@ class FSDPStrategy(DistributedStrategy):
             )
         styles = resolve_plan(module, plan, layout.tensor)
         if layout.tensor > 1:
+            self._plan_check = PlanCheck(module, styles, self._mesh.tensor.get_group(), self._tolerance)
             apply_plan(module, self._mesh.tensor, styles)
             self._first_step_errors = FirstStepErrors(layout.tensor)
             self._loss_parallel = needs_loss_parallel(styles)
@@ -427,6 +436,13 @@ class FSDPStrategy(DistributedStrategy):
         for one in self._experts.values():
             split_experts(one, self._mesh.experts)
         return describe_plan(module, styles if layout.tensor > 1 else {}, self._experts)
+
+    @property
+    def _tolerance(self) -> float:
+        """By how much two ways to compute the same may differ, a share of their numbers."""
+        if self.precision.float8 is not None:
+            return 0.25
+        return 3e-2 if self._computes_low() else 1e-3
 
     def _find_blocks(self, module: TrainModule) -> dict[str, nn.Module]:
         try:
@@ -523,13 +539,20 @@ class FSDPStrategy(DistributedStrategy):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
-        with self._explaining.paused():
+        with self._explaining.paused(), self._uncompiled_once(step):
             if self._context is None:
                 return self._call_step(step, *args)
             self._context.begin()
             outputs = self._call_step(step, *args)
-            self._context.check_end()
+            self._context.end(outputs)
             return outputs
+
+    def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
+        """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call."""
+        if not self.layout or step in self._called:
+            return NULL_CONTEXT
+        self._called.add(step)
+        return torch.compiler.set_stance("force_eager") if is_compiled(self.module) else NULL_CONTEXT
 
     def _call_step(self, step: str, *args: Any) -> Any:
         self._refuse_replaced_parameters()
@@ -768,9 +791,11 @@ class FSDPStrategy(DistributedStrategy):
         }
         if self.pipeline is not None:
             replicated = {name: p for name, p in replicated.items() if name not in self.pipeline.elsewhere}
-        low = self._mixed_precision().param_dtype is not None or self.precision.weights.itemsize < 4
-        tolerance = 1e-2 if low else 1e-3
+        tolerance = 1e-2 if self._computes_low() else 1e-3
         refuse_partial_gradients(replicated, self._mesh.tensor.get_group(), tolerance)
+
+    def _computes_low(self) -> bool:
+        return self._mixed_precision().param_dtype is not None or self.precision.weights.itemsize < 4
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         if self._compares_gradients and closure is None:  # of a loop that has no windows

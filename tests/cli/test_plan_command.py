@@ -177,7 +177,7 @@ def test_layouts_are_those_that_the_strategy_takes_with_a_precision(command: Com
     code, out, _ = command("plan", "--params", "1b", *arguments)
     assert code == 0
     found = json.loads(out)
-    assert any("bytes are those of bf16-mixed" in note for note in found["notes"]) == ("fp8" in precision)
+    assert any("products of 8 bits are faster" in note for note in found["notes"]) == ("fp8" in precision)
     for one in found["layouts"]:
         assert FSDPStrategy(**one["strategy"]).problems(ALL[precision], "cuda", 8) == []
 

@@ -252,6 +252,74 @@ class Convolved(Attending):
         return super().forward(self.convolution(x.transpose(1, 2)).transpose(1, 2))
 
 
+class Normalized(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Fused(Attending):
+    """Queries, keys and values one after the other in a layer, which is not grouped by heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class FusedZeros(Fused):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.out.weight)
+
+
+class Sloped(Attending):
+    """Biases of heads that go by how many there are, and a buffer and an attribute that count the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("counted", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.counted += 1  # type: ignore[operator]
+        q, k, v = self.qkv(x).view(*x.shape[:2], -1, 3, 4).permute(3, 0, 2, 1, 4)
+        slopes = torch.arange(q.shape[1]) / q.shape[1]
+        bias = slopes[:, None, None] * torch.arange(x.shape[1]) * self.calls
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Counting(Sloped):
+    """The same without the biases."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.counted += 1  # type: ignore[operator]
+        return Attending.forward(self, x) * (1 + self.calls * self.counted / 100)
+
+
+class Adding(Attending):
+    """Returns a loss, and the sums of its tokens."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.qkv(x).square().mean(), x.mean(-1) / 8
+
+
+class AddingTokens(Adding):
+    def forward(self, x: torch.Tensor) -> Any:
+        return *super().forward(x)[::2], None
+
+
+class Named(Attending):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"hidden": super().forward(x)}
+
+
 class Tuples(Attending):
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
@@ -285,9 +353,11 @@ class SkippingLast(Small):
             x = block(x)
         return x.mean(1, keepdim=True)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch[0])
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.enable_grad():
+            output = self(batch[0])
         self.skips = True
+        return output
 
 
 class Centred(SkippingLast):
@@ -313,6 +383,40 @@ class Unpacking(Small):
         for block in self.blocks:
             x = block(x)[0]
         return x
+
+
+class Summed(Small):
+    """Uses the second output of each block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, total = self.embed(x), torch.zeros(())
+        for block in self.blocks:
+            x, of_tokens, *_ = block(x)
+            total = total + of_tokens.cumsum(-1).mean()
+        return x + total
+
+
+class Kept(Small):
+    """Uses the outputs of all blocks at the end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, outputs = self.embed(x), []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
+        return torch.stack([output.cumsum(1) for output in outputs]).mean(0)
+
+
+class SamePlace(Small):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks[:1], *blocks[:1], *blocks[1:])
+
+
+class Compiled(Small):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        for block in blocks:
+            block.compile(backend="eager")
 
 
 class Skipping(Small):
@@ -443,16 +547,24 @@ class Uneven(Small):
 CP, PP, TP = {"context_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}
 REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "positions inside of blocks": (CP, Small, OwnPositions, "positions as arguments"),
-    "torch's attention": (CP, Small, TorchAttention, "nn.MultiheadAttention"),
-    "attention that begins with zeros": (CP, Small, Zeros, "nn.MultiheadAttention"),
+    "positions inside of compiled blocks": (CP, Compiled, OwnPositions, "positions as arguments"),
+    "torch's attention": (CP, Small, TorchAttention, "blocks.0.attention is of class MultiheadAttention"),
+    "attention that begins with zeros": (CP, Small, Zeros, "blocks.0.attention is of class MultiheadAttention"),
+    "statistics of a batch": (CP, Small, Normalized, "blocks.0.batch_norm is of class BatchNorm1d"),
+    "a loss that blocks return": (CP, Summed, Adding, "blocks.0 returns a second tensor with a gradient"),
+    "a dict": (CP, Small, Named, "a block returns a dict"),
     "attention by hand": (CP, Small, Eager, "scaled_dot_product_attention only"),
     "convolutions": (CP, Small, Convolved, "convolutions"),
     "a loss that blocks keep": (CP, AddingLosses, Keeping, "blocks.0.losses is a tensor with a gradient"),
     "a last block that is skipped": (CP, SkippingLast, Attending, "has not called the last block"),
     "a skip connection": (PP, Skipping, Attending, "embed"),
     "a head that is registered before the blocks": (PP, HeadFirst, Attending, "depends on head."),
+    "one block in two places": (PP, SamePlace, Attending, "blocks.0 and blocks.1 are one block"),
     "two forwards": (PP, Twice, Attending, "called twice"),
     "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
+    "a fused layer": (TP, Planned, Fused, "(a fused qkv, gate and up)"),
+    "a fused layer that begins with zeros": (TP, Planned, FusedZeros, "(a fused qkv, gate and up)"),
+    "numbers by the count of heads": (TP, Planned, Sloped, "that go by the count of heads"),
     "a norm of split heads": (TP, Planned, Normed, "gradients of blocks.0.norm.weight, "),
     "a key that split heads read": (TP, NotShared, OneKey, "'shared_by_heads' for a layer whose outputs"),
     "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
@@ -460,6 +572,17 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "an unknown style": (TP, Unknown, Attending, "Did you mean 'colwise'"),
     "outputs that cannot be divided": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
 }
+AT_THE_START = (
+    "torch's attention",
+    "attention that begins with zeros",
+    "statistics of a batch",
+    "one block in two places",
+    "no plan",
+    "a pattern without a match",
+    "an unknown style",
+    "outputs that cannot be divided",
+)
+"""What is found before the first step, the names of `REFUSED`."""
 LENGTHS = {"odd": 7, "short": 2}
 
 
@@ -470,6 +593,9 @@ def refusal(kind: type[Small], block: type[nn.Module], options: dict[str, int], 
     strategy.setup_environment("cpu", PRECISIONS["32-true"])
     try:
         strategy.setup_module(module, for_training=True)
+    except ConfigError as error:
+        return f"at the start: {error}"
+    try:
         if module.overrides("validation_step"):  # as before the training
             with torch.no_grad():
                 strategy.call_step("validation_step", [torch.randn(4, length, 8)], 0)
@@ -494,6 +620,11 @@ def test_what_cannot_be_divided_is_told_in_the_first_step(name: str, refusals: A
     assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals)
 
 
+def test_what_modules_and_plans_say_is_told_at_the_start(refusals: Any) -> None:
+    early = {name for name in REFUSED for of_rank in refusals if of_rank[name].startswith("at the start")}
+    assert early == set(AT_THE_START)
+
+
 def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     module, trainer = kind(block(), block()), WAYS[way].trainer(max_steps=3)
@@ -507,12 +638,20 @@ def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torc
     [
         ("CP x2", Small, Biased),
         ("CP x2", Centred, Attending),
+        ("CP x2", Kept, Attending),
+        ("CP x2", Summed, AddingTokens),
+        ("CP x2", Small, Counting),
+        ("TP x2", Planned, Counting),
         ("TP x2", Shared, OneKey),
         ("TP x2", Sequences, Attending),
     ],
     ids=[
         "a mask that is computed from tokens",
         "tokens that are mixed between two blocks",
+        "outputs of blocks that are kept",
+        "second outputs of blocks",
+        "forwards that count, in parts of sequences",
+        "forwards that count, in split layers",
         "one key for all heads, and layers whose outputs change in place",
         "activations that are split along the sequence, and split logits",
     ],

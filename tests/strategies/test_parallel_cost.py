@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -60,6 +61,7 @@ class Run:
             checkpointing=self.checkpointing,
             accumulate_unsharded=self.accumulate_unsharded,
             keys=self.keys,
+            gathers_in_8_bits=self.precision == "fp8",
             norms_stored=False,
         )
 
@@ -106,6 +108,8 @@ TWO = {
     "TP x2, bf16-mixed": Run(Layout(tensor=2), precision="bf16-mixed"),
     "CP x2, bf16-mixed": Run(Layout(context=2), precision="bf16-mixed"),
     "PP x2, bf16-mixed": Run(Layout(pipeline=2), window=3, precision="bf16-mixed"),
+    "FSDP x2, fp8": Run(Layout(shards=2), precision="fp8"),
+    "CP x2, fp8": Run(Layout(context=2), GPT, precision="fp8"),
     "FSDP x2, bf16-mixed, checkpointing": Run(Layout(shards=2), precision="bf16-mixed", checkpointing=True),
     "FSDP x2, mixture": Run(Layout(shards=2), MIXTRAL),
     "FSDP x2, mixture of 3": Run(Layout(shards=2), THREE),
@@ -126,9 +130,12 @@ FOUR = {
     "HYBRID 2x2 with EP 2": Run(Layout(shards=2, replicas=2, expert=2), MIXTRAL),
     "FSDP 2 x TP 2 with EP 2": Run(Layout(shards=2, tensor=2, expert=2), QWEN),
     "FSDP 2 x CP 2 with EP 4": Run(Layout(shards=2, context=2, expert=4), MIXTRAL),
+    "PP 2 x FSDP 2, fp8": Run(Layout(shards=2, pipeline=2), window=3, precision="fp8"),
     "FSDP 2 x PP 2 with EP 2": Run(Layout(shards=2, pipeline=2, expert=2), MIXTRAL, window=3),
 }
 RUNS = {**TWO, **FOUR}
+if find_spec("torchao") is None:
+    RUNS = {name: run for name, run in RUNS.items() if "fp8" not in run.precision}
 
 
 class Measure(Callback):
@@ -227,7 +234,9 @@ def test_memory_is_within_15_percent(name: str, found: dict[str, list[Any]]) -> 
             assert wanted.activations == pytest.approx(activations, rel=0.15)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name].layout.readers == 1 and "bf16" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in RUNS if RUNS[name].layout.readers == 1 and RUNS[name].precision == "32-true"]
+)
 def test_the_second_step_has_the_losses_of_one_process(name: str, found: dict[str, list[Any]]) -> None:
     run = RUNS[name]
     alone = Measure(replace(run, layout=Layout()))

@@ -155,16 +155,22 @@ class TorchProcessGroup(SingleProcess):
     def broadcast_over_readers(self, tensors: Iterable[torch.Tensor]) -> None:
         self.begun += 1
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), group=self._among_readers, group_src=0)
+            dist.broadcast(_plain(tensor), group=self._among_readers, group_src=0)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         self.begun += 1
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)
+            dist.broadcast(_plain(tensor), src=0)
 
     def barrier(self) -> None:
         self.begun += 1
         dist.barrier()
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    """Return a tensor's memory on this process; buffers of layers that are split are distributed tensors."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
 
 
 def _checked_size(size: torch.Tensor) -> int:

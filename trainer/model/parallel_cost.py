@@ -53,6 +53,15 @@ class Architecture:
         return (3 if self.gated else 2) * self.hidden * self.shared
 
     @property
+    def linear_layers(self) -> list[tuple[int, int]]:
+        """Rows and columns of the weights of a block's linear layers; experts are no such layers."""
+        queries, keys, up = self.heads * self.head_dim, self.kv_heads * self.head_dim, 2 if self.gated else 1
+        widths = [width for width in (self.intermediate if self.experts == 1 else 0, self.shared) if width]
+        mlp = [size for width in widths for size in ([(width, self.hidden)] * up + [(self.hidden, width)])]
+        router = [(self.experts, self.hidden)] if self.experts > 1 else []
+        return [(queries, self.hidden), *[(keys, self.hidden)] * 2, (self.hidden, queries), *mlp, *router]
+
+    @property
     def sharded(self) -> int:
         """Elements of a block in layers that tensor parallelism splits."""
         return self.attention + self.experts * self.mlp + self.shared_mlp
@@ -136,6 +145,8 @@ class Work:
     """True if gradients are clipped by their norm."""
     states: float = 2
     """Numbers of the optimizer's state for each parameter."""
+    gathers_in_8_bits: bool = False
+    """True if FSDP gathers the weights of linear layers in 8 bits, where it alone makes equal shards of them."""
     norms_stored: bool = True
     """True if norms read numbers as they are stored: autocast runs them in float32 on GPUs, and on CPUs it does not."""
 
@@ -252,6 +263,8 @@ class _Unit:
     """Processes over which a group is sharded."""
     is_around: bool = False
     """True for the parameters in no block."""
+    in_8_bits: tuple[int, ...] = ()
+    """Elements of the weights that can be gathered in 8 bits."""
 
     @property
     def padding(self) -> int:
@@ -279,8 +292,16 @@ def _units(model: Architecture, layout: Layout, stage: Stage) -> list[_Unit]:
             block, shard = block + of_process, shard + own
     tables = int(stage.first) + int(stage.last and not (model.tied and stage.first))
     around = tables * model.table // layout.tensor + (model.hidden if stage.last else 0)
-    rest = [_Unit(1, around, -(-around // sharing), sharing, is_around=True)] if around else []
-    return [_Unit(stage.blocks, block, shard, sharing), *experts, *rest]
+    head = [(model.vocabulary, model.hidden)] if stage.last and not model.tied else []
+    of_around, of_block = _in_8_bits(head, layout), _in_8_bits(model.linear_layers, layout)
+    rest = [_Unit(1, around, -(-around // sharing), sharing, True, of_around)] if around else []
+    return [_Unit(stage.blocks, block, shard, sharing, in_8_bits=of_block), *experts, *rest]
+
+
+def _in_8_bits(layers: Sequence[tuple[int, int]], layout: Layout) -> tuple[int, ...]:
+    """Return the elements of those layers that compute in 8 bits, and whose rows FSDP alone shards evenly."""
+    fitting = [rows * columns for rows, columns in layers if not (rows % 16 or columns % 16 or rows % layout.sharing)]
+    return tuple(fitting) if layout.tensor == 1 else ()
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -378,7 +399,12 @@ def _sharding_collectives(model: Architecture, layout: Layout, work: Work, stage
     for unit in _units(model, layout, stage):
         gathers = unit.count * (of_others if unit.is_around else of_block)
         elements = unit.elements + unit.padding
-        yield Collective("shards", "all_gather", gathers, work.numbers.computed * elements, unit.sharing)
+        in_8_bits = unit.in_8_bits if work.gathers_in_8_bits else ()
+        gathered = work.numbers.computed * (elements - sum(in_8_bits)) + sum(in_8_bits)
+        yield Collective("shards", "all_gather", gathers, gathered, unit.sharing)
+        # The largest element of each, for the scales.
+        scales = work.numbers.computed * len(in_8_bits)
+        yield Collective("shards", "all_reduce", gathers * int(scales > 0), scales, unit.sharing)
         gradients = max(REDUCED, work.numbers.stored) * elements
         yield Collective("shards", "reduce_scatter", unit.count * reduced, gradients, unit.sharing)
         sharded = gradients // unit.sharing

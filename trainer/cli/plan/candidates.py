@@ -158,7 +158,15 @@ def _work_choices(layout: Layout, batch: GlobalBatch) -> Iterator[Work]:
         window = samples // micro_batch
         for checkpointing in (False, True):
             for unsharded in (True, False) if window > 1 and layout.sharing > 1 else (True,):
-                yield Work(batch.sequence, micro_batch, window, batch.numbers, checkpointing, unsharded)
+                yield Work(
+                    batch.sequence,
+                    micro_batch,
+                    window,
+                    batch.numbers,
+                    checkpointing,
+                    unsharded,
+                    gathers_in_8_bits=batch.precision == "fp8",
+                )
 
 
 def _shortage(smallest: Candidate, cluster: Cluster) -> str:

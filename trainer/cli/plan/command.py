@@ -52,9 +52,7 @@ def run(arguments: list[str]) -> int:
     if given.precision not in PRECISIONS:
         raise unknown_name_error("precision", given.precision, PRECISIONS)
     if "fp8" in given.precision:
-        notes.append(
-            "bytes are those of bf16-mixed, also where weights are gathered in 8 bits; give the --flops you measure"
-        )
+        notes.append("products of 8 bits are faster by what --flops says; give the figure you measure")
     batch = GlobalBatch(_samples(given, notes), given.seq, PRECISIONS[given.precision], given.precision)
     ranked, excluded = rank(model, cluster, batch)
     if given.json:

@@ -1,0 +1,129 @@
+"""Compare the first forward of blocks whose layers are split with one of full layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+from trainer.errors import ConfigError
+from trainer.model.blocks import class_of, without_caches
+from trainer.strategies.fsdp.first_batch import tensors_in
+from trainer.strategies.fsdp.plan import SharedByHeads
+from trainer.strategies.fsdp.rehearsal import rehearsal, replaced_parameters
+
+Hooks = tuple[dict[int, Any], dict[int, Any]]
+"""The hooks of a layer before and after its forward."""
+
+
+class PlanCheck:
+    """Compares the first forward of each block with one in which all its layers are full.
+
+    A plan may fit all shapes and be wrong: where a fused layer is cut through its parts, where numbers go by the count
+    of heads, or where a mean is taken of features of which each process has some.
+
+    Args:
+        module: before its layers are split.
+        styles: those of its layers by name.
+        group: the processes among which layers are split.
+        tolerance: the share of a block's output by which the two may differ.
+    """
+
+    def __init__(
+        self, module: nn.Module, styles: Mapping[str, ParallelStyle], group: dist.ProcessGroup, tolerance: float
+    ) -> None:
+        self._group, self._tolerance, self._styles = group, tolerance, styles
+        layers = {name: module.get_submodule(name) for name in styles}
+        self._hooks = {name: _hooks_of(layer) for name, layer in layers.items()}
+        """The hooks of each layer without those that split it."""
+
+    def watch(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Compare those blocks in their first forward whose layers have the same inputs and outputs as full ones."""
+        for name, block in blocks.items():
+            own = {layer.removeprefix(f"{name}."): layer for layer in self._styles if layer.startswith(f"{name}.")}
+            if (
+                own
+                and name not in self._styles
+                and all(_keeps_sequences(self._styles[layer]) for layer in own.values())
+            ):
+                hooks = {inner: self._hooks[layer] for inner, layer in own.items()}
+                block.register_forward_pre_hook(self._comparer(name, hooks), with_kwargs=True)
+
+    def _comparer(self, name: str, hooks: Mapping[str, Hooks]) -> Any:
+        waiting = [True]
+
+        def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if waiting and not torch.compiler.is_compiling():
+                waiting.clear()
+                self._compare(name, block, hooks, without_caches(args), without_caches(kwargs))
+
+        return compare
+
+    def _compare(self, name: str, block: nn.Module, hooks: Mapping[str, Hooks], args: Any, kwargs: Any) -> None:
+        """Raise ConfigError if a block's output differs from that with full layers."""
+        device = next(block.parameters()).device
+        try:
+            layers = {block.get_submodule(inner): own for inner, own in hooks.items()}
+            with rehearsal(block, device), _full_layers(block, layers):
+                (expected, *_) = tensors_in(block.forward(*args, **kwargs))
+            with rehearsal(block, device):
+                (found, *_) = tensors_in(block.forward(*args, **kwargs))
+        except (RuntimeError, ValueError, TypeError):
+            return  # The forward itself raises it, or the block works with parts of the features only.
+        if found.shape != expected.shape:
+            return
+        difference = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)
+        dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self._group)
+        if not difference <= self._tolerance:
+            raise ConfigError(
+                f"tensor_parallel={dist.get_world_size(self._group)}: with the layers that tensor_parallel_plan splits "
+                f"{name} ({class_of(block).__name__}) does not compute the same: its outputs are wrong by "
+                f"{float(difference):.1%}. Between a 'colwise' and a 'rowwise' layer each process has some of the "
+                "features or heads, and what is computed there cannot depend on the others: a weight with several "
+                "parts (a fused qkv, gate and up) is grouped by heads or several layers; norms, softmax and means over "
+                "these features, and numbers that go by the count of heads, need layers that are not split."
+            )
+
+
+def _hooks_of(layer: nn.Module) -> Hooks:
+    return dict(layer._forward_pre_hooks), dict(layer._forward_hooks)
+
+
+def _keeps_sequences(style: ParallelStyle) -> bool:
+    """Whether a style takes and returns tensors of full sequences."""
+    if isinstance(style, ColwiseParallel):
+        return style.input_layouts == (Replicate(),) and style.use_local_output
+    if isinstance(style, RowwiseParallel):
+        return style.output_layouts == (Replicate(),) and style.use_local_output
+    if isinstance(style, SequenceParallel):
+        return style.sequence_sharding[0].dim != 1 and style.use_local_output
+    return isinstance(style, SharedByHeads)
+
+
+@contextmanager
+def _full_layers(block: nn.Module, layers: Mapping[nn.Module, Hooks]) -> Iterator[None]:
+    """Give layers of a block their full weights, and take away the hooks that split what they read and return."""
+    planned = {id(p) for layer in layers for p in layer.parameters(recurse=False) if isinstance(p, DTensor)}
+    with_plan = {layer: _hooks_of(layer) for layer in layers}
+
+    def full(parameter: Any) -> nn.Parameter | None:
+        return nn.Parameter(parameter.full_tensor(), requires_grad=False) if id(parameter) in planned else None
+
+    def use(hooks: Mapping[nn.Module, Hooks]) -> None:
+        for layer, (before, after) in hooks.items():
+            for table, wanted in ((layer._forward_pre_hooks, before), (layer._forward_hooks, after)):
+                table.clear()
+                table.update(wanted)
+
+    use(layers)
+    try:
+        with replaced_parameters(block, full):
+            yield
+    finally:
+        use(with_plan)

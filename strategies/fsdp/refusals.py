@@ -1,0 +1,101 @@
+"""Find what cannot be split over processes in modules and configs alone, before the first step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainer.errors import raise_problems
+from trainer.model.blocks import class_of
+from trainer.strategies.fsdp.mesh import ModelSplit
+
+HOW = (
+    "Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only, so that each process may have some of "
+    "the tokens"
+)
+
+
+def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layout: ModelSplit, exchange: str) -> None:
+    """Raise ConfigError for all blocks that cannot be stages of a pipeline, or compute parts of sequences."""
+    problems: list[str] = []
+    if layout.pipeline > 1:
+        problems += _repeated_blocks(module, blocks)
+    if layout.context > 1:
+        problems += _mixing_layers(blocks)
+        problems += _attention_of_models(module, blocks, layout, exchange)
+    raise_problems(problems, type(module).__name__)
+
+
+def _repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list[str]:
+    names: dict[int, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(child), []).append(name)
+    parents = {name.rpartition(".")[0] for name in blocks}
+    problems = []
+    for block in blocks.values():
+        places = [name for name in names[id(block)] if name.rpartition(".")[0] in parents]
+        if len(places) > 1:
+            problems.append(
+                f"pipeline_parallel: {' and '.join(places[:2])} are one block, and a pipeline runs each block once for "
+                "a batch: give each place a block of its own, or use another strategy."
+            )
+    return problems
+
+
+def _mixing_layers(blocks: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield a problem for each class of layers that mixes tokens in a way of its own, wherever it is used."""
+    known: set[type] = set()
+    for name, block in blocks.items():
+        for path, layer in block.named_modules():
+            what = _mixes(layer)
+            if what and class_of(layer) not in known:
+                known.add(class_of(layer))
+                place = ".".join(filter(None, (name, path)))
+                yield f"context_parallel: {place} is of class {class_of(layer).__name__}, {what}. {HOW}."
+
+
+def _mixes(layer: nn.Module) -> str:
+    if class_of(layer) is nn.MultiheadAttention:
+        return "whose attention is code of its own"
+    if isinstance(layer, nn.RNNBase):
+        return "whose output depends on the tokens before"
+    if isinstance(layer, _NormBase):
+        return "whose statistics are those of all tokens"
+    return ""
+
+
+def _attention_of_models(
+    module: nn.Module, blocks: Mapping[str, nn.Module], layout: ModelSplit, exchange: str
+) -> Iterator[str]:
+    """Yield what the configs of Hugging Face models around the blocks say about their attention."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return
+    first = next(iter(blocks))
+    around = [
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, transformers.PreTrainedModel) and f"{first}.".startswith(f"{name}." if name else "")
+    ]
+    if not around:
+        return
+    name, model = around[-1]
+    config: Any = model.config
+    attention = getattr(config, "_attn_implementation", "sdpa")
+    # Another library's model may call torch's function in code of its own.
+    if attention != "sdpa" and type(model).__module__.startswith("transformers."):
+        yield (
+            f"context_parallel: the attention of {name} ({type(model).__name__}) is {attention!r}, and has to be "
+            f"'sdpa': attn_implementation=\"sdpa\", if the model has it. {HOW}."
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if exchange == "heads" and isinstance(heads, int) and heads // layout.tensor % layout.context:
+        of_process = f"{heads // layout.tensor} heads of attention" + (" on a process" if layout.tensor > 1 else "")
+        yield (
+            f"context_parallel={layout.context} does not divide {of_process}: give context_exchange='keys', or a "
+            "number that does."
+        )

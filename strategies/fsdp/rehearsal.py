@@ -1,0 +1,72 @@
+"""Run the forward of a block without consequences, to compare it with another way to compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.seed import isolated_rng
+from trainer.strategy import eval_mode
+
+
+@contextmanager
+def rehearsal(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run a block in eval mode, without gradients; its buffers, attributes and random numbers are put back on exit.
+
+    A little is added to all parameters, because a branch that begins with zeros would hide what it computes.
+    """
+    with torch.no_grad(), eval_mode(block), isolated_rng(device), _state_kept(block), _without_zeros(block):
+        yield
+
+
+@contextmanager
+def _state_kept(block: nn.Module) -> Iterator[None]:
+    kept = [(child, dict(child._buffers), dict(vars(child))) for child in block.modules()]
+    for child, buffers, _ in kept:
+        child._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for child, buffers, attributes in kept:
+            child._buffers.update(buffers)
+            now = vars(child)
+            for name in [name for name in now if not name.startswith("_")]:  # the others are torch's
+                if name in attributes:
+                    now[name] = attributes[name]
+                else:
+                    del now[name]
+
+
+@contextmanager
+def _without_zeros(block: nn.Module) -> Iterator[None]:
+    larger = {
+        id(p): nn.Parameter(p.detach() + 0.02, requires_grad=False)
+        for p in block.parameters()
+        if p.is_floating_point() or p.is_complex()
+    }
+    with replaced_parameters(block, lambda parameter: larger.get(id(parameter))):
+        yield
+
+
+@contextmanager
+def replaced_parameters(block: nn.Module, choose: Callable[[nn.Parameter], nn.Parameter | None]) -> Iterator[None]:
+    """Give a block other parameters for a while: those that `choose` returns, or the same where it returns None."""
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+    for owner in block.modules():
+        for name, parameter in owner._parameters.items():
+            other = None if parameter is None else choose(parameter)
+            if parameter is not None and other is not None:
+                replaced.append((owner._parameters, name, parameter, other))
+    for parameters, name, _, other in replaced:
+        parameters[name] = other
+    try:
+        yield
+    finally:
+        for parameters, name, parameter, other in replaced:
+            # Not where FSDP2 has gathered a unit within the block: it goes by what is there.
+            if parameters.get(name) is other:
+                parameters[name] = parameter
