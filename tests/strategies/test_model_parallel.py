@@ -633,33 +633,30 @@ def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torc
     return trainer.full_state_dict(everywhere=True)
 
 
-@pytest.mark.parametrize(
-    ("way", "kind", "block"),
-    [
-        ("CP x2", Small, Biased),
-        ("CP x2", Centred, Attending),
-        ("CP x2", Kept, Attending),
-        ("CP x2", Summed, AddingTokens),
-        ("CP x2", Small, Counting),
-        ("TP x2", Planned, Counting),
-        ("TP x2", Shared, OneKey),
-        ("TP x2", Sequences, Attending),
-    ],
-    ids=[
-        "a mask that is computed from tokens",
-        "tokens that are mixed between two blocks",
-        "outputs of blocks that are kept",
-        "second outputs of blocks",
-        "forwards that count, in parts of sequences",
-        "forwards that count, in split layers",
-        "one key for all heads, and layers whose outputs change in place",
-        "activations that are split along the sequence, and split logits",
-    ],
-)
-def test_every_part_has_its_gradient(way: str, kind: type[Small], block: type[nn.Module]) -> None:
-    expected = train(SINGLE, kind, block)
-    for of_rank in run_distributed(train, 2, way, kind, block, timeout=90.0):
-        torch.testing.assert_close(of_rank, expected, rtol=1e-5, atol=1e-6)
+TRAINED: dict[str, tuple[str, type[Small], type[nn.Module]]] = {
+    "a mask that is computed from tokens": ("CP x2", Small, Biased),
+    "tokens that are mixed between two blocks": ("CP x2", Centred, Attending),
+    "outputs of blocks that are kept": ("CP x2", Kept, Attending),
+    "second outputs of blocks": ("CP x2", Summed, AddingTokens),
+    "forwards that count, in parts of sequences": ("CP x2", Small, Counting),
+    "forwards that count, in split layers": ("TP x2", Planned, Counting),
+    "one key for all heads, and layers whose outputs change in place": ("TP x2", Shared, OneKey),
+    "activations that are split along the sequence, and split logits": ("TP x2", Sequences, Attending),
+}
+
+
+def train_all() -> dict[str, dict[str, torch.Tensor]]:
+    return {name: train(*case) for name, case in TRAINED.items()}
+
+
+trained = once_per_module(lambda: run_distributed(train_all, 2, timeout=120.0))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_part_has_its_gradient(name: str, trained: Any) -> None:
+    expected = train(SINGLE, *TRAINED[name][1:])
+    for of_rank in trained:
+        torch.testing.assert_close(of_rank[name], expected, rtol=1e-5, atol=1e-6)
 
 
 NOT_SENT: dict[str, tuple[type[Small], type[nn.Module], str]] = {
