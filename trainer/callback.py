@@ -904,12 +904,19 @@ def is_like_a_hook(name: str, known: Collection[str]) -> bool:
     return f"on_{name}" in known and not name.endswith("_checkpoint")
 
 
+def called_by_others(kind: type) -> set[str]:
+    """Return the names that methods of the user's classes call in methods of other names: their own helpers."""
+    users = [one for one in kind.__mro__ if not one.__module__.startswith(("trainer.", "torch.", "builtins"))]
+    functions = [value for one in users for value in vars(one).values() if inspect.isfunction(value)]
+    return {name for one in functions for name in one.__code__.co_names if name != one.__code__.co_name}
+
+
 def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     """Return a problem for each method of `plug` whose name looks like a hook, but which would never be called."""
-    known = set(known)
+    known, helpers = set(known), called_by_others(type(plug))
     problems = []
     for name in dir(type(plug)):
-        if not is_like_a_hook(name, known):
+        if not is_like_a_hook(name, known) or name in helpers:
             continue
         without_on = f"on_{name}" in known
         if callable(getattr(type(plug), name)):

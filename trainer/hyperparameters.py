@@ -65,9 +65,6 @@ class HasHyperparameters:
         """The hyperparameters as they were first saved."""
         return Hyperparameters(self.__dict__.get("_hparams_initial", self.hparams))
 
-    def _check_constructed(self) -> None:
-        """Raise ConfigError if the object is not ready to keep anything."""
-
     @property
     def hyperparameter_problems(self) -> list[str]:
         """The problems of values in `hparams` that are no data, but for those that a warning has named."""
@@ -99,7 +96,6 @@ class HasHyperparameters:
             frame = own.f_back if own is not None else None
             while frame is not None and frame.f_code.co_name == "save_hyperparameters":  # an override that calls super
                 frame = frame.f_back
-        self._check_constructed()
         kept = collect_hyperparameters(frame, self, args, ignore, values)
         self.hparams.update(kept.values)
         state = self.__dict__

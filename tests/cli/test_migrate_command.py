@@ -170,7 +170,7 @@ DECISIONS = {
     "from pytorch_lightning.__about__ import __version__": "trainer.__version__",
     "getLogger('pytorch_lightning.core')": "in a string",
     "from lightning.pytorch.cli import LightningCLI": "trainer fit",
-    "from lightning.pytorch import *": "names that are used",
+    "from lightning.pytorch.core import *": "names that are used",
     "from pytorch_lightning.metrics import Accuracy": "torchmetrics",
 }
 

@@ -36,6 +36,7 @@ SCRIPTS = {
         *("accumulation_schedule", "prediction_writer"),
     ),
     "logs": ("own_logger", "ways_to_log", "names_in_hooks", "hooks_in_order", "weighted_tasks"),
+    "projects": ("forecaster",),
     "states": (
         *("averaged_by_hand", "two_of_a_class", "distilled", "nested_hyperparameters", "names_of_checkpoints", "ppo"),
     ),

@@ -34,12 +34,6 @@ class ForgotLayer(TrainModule):
         self.layer = nn.Linear(4, 1)
 
 
-class HyperparametersFirst(TrainModule):
-    def __init__(self, lr: float = 0.1) -> None:
-        self.save_hyperparameters()
-        super().__init__()
-
-
 class Misspelt(TrainModule):
     def trainning_step(self, batch: Any, batch_idx: int) -> None: ...
     def configure_optimizer(self) -> None: ...
@@ -66,7 +60,6 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "super().__init__ forgotten": (lambda: fit(Forgot()), ["Forgot.__init__", "super().__init__()"]),
     "super().__init__ forgotten, with layers": (ForgotLayer, ["ForgotLayer.__init__", "super().__init__()"]),
-    "super().__init__ too late": (HyperparametersFirst, ["super().__init__()", "first"]),
     "hook misspelt": (
         lambda: fit(net(on_train_epoch_ends=lambda self: None)),
         ["Mine.on_train_epoch_ends", "Did you mean 'on_train_epoch_end'?"],

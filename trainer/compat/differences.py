@@ -301,7 +301,6 @@ _LOGGING = (
         "a value logged in `on_train_epoch_start` is in `callback_metrics` at once",
         "from the end of the epoch, as all values by epoch",
     ),
-    Difference("sanity check", "values of the sanity check are in `callback_metrics` while it runs", "are discarded"),
     Difference(
         "callback_metrics", '`trainer.callback_metrics["x"] = ...`', "each access returns a new dict: use `self.log`"
     ),

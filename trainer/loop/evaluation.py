@@ -70,11 +70,11 @@ def validate_during_fit(run: Run) -> None:
 
 
 def sanity_check(run: Run) -> None:
-    """Run a few validation batches before training, to find errors early. Logged values are dropped."""
+    """Run a few validation batches before training, to find errors early. Logged values are dropped at its end."""
     batches = run.settings.num_sanity_val_steps
     if not run.val_loaders or batches == 0 or run.settings.fast_dev_run:
         return
-    with run.during("sanity checking"), isolated_rng(run.strategy.device):
+    with run.during("sanity checking"), isolated_rng(run.strategy.device), run.session.dropping_values():
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
         hooks = stage_hooks(run, "validation")
@@ -106,7 +106,7 @@ def evaluate(
         hooks: of the stage.
         loaders: the loaders by name.
         no_gradients: the context without gradients.
-        log_results: with False, drop the logged values.
+        log_results: with False, only callbacks see the logged values.
         max_batches: of each loader; None: all.
     """
     module, metrics = run.module, run.metrics
@@ -122,6 +122,7 @@ def evaluate(
             if run.stage == "fit":
                 run.nonfinite.check_validation(values.results)
         else:
+            run.session.store(values)
             run.expect(values.all)
 
     if run.stage == "fit":
@@ -143,7 +144,7 @@ def evaluate(
             metrics.fill_empty_lists()
         # Kept apart from the values of the training around the evaluation.
         closing = metrics.begin_evaluation_end()
-        with metrics.latest_including(closing if log_results else None), metrics.recording(closing):
+        with metrics.latest_including(closing), metrics.recording(closing):
             hooks.epoch_end()
             read(metrics.read_epoch(closing), results)
             if run.stage == "fit" and log_results:

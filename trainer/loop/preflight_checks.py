@@ -13,6 +13,7 @@ from torch import nn
 from trainer.callback import (
     EVALUATION_ARGUMENTS,
     AddsGroups,
+    called_by_others,
     check_hooks,
     check_signature,
     is_like_a_hook,
@@ -166,11 +167,13 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     name = type(module).__name__
     if "_modules" not in vars(module):
         return [f"{name}.__init__ does not call super().__init__(): make that its first line."]
-    problems = check_hooks(module, MODULE_HOOKS)
+    problems, helpers = check_hooks(module, MODULE_HOOKS), called_by_others(type(module))
     problems += [
         f"{name}.{method} would never be called. Use {instead}."
         for method, instead in FORMER_HOOKS.items()
-        if callable(getattr(type(module), method, None)) and not is_like_a_hook(method, MODULE_HOOKS)
+        if callable(getattr(type(module), method, None))
+        and not is_like_a_hook(method, MODULE_HOOKS)
+        and method not in helpers
     ]
     misspelt = _misspelt(module, TrainModule, METHODS)
     problems += misspelt.values()
@@ -237,9 +240,7 @@ def _optimizer_idx(module: TrainModule, name: str) -> str | None:
 def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...]) -> dict[str, str]:
     """Return the problems of methods whose names are close to a known method, by that method."""
     own = [name for kind in type(owner).__mro__[: type(owner).__mro__.index(base)] for name in vars(kind)]
-    called = {
-        one for name in own if inspect.isfunction(f := getattr_static(owner, name)) for one in f.__code__.co_names
-    }
+    called = called_by_others(type(owner))
     problems = {}
     for name in own:
         is_method = inspect.isfunction(getattr_static(owner, name))

@@ -115,6 +115,22 @@ class Session:
         for values in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.measured):
             values.clear()
 
+    def store(self, values: ReducedMetrics) -> None:
+        """Store reduced values for the callbacks, the loggers and the progress bar."""
+        self.callback_metrics.update(values.all)
+        self.logged_metrics.update(values.logger)
+        self.progress_bar_metrics.update(values.progress_bar)
+
+    @contextmanager
+    def dropping_values(self) -> Iterator[None]:
+        """Drop the values that the block stores when it ends."""
+        stored = (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics)
+        before = [dict(values) for values in stored]
+        yield
+        for values, earlier in zip(stored, before, strict=True):
+            values.clear()
+            values.update(earlier)
+
     def remember_fitting(self, samples: int) -> None:
         """Split batches into micro-batches of so many samples, in this `fit` and in its checkpoints."""
         self.fitting_samples = samples
@@ -734,9 +750,7 @@ class Run:
                 self._also_trained.add(name)
             elif before is None or (before.step, before.kind) != (step, "epoch") or values.kinds[name] == "epoch":
                 measured[name] = Measured(value, step, values.kinds[name])
-        self.session.callback_metrics.update(values.all)
-        self.session.logged_metrics.update(values.logger)
-        self.session.progress_bar_metrics.update(values.progress_bar)
+        self.session.store(values)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

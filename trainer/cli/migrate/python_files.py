@@ -20,6 +20,10 @@ from trainer.cli.migrate.names import (
     module_here,
     name_here,
 )
+from trainer.compat.names import EXPORTS
+
+WITH_ALL = ("trainer", "trainer.callbacks", "trainer.strategies")
+"""Packages from which `import *` takes what Lightning's exports, as from those in `EXPORTS`."""
 
 
 def migrate_python(source: bytes, kept: Collection[str] = ()) -> tuple[bytes, list[Finding]]:
@@ -124,6 +128,9 @@ class _Rewriter(cst.CSTTransformer):
         if original_node.relative or module is None or lightning_root(module) is None:
             return updated_node
         if isinstance(original_node.names, cst.ImportStar):
+            home = module_here(module).path
+            if home in WITH_ALL or home.partition(".")[2] in EXPORTS:
+                return updated_node.with_changes(module=_dotted(home))
             self._add(original_node, f"from {module} import *", "an import of the names that are used")
             return updated_node
         aliases = _aliases(original_node.names)
