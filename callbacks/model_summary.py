@@ -48,8 +48,8 @@ class ModelSummary(Callback):
         return as_text(table, columns)
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.is_global_zero and self.max_depth:
-            trainer.print(wrapped(trainer.run.times.line(), columns_of(sys.stdout)))
+        if trainer.is_global_zero and self.max_depth and (line := trainer.run.times.line()):
+            trainer.print(wrapped(line, columns_of(sys.stdout)))
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> str:

@@ -218,6 +218,8 @@ def test_a_file_called_trainer_is_named_wherever_python_searches_first(
     assert not [note for note in collisions() if "trainer.py" in note]
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     assert [note for note in collisions() if note.startswith(f"trainer.py in {folder}: ")]
+    (folder / "pyproject.toml").write_text('[project]\nname = "exact-trainer"\n')  # a checkout of this package
+    assert not collisions()
 
 
 @pytest.mark.parametrize("package", ["trainer", "coqui-tts-trainer"])

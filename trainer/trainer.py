@@ -388,12 +388,10 @@ class Trainer:
         run.check_all_ranks_call(f"full_parameters of {(names or ['?'])[0] or 'the module'}, write={write}")
         return run.strategy.full_parameters(module, write)
 
-    def describe(self) -> str:
-        """Print and return a description of the run: the choices and their reasons, and the loop with its callbacks."""
+    def describe(self) -> None:
+        """Print a description of the run: the choices and their reasons, and the loop with its callbacks."""
         micro_batch = self.train_loader.batch_size if self.train_loader is not None else None
-        text = describe(self.config, self.callbacks, self.accumulate_grad_batches, micro_batch, self.run_dir)
-        self.print(text)
-        return text
+        self.print(describe(self.config, self.callbacks, self.accumulate_grad_batches, micro_batch, self.run_dir))
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

@@ -408,11 +408,13 @@ def test_no_effect_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert any("finds nothing to compile in Nothing" in message for message in messages)
 
 
-def test_describe() -> None:
-    trainer = Trainer(accelerator="cpu", compile={**EAGER, "blocks": True}, **QUIET)
-    assert "compile     block by block (backend=eager)" in trainer.describe()
-    assert "compile     full model" in Trainer(accelerator="cpu", compile=EAGER, **QUIET).describe()
-    assert "compile" not in Trainer(accelerator="cpu", **QUIET).describe()
+def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(accelerator="cpu", compile={**EAGER, "blocks": True}, **QUIET).describe()
+    assert "compile     block by block (backend=eager)" in capsys.readouterr().out
+    Trainer(accelerator="cpu", compile=EAGER, **QUIET).describe()
+    assert "compile     full model" in capsys.readouterr().out
+    Trainer(accelerator="cpu", **QUIET).describe()
+    assert "compile" not in capsys.readouterr().out
 
 
 def test_blocks_that_are_not_there() -> None:

@@ -99,10 +99,11 @@ def test_numbers_of_devices_that_mean_one_process_are_taken() -> None:
         assert trainer.config.num_processes == 1
 
 
-def test_the_accelerator_chooses_the_strategy_and_says_why() -> None:
+def test_the_accelerator_chooses_the_strategy_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(accelerator="tpu", **QUIET)
     assert trainer.strategy.name == "xla"
-    text = trainer.describe()
+    trainer.describe()
+    text = capsys.readouterr().out
     assert "device      xla (tpu: torch_xla 2.9.0, because torch_tpu is not installed)" in text
     assert "strategy    xla (auto: torch_xla's devices)" in text
     with pytest.raises(ConfigError, match="use strategy='xla' or 'xla_fsdp'"):

@@ -15,8 +15,15 @@ _OURS = Path(trainer.__file__).resolve()
 
 def shadow(folders: list[Path]) -> Path | None:
     """Return the user's `trainer.py` (or package) in one of the folders, which Python would import in place of ours."""
-    found = (folder / name for folder in folders for name in ("trainer/__init__.py", "trainer.py"))
+    others = [folder for folder in folders if not _is_checkout(folder)]
+    found = (folder / name for folder in others for name in ("trainer/__init__.py", "trainer.py"))
     return next((path for path in found if path.is_file() and path.resolve() != _OURS), None)
+
+
+def _is_checkout(folder: Path) -> bool:
+    """Whether a folder is a checkout of this package, which may be installed elsewhere."""
+    project = folder / "pyproject.toml"
+    return project.is_file() and 'name = "exact-trainer"' in project.read_text(encoding="utf-8", errors="replace")
 
 
 def other_distribution() -> Path | None:

@@ -46,8 +46,8 @@ class HostTimes:
         return {part: seconds / total for part, seconds in {**self.seconds, REST: rest}.items()}
 
     def line(self) -> str:
-        """Return the shares in one line, largest first, without those below half a percent."""
-        if self._begun is None:
+        """Return the shares in one line, largest first, without those below half a percent; "" without a batch."""
+        if self._begun is None or not self.seconds[DATA]:
             return ""
         shares = sorted(self.shares().items(), key=lambda item: -item[1])
         shown = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
