@@ -394,6 +394,17 @@ def test_what_is_refused_says_what_to_type(command: Command, arguments: list[str
     assert words in err
 
 
+def test_templates_are_text_on_the_command_line(command: Command, bare: list[str]) -> None:
+    options = ["--trainer.callbacks", "ModelCheckpoint", "--optimizer", "SGD", "--print-config"]
+    for name in ("{epoch}", "{epoch:02d}", "{epoch}-{val_loss:.2f}"):
+        code, out, err = command("fit", *bare, *options, "--trainer.callbacks.0.filename", name)
+        assert code == 0, err
+        assert yaml.safe_load(out)["trainer"]["callbacks"][0]["init_args"]["filename"] == name
+    code, _, err = command("fit", *bare, "--trainer.default_root_dir", "@x")
+    assert code == 2
+    assert """quoted for YAML, too: --trainer.default_root_dir "'@x'".""" in err
+
+
 def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:
     wrong = ["--optimizer", "SGD", "--lr-scheduler", "StepLr", "--trainer.callbacks.patience", "3"]
     code, _, err = command("fit", *bare, *wrong)

@@ -40,6 +40,8 @@ MAX_BYTES = 500_000
 MAX_DEPTH = 100
 MAX_VALUES = 20_000
 """Maximum number of values in a file, where an alias (*) counts with everything that it stands for."""
+PLACEHOLDER = re.compile(r"\{\w+(:[^{}\s]*)?\}")
+"""A field of a text to fill in, as in `{epoch}-{val_loss:.2f}`, which YAML reads as a mapping."""
 MAX_DIGITS = 100
 """Maximum number of digits of an integer."""
 
@@ -165,12 +167,19 @@ def read_value(text: str, option: str, findings: Diagnostics) -> Node | None:
     """Read a value typed on the command line as YAML. None, and a problem naming the option, when it is not valid."""
     found = Diagnostics()
     tree = _read_yaml(text, COMMAND_LINE, found)
+    if PLACEHOLDER.search(text) and (tree is None or _without_values(tree)):
+        tree = Node(text, COMMAND_LINE)
     if tree is None:
-        words = f"{found.problems[0].message} Quote text that has special characters."
+        quoted = f"\"'{text}'\"" if not set(text) & set("'\"\n") else "'...'"
+        words = f"{found.problems[0].message} Text with special characters is quoted for YAML, too: {option} {quoted}."
         findings.add(COMMAND_LINE, f"{option} {text!r}: {words}")
     else:
         tree.text = text
     return tree
+
+
+def _without_values(tree: Node) -> bool:
+    return isinstance(tree.value, dict) and all(child.value is None for child in tree.value.values())
 
 
 # -- YAML -------------------------------------------------------------------------------------------------------------
