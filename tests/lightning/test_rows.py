@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
 import torch
+import torchmetrics
+from torchmetrics.wrappers import Running
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, loader, run
 from tests.helpers.lightning_scenarios import StepLR, with_optimizer
@@ -29,6 +31,23 @@ def misspelt(module: Any) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "intervall": "step"}}
 
 
+def metric_by_step(make: Callable[[], Any], call: Callable[[Any, torch.Tensor], object]) -> Callable[..., Any]:
+    def define(library: Library, net: Any, record: Record) -> Any:
+        class Measures(net):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.metric = make()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                call(self.metric, batch[1])
+                self.log("metric", self.metric, on_step=True, on_epoch=True)
+                return super().training_step(batch, batch_idx)
+
+        return Measures
+
+    return define
+
+
 REFUSED: dict[str, Callable[[Library], Scenario]] = {
     "an unknown key of a schedule": lambda library: Scenario("", with_optimizer(misspelt)),
     "an empty training loader": lambda library: Scenario("", action=lambda t, m: t.fit(m, [], loader())),
@@ -36,6 +55,12 @@ REFUSED: dict[str, Callable[[Library], Scenario]] = {
     "min_steps above max_steps": lambda library: Scenario("", settings={"min_steps": 5, "max_steps": 2}),
     "min_epochs above max_epochs": lambda library: Scenario(
         "", settings={"min_epochs": 5, "max_epochs": 2, "fast_dev_run": True}
+    ),
+    "a metric by step that was updated only": lambda library: Scenario(
+        "", metric_by_step(torchmetrics.MeanMetric, lambda metric, y: metric.update(y))
+    ),
+    "a metric by step that keeps no value of the batch": lambda library: Scenario(
+        "", metric_by_step(lambda: Running(torchmetrics.MeanMetric()), lambda metric, y: metric(y))
     ),
     "patience": lambda library: Scenario(
         "", callbacks=lambda *_: [library.EarlyStopping("val_loss", patience=0)], action=fit

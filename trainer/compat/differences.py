@@ -310,6 +310,12 @@ _LOGGING = (
         "is reset after each loader; with one loader, after the epoch-end hooks",
     ),
     Difference(
+        "metric without a value of the batch",
+        "a torchmetrics object logged with `on_step=True` that has no value of the batch, because its `update` was "
+        "called or it is a wrapper such as `Running`: nothing by step",
+        "an error, unless `on_step` is the default: call the metric, or log what the call returns",
+    ),
+    Difference(
         "folder of a logger",
         '`CSVLogger("logs")`, `TensorBoardLogger("logs")` write into `logs/lightning_logs/version_0`',
         "into `logs`, or `logs/version_1` where an earlier run has left files; with `name=` into "
