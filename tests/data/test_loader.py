@@ -178,6 +178,10 @@ def test_notes_say_what_is_replaced_or_ignored() -> None:
     assert "DistributedSampler is replaced" in (loader_of(distributed).note or "")
     generator = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator())
     assert "the order comes from the trainer's seed" in (loader_of(generator).note or "")
+    in_order = DataLoader(data, batch_size=2)
+    assert loader_of(in_order).note is None
+    assert "its samples come in order" in (loader_of(in_order, world=2).note or "")
+    assert loader_of(in_order, world=2, training=False).note is None
     subset = DataLoader(data, batch_size=2, sampler=SubsetRandomSampler([1, 2]))
     assert "SubsetRandomSampler gives the order of epoch 0" in (loader_of(subset, shuffle=False).note or "")
     unordered = DataLoader(data, batch_size=2, in_order=False)

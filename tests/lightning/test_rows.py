@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -20,6 +21,7 @@ from torchmetrics.wrappers import Running
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, loader, run
 from tests.helpers.lightning_scenarios import StepLR, with_optimizer
+from tests.helpers.processes import run_distributed
 from trainer import ConfigError
 from trainer.settings import NONE_IS_DEFAULT, Settings
 
@@ -214,3 +216,33 @@ def test_limits_that_the_trainer_names(tmp_path: Path) -> None:
         settings = {"fast_dev_run": 2, "num_sanity_val_steps": -1}
         noted = run(library, Scenario("", action=act, settings=settings), tmp_path).noted
         assert noted == [(sanity, limit), (2, [2])]
+
+
+def first_samples(folder: str) -> dict[str, list[float]]:
+    """Return the samples of an epoch on this process of two, in each library."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"  # by which Lightning knows that its processes are there
+    found: dict[str, list[float]] = {}
+    for library in (LIGHTNING, OURS):
+        seen = found[library.name] = []
+
+        def define(library: Library, net: Any, record: Record, to: list[float] = seen) -> Any:
+            class Looks(net):  # type: ignore[misc]
+                def training_step(self, batch: Any, batch_idx: int) -> Any:
+                    to.extend(batch[0][:, 0].tolist())
+                    return super().training_step(batch, batch_idx)
+
+            return Looks
+
+        settings = {"devices": 2, "strategy": "ddp", "max_epochs": 1}
+        run(library, Scenario("", define, settings, action=lambda t, m: t.fit(m, loader(24))), Path(folder))
+    return found
+
+
+def test_data_in_order_on_several_processes(tmp_path: Path) -> None:
+    ranks = run_distributed(first_samples, 2, str(tmp_path))
+    steps: dict[str, list[list[float]]] = {}
+    for name in ranks[0]:
+        steps[name] = [sorted(x for rank in ranks for x in rank[name][at : at + 3]) for at in range(0, 12, 3)]
+    in_order = [sorted(batch[0][:, 0].tolist()) for batch in loader(24, 6)]
+    assert steps[OURS.name] == in_order
+    assert steps[LIGHTNING.name] != in_order

@@ -347,6 +347,11 @@ _DATA = (
         "sample on some process",
     ),
     Difference(
+        "data in order on several processes",
+        "on several processes the training data of a plain DataLoader are shuffled, also with `shuffle=False`",
+        "they come in order, as on one process, which the start of the run says; to shuffle them, give `shuffle=True`",
+    ),
+    Difference(
         "order of shuffling",
         "`shuffle=True` and random samplers draw the order from torch's global generator, or from a `generator` of "
         "their own",

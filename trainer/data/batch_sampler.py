@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
@@ -80,6 +80,7 @@ class DistributedBatchSampler:
         self.random_access = None if self.has_batch_sampler or keeps_part else random_access(self.sampler)
         self.shuffled = (self.random_access is None or self.random_access.shuffled) if shuffle is None else shuffle
         self.reshuffles = shuffle is not False
+        self.comes_in_order = type(self.sampler) is SequentialSampler and shuffle is None
         self.samples: int | None = None if self.has_batch_sampler else _length(self.sampler)
         """Samples (of all processes) before `drop_last`; None if unknown."""
         self.num_global_batches: int | None = self._count_global_batches()
