@@ -212,7 +212,7 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str)
     if sampler.random_access is not None and getattr(source, "generator", None) is not None:
         notes.append("its generator is not used: the order comes from the trainer's seed and the epoch")
     if sampler.training and sampler.world_size > 1 and sampler.comes_in_order:
-        notes.append("its samples come in order, as on one process (Lightning shuffles them): else give shuffle=True")
+        notes.append("its samples come in order, also on several processes: to shuffle them, give shuffle=True")
     if not sampler.reshuffles and not (sampler.random_access is not None and sampler.random_access.sequential):
         notes.append(f"its {type(source).__name__} gives the order of epoch 0 in every epoch")
     if not getattr(loader, "in_order", True):
