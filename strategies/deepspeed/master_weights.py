@@ -49,8 +49,9 @@ class ParameterSlice:
 
 
 class MasterWeights:
-    """The master weights of ZeRO 1 and 2 and the optimizer's states of them; where in the flat tensors which parameter
-    is. They outlive the engine: a checkpoint may be written after the end of the training.
+    """Master weights and optimizer states of ZeRO 1 and 2, and the place of each parameter in the flat tensors.
+
+    They outlive the engine: a checkpoint may be written after the end of the training.
     """
 
     def __init__(self, zero: Any, optimizer: Optimizer) -> None:
@@ -84,11 +85,11 @@ class MasterWeights:
 
     @contextmanager
     def swapped_in(self, number: int, change: bool = False) -> Iterator[torch.Tensor]:
-        """Give a flat tensor with its states in memory; `change`: write them back afterwards."""
+        """Yield a flat tensor, with its states in memory; `change`: write both back afterwards."""
         yield self.flats[number]
 
     def detached_copy(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a view of a flat tensor such that it may be kept after `swapped_in`."""
+        """Return a part of a flat tensor that stays valid after `swapped_in`: a copy if it may go to NVMe."""
         return part
 
     def refresh(self) -> None:
@@ -257,7 +258,7 @@ class MasterWeights:
 
 
 class Zero3MasterWeights(MasterWeights):
-    """The same for ZeRO 3, where the weights that the module computes with are sharded, too."""
+    """Master weights and optimizer states of ZeRO 3, where the weights of the module are sharded, too."""
 
     def _find(self) -> list[torch.Tensor]:
         for number, group in enumerate(self.zero.fp16_groups):
@@ -329,7 +330,7 @@ def keep_only_shards(module: nn.Module, master_weights: MasterWeights | None) ->
 
 
 def weights(module: nn.Module, master_weights: MasterWeights | None) -> dict[str, torch.Tensor | Shard]:
-    """Return what `Strategy.module_state` does: master weights where there are such, in float32."""
+    """Return weights and buffers by name, as `Strategy.module_state`: float32 master weights if there are any."""
     # Tied parameters have one entry under several names.
     found: dict[int, torch.Tensor | Shard] = {}
     state = module.state_dict(keep_vars=True)

@@ -59,7 +59,7 @@ class ContextParallel:
         self._given: tuple[str, int, int] | None = None
         """The name of a block before, and the address and version of its output, if that was gathered."""
         self._follows: dict[tuple[str, bool], bool] = {}
-        """By a block and whether it trains: True if only the next one gets its output, which then is not gathered."""
+        """True, by block and whether it trains, if only the next block gets its output, which then is not gathered."""
         self._outputs: list[_Output] = []
         """The gathered outputs of the step in progress."""
         first, *_, last = [*blocks, *blocks]
@@ -453,7 +453,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Cut(torch.autograd.Function):
-    """Take this process's part along a dimension. Its gradient gathers the parts of all, divided by their number."""
+    """Take this process's part along a dimension; the backward gathers all gradients, divided by their number."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

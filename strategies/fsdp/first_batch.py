@@ -29,7 +29,7 @@ class FirstBatch:
         """True after the first forward, and after the first forward of a training step."""
 
     def end_forward(self, training: bool) -> None:
-        """Check no more forwards, or no more losses."""
+        """Stop checking forwards; after one in training, stop checking losses, too."""
         self._checked = True
         self._loss_checked = self._loss_checked or training
 

@@ -37,7 +37,7 @@ class MicroBatch(NamedTuple):
     received: torch.Tensor | None
     """The input of the first own block, whose gradient goes to the stage before; None on the first stage."""
     synchronizes: bool
-    """True if its backward reduces the gradients over readers."""
+    """True if the backward of the micro-batch reduces the gradients over readers."""
 
 
 class Pipeline:

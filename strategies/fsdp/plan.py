@@ -270,7 +270,7 @@ def _owned(layer: nn.Module, args: Any, output: Any) -> Any:
 
 
 class _Owned(torch.autograd.Function):
-    """The same values: torch refuses changes in place of the views that DTensors return."""
+    """Return the same values as no view: torch refuses to change in place the views that DTensors return."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -150,8 +150,8 @@ class FSDPStrategy(DistributedStrategy):
         self._gathered_in_evaluation: list[tuple[nn.Parameter, int]] | None = None
         """The parameters that an evaluation inside `fit` has gathered, each with its version; None: no evaluation."""
         self._gathered_at_start: list[tuple[Any, int, int]] = []
-        """The records of parameters that were gathered before, each with the state of its full parameter when the step
-        began, or the window if it keeps them gathered."""
+        """The records of the parameters that had been gathered before a step, each with the state of its full parameter
+        when the step began; when the window began, if weights stay gathered within it."""
         self._hooks: list[RemovableHandle] | None = None
         """The hooks that gather weights, if a pipeline needs none between the first and the last micro-batch."""
         self._will_load_checkpoint = False

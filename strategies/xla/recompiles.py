@@ -33,7 +33,7 @@ class XlaRecompilationMonitor(RecompilationMonitor):
         self._window: list[Shapes] = []
         """The batches of the next step."""
         self._seen: dict[str, Counter[tuple[Shapes, ...]]] = {}
-        """The windows of the steps so far, by kind of step."""
+        """The shapes of the windows so far, with how often each came, by kind of step."""
 
     def start(self) -> None:
         """Count what is compiled from here on."""

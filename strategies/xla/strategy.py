@@ -358,7 +358,7 @@ def _import_quietly() -> None:
 
 
 def _device_was_used_without_spmd() -> bool:
-    """Whether it is too late for SPMD. Looks only; torch_xla is not imported for it."""
+    """Whether it is too late for SPMD. Does not import torch_xla."""
     if "torch_xla" not in sys.modules or torch_xla_problem() is not None:
         return False
     import torch_xla
