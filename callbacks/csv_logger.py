@@ -12,13 +12,12 @@ from typing import Any
 from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
 from trainer.callback import DummyExperiment, FileLogger
 from trainer.checkpoint.disk import (
-    NotRegularError,
+    complete_lines,
     flush_file,
-    open_regular,
-    reason,
     replace_file,
     replace_notes,
     without_links,
+    write_all,
 )
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
@@ -115,13 +114,7 @@ class CSVLogger(FileLogger):
     def open(self, continue_from: int | None) -> _File:
         path = self.path
         assert path is not None
-        make_folder(path.parent, "CSVLogger(save_dir=...)")
-        try:
-            columns, rows = _read(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
-            ) from error
+        columns, rows = _parse(path, self.earlier_lines())
         if continue_from is not None:
             last = self._resumed.get("step", continue_from)
             columns = self._resumed.get("columns", columns)
@@ -208,7 +201,7 @@ class _File:
     def _final_rows(self) -> list[tuple[int, Row]]:
         """Return all rows but the last: those on disk, the pending ones, and the cells added to them."""
         first_in_memory = self._waiting[0][0] if self._waiting else self.step
-        rows = {step: row for step, row in _read(self.path)[1] if step < first_in_memory}
+        rows = {step: row for step, row in _parse(self.path, complete_lines(self.path))[1] if step < first_in_memory}
         rows.update((step, dict(row)) for step, row in self._waiting)
         for step, cells in self._amended.items():
             rows.setdefault(step, {}).update(cells)
@@ -225,7 +218,7 @@ class _File:
         if self._file is None:
             self._file = io.FileIO(self.path, "r+", opener=without_links)
         self._file.seek(self._end)
-        _write_all(self._file, final + self._last_line())
+        write_all(self._file, final + self._last_line())
         self._file.truncate()
         if to_disk:
             flush_file(self._file.fileno(), self.path.parent)
@@ -244,16 +237,10 @@ def _csv_line(cells: list[str]) -> bytes:
     return text.getvalue().encode(errors="backslashreplace")
 
 
-def _read(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
-    """Return the columns and rows of a file, without truncated rows; empty if there is no such file."""
+def _parse(path: Path, text: list[bytes]) -> tuple[list[str], list[tuple[int, Row]]]:
+    """Return the columns and rows in the lines of a file, without truncated rows."""
     try:
-        with open_regular(path) as file, io.TextIOWrapper(file, "utf-8", "replace", newline="") as text:
-            lines = list(csv.reader(line for line in text if line.endswith("\n")))
-    except FileNotFoundError:
-        return [], []
-    except NotRegularError:
-        log.warning("%s is a link, or not a regular file: replacing it.", path)
-        return [], []
+        lines = list(csv.reader(line.decode("utf-8", "replace") for line in text))
     except csv.Error as error:
         raise ConfigError(f"{path} is no CSV file of a CSVLogger ({error}): move it away.") from error
     if not lines or lines[0][:1] != ["step"]:
@@ -265,9 +252,3 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
         if len(cells) == len(columns) and cells[0].isdecimal() and len(cells[0]) < 20
     ]
     return columns, rows
-
-
-def _write_all(file: io.FileIO, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.arguments import NonNegativeFloat, make_folder
 from trainer.callback import FileLogger
-from trainer.checkpoint.disk import NotRegularError, flush_file, open_regular, reason, replace_file, without_links
+from trainer.checkpoint.disk import flush_file, replace_file, without_links, write_all
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
 from trainer.metrics.logger_folder import LoggerFolder
@@ -101,22 +101,15 @@ class JSONLLogger(FileLogger):
         return {"paths": paths, **({} if media.captions is None else {"captions": media.captions})}
 
     def open(self, continue_from: int | None) -> _LineFile:
-        path = self.path
-        assert path is not None
-        make_folder(path.parent, "JSONLLogger(save_dir=...)")
-        try:
-            lines = _read(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
-            ) from error
+        lines = self.earlier_lines()
+        assert self.path is not None
         if continue_from is not None:
             before = self._resumed.get("lines")
             if before is None:
                 lines = [line for line in lines if continue_from and _step_of(line) <= continue_from]
             else:
                 lines = lines[:before]
-        file = _LineFile(path, lines)
+        file = _LineFile(self.path, lines)
         if not lines:
             for record in self._before:
                 file.put(record)
@@ -161,9 +154,7 @@ class _LineFile:
                 self._rewritten = None
             with io.FileIO(self.path, "r+", opener=without_links) as file:
                 file.seek(self._end)
-                view = memoryview(data)
-                while view:
-                    view = view[file.write(view) :]
+                write_all(file, data)
                 file.truncate()
                 if to_disk:
                     flush_file(file.fileno(), self.path.parent)
@@ -194,18 +185,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_json(one) for one in value]
     return value
-
-
-def _read(path: Path) -> list[bytes]:
-    """Return the lines of a file, without one that was cut off; none if there is no such file."""
-    try:
-        with open_regular(path) as file:
-            return [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-    except FileNotFoundError:
-        return []
-    except NotRegularError:
-        log.warning("%s is a link, or not a regular file: replacing it.", path)
-        return []
 
 
 def _step_of(line: bytes) -> float:

@@ -101,7 +101,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 
-from trainer.arguments import check_constructor
+from trainer.arguments import check_constructor, make_folder
+from trainer.checkpoint.disk import complete_lines, reason
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.compat.answers import answer_members, uncalled_overrides
 from trainer.compat.names import FORMER_HOOKS
@@ -511,6 +512,22 @@ class FileLogger(Logger):
     root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
     name = Overridable(lambda self: self.place.name_in(self._run_dir))
     version = Overridable(lambda self: self.place.version_in(self._run_dir))
+
+    def earlier_lines(self) -> list[bytes]:
+        """Make the folder of the file; return the lines that the file has already, without one that was cut off.
+
+        Raises:
+            ConfigError: the folder cannot be made, or the file cannot be read.
+        """
+        path = self.path
+        assert path is not None
+        make_folder(path.parent, f"{type(self).__name__}(save_dir=...)")
+        try:
+            return complete_lines(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
+            ) from error
 
     @property
     def opened(self) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import io
 import logging
 import os
 import re
@@ -148,6 +149,29 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise wrong
     return open(descriptor, "rb")
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file, without one that was cut off; none if there is no such file.
+
+    For a link, a pipe or the like there are none, and a warning says that it will be replaced.
+    """
+    try:
+        with open_regular(path) as file:
+            *lines, _ = file.read().split(b"\n")
+            return [line + b"\n" for line in lines]
+    except FileNotFoundError:
+        return []
+    except NotRegularError:
+        _log.warning("%s is a link, or not a regular file: replacing it.", path)
+        return []
+
+
+def write_all(file: io.FileIO, data: bytes) -> None:
+    """Write all of `data` to an unbuffered file, which may take a part of it at a time."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
 
 
 def without_links(path: str, flags: int) -> int:
