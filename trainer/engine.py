@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,7 @@ from trainer.errors import shown as shown_value
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import limit_exit, report_failure
+from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.hyperparameters import stored_hyperparameters
 from trainer.loop.accumulation import even_window
@@ -181,7 +183,7 @@ class Engine:
         if self._entered:
             raise ConfigError("this Engine was entered before: make another one.")
         start_processes(self.config)
-        self._entered = True
+        self._entered, self._pid = True, os.getpid()
         with ExitStack() as cleanup:
             self._join(cleanup)
             self._cleanup = cleanup.pop_all()
@@ -215,6 +217,7 @@ class Engine:
         log.info("engine: %s, precision %s, seed %d", strategy, config.precision.name, self.seed)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        end_forked_child(self._pid, error)
         processes, stop = self.strategy.processes, self._stop
         with self._cleanup:
             if error is None or (isinstance(error, SystemExit) and not error.code):

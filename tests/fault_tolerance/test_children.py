@@ -374,3 +374,46 @@ def test_a_handler_of_a_library_around_the_trainers_ends_a_child(name: str) -> N
     chained = Chained(signal.Signals[name])
     quiet(max_steps=1, callbacks=[chained]).fit(Toy(), loader(1))
     assert os.waitstatus_to_exitcode(chained.status) == -chained.number
+
+
+LEAVING = (
+    BEGIN
+    + """
+from torch.utils.data import TensorDataset
+from trainer import Engine
+from trainer.callbacks import ModelCheckpoint
+ENDS = [SystemExit(3), SystemExit(), SystemExit("words"), RuntimeError("in the child"), KeyboardInterrupt()]
+
+
+def fork():
+    end = ENDS.pop(0)
+    child = os.fork()
+    if child == 0:
+        raise end
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+class Forks(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if ENDS[1:]:
+            fork()
+
+
+if __name__ == "__main__":
+    loader = DataLoader(TensorDataset(torch.ones(8, 4), torch.zeros(8, 1)), 1, num_workers=1)
+    callbacks = [Forks(), ModelCheckpoint(save_on_exception=True)]
+    trainer = quiet(max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(Toy(), loader)
+    print("steps", trainer.global_step, [path.name for path in trainer.run_dir.glob("checkpoints/epoch*")], flush=True)
+    with Engine(accelerator="cpu") as engine:
+        fork()
+        print("engine", len(list(engine.setup_dataloaders(loader))))
+"""
+)
+
+
+def test_an_exception_in_a_forked_child_ends_the_child_alone() -> None:
+    run = run_python(LEAVING, timeout=300).check(0)
+    assert run.stdout.splitlines() == ["3", "0", "1", "1", "steps 8 ['epoch=0-step=8']", "1", "engine 8"]
+    assert run.stderr.count("RuntimeError: in the child") == 1
+    assert "words\n" in run.stderr

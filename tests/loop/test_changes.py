@@ -225,6 +225,33 @@ def test_other_changes_are_reported_in_one_message(
     assert resume(allow_changes=[name]) == ""
 
 
+class Groups(Net):
+    """A net whose optimizer has a group with decay, and one without: `swapped` are the other way round."""
+
+    def __init__(self, swapped: bool) -> None:
+        super().__init__()
+        self.swapped = swapped
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.named_parameters())
+        parts = [[p for name, p in named.items() if name.endswith(kind)] for kind in ("weight", "bias")]
+        first, second = reversed(parts) if self.swapped else parts
+        return torch.optim.SGD([{"params": first, "weight_decay": 0.1}, {"params": second}], lr=0.1)
+
+
+def test_groups_with_other_parameters_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(data(), 4)
+    fit(tmp_path, 2, loader, Groups(False))
+    with caplog.at_level(logging.WARNING, "trainer"):
+        fit(tmp_path, 3, loader, Groups(False), ckpt_path=tmp_path / "step=2")
+        assert caplog.text == ""
+        fit(tmp_path, 3, loader, Groups(True), ckpt_path=tmp_path / "step=2")
+    assert (
+        "optimizers: SGD, group 0, parameters: ['first.0.weight', 'last.weight'] then, ['first.0.bias'" in caplog.text
+    )
+    assert caplog.text.count("(the checkpoint's is used)") == 2
+
+
 class Pad:
     def __init__(self, to: int) -> None:
         self.to = to

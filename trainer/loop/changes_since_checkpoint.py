@@ -66,6 +66,8 @@ _LEFT_OUT = frozenset({"parameters", "initial_lr", "base_lrs", "last_epoch", "op
 """Options that derive from others, that change while training, or that are compared where they are restored."""
 _OF_THE_CODE = (" lr_lambdas", " lr_lambda", ".lr_lambdas", ", interval", ", frequency", ", monitor")
 """Suffixes of the options that a checkpoint does not restore: the code's values are used."""
+_PARAMETERS = ", parameters"
+"""Suffix of the facts that are names of the parameters in a group of several."""
 _DTYPE = ", dtype"
 """Suffix of the facts that are dtypes of parameters and buffers."""
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
@@ -113,6 +115,8 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
     for name, value in optimizer_facts(run.module, optimizers, schedulers):
         owner, _, option = name.rpartition(", ")
         own_name = option.rpartition(".")[2]  # of a scheduler inside of another
+        if own_name == "parameters" and ", group " in owner and isinstance(value, list):
+            of_optimizers[name] = as_text(sorted(map(str, value)))
         if own_name not in _LEFT_OUT and not own_name.startswith("_"):
             is_scheduler = name == "schedulers" or owner.split(" number ")[0] in kinds
             (of_schedulers if is_scheduler else of_optimizers)[name] = as_text(value)
@@ -276,6 +280,8 @@ def _changed(now: Mapping[str, Mapping[str, str]], saved: Mapping[str, Any], sam
             facts = [
                 fact for fact in facts if fact in before and fact in here and (same_size or not _is_number(name, fact))
             ]
+        if name == "optimizers":  # of groups earlier versions did not save the parameters
+            facts = [fact for fact in facts if not fact.endswith(_PARAMETERS) or (fact in before and fact in here)]
         if name == "module":
             facts = [fact for fact in facts if _is_compared(fact, before, here, same_precision)]
         lines = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -211,7 +212,7 @@ class Run:
         datamodule: DataModule | None = None,
     ) -> None:
         self.config, self.settings, self.strategy = config, config.settings, config.strategy
-        self.session, self.stage = session, stage
+        self.session, self.stage, self.pid = session, stage, os.getpid()
         self.activity = ACTIVITIES.get(stage)
         """The part of the stage in progress. An error leaves it as it is, for `on_exception`."""
         self.module, self.datamodule = module, datamodule

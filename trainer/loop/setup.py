@@ -22,6 +22,7 @@ from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import was_requeued
 from trainer.errors import ConfigError
+from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
@@ -130,6 +131,7 @@ def start_run(
                 yield run
             finish(run)
         except BaseException as error:
+            end_forked_child(run.pid, error)
             run.interrupt()
             end_with_error(run, error)
             raise
