@@ -119,6 +119,11 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
             "DeepSpeed makes an Adagrad of its own instead of yours, which schedules do not reach: use "
             "torch.optim.AdamW or RMSprop."
         )
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        problems.append(
+            f"{kind}.eval() exchanges the weights for averaged ones, and would reach DeepSpeed's master weights only, "
+            "not the module's: use strategy 'fsdp' or 'ddp'."
+        )
     for number, group in enumerate(optimizer.param_groups):
         if not any(parameter.requires_grad for parameter in group["params"]):
             problems.append(f"group {number} of the {kind} has no parameter that requires a gradient: drop it.")

@@ -20,6 +20,7 @@ from trainer import ConfigError, Trainer
 from trainer.loop.preflight_checks import check_call
 from trainer.precision import PRECISIONS
 from trainer.strategies import DDPStrategy, FSDPStrategy
+from trainer.strategies.deepspeed.problems import optimizer_problems
 from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage1Strategy,
     DeepSpeedStage2OffloadStrategy,
@@ -67,6 +68,16 @@ def test_what_a_training_cannot_be() -> None:
     scalar.scale = nn.Parameter(torch.ones(()))
     (one,) = training_problems(DeepSpeedStage1Strategy(), scalar, 1, None, "norm")
     assert "parameters without a dimension: scale" in one
+
+
+def test_an_optimizer_that_exchanges_weights_is_refused() -> None:
+    class ScheduleFree(torch.optim.SGD):
+        def train(self) -> None: ...
+        def eval(self) -> None: ...
+
+    (one,) = optimizer_problems([ScheduleFree(Net().parameters(), lr=0.1)], cpu_adam=False)
+    assert "ScheduleFree.eval() exchanges the weights" in one
+    assert optimizer_problems([torch.optim.SGD(Net().parameters(), lr=0.1)], cpu_adam=False) == []
 
 
 EVERYTHING_ELSE = {
