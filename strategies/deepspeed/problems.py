@@ -12,9 +12,10 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from trainer.module import TrainModule
 from trainer.precision import Precision
+from trainer.strategies.deepspeed.elementwise import is_elementwise
 
-NON_ELEMENTWISE_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Optimizers of torch whose update of an element depends on the shape of its tensor, or on the others in it."""
+NOT_TO_BE_TRIED = ("LBFGS", "SparseAdam")
+"""Optimizers of torch that need full parameters, and more than a gradient, so that `is_elementwise` cannot try them."""
 
 
 def engine_problems(name: str, stage: int, precision: Precision, device_type: str) -> list[str]:
@@ -109,7 +110,7 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
     optimizer = optimizers[0]
     kind = type(optimizer).__name__
     problems = []
-    if kind in NON_ELEMENTWISE_OPTIMIZERS:
+    if kind in NOT_TO_BE_TRIED or not is_elementwise(optimizer):
         problems.append(
             f"{kind} needs full parameters, and DeepSpeed flattens the parameters and shards the flat buffer: use an "
             "optimizer that treats all elements alike, such as torch.optim.AdamW."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,42 @@ def test_an_optimizer_that_exchanges_weights_is_refused() -> None:
     (one,) = optimizer_problems([ScheduleFree(Net().parameters(), lr=0.1)], cpu_adam=False)
     assert "ScheduleFree.eval() exchanges the weights" in one
     assert optimizer_problems([torch.optim.SGD(Net().parameters(), lr=0.1)], cpu_adam=False) == []
+
+
+class TrustRatio(torch.optim.Optimizer):
+    """Steps by the norm of the parameter over that of the gradient, as LAMB and LARS do."""
+
+    def __init__(self, parameters: Any, lr: float, scaled: bool = True) -> None:
+        super().__init__(parameters, {"lr": lr, "scaled": scaled})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                ratio = parameter.norm() / parameter.grad.norm() if group["scaled"] else 1.0
+                parameter.sub_(parameter.grad * (group["lr"] * ratio))
+
+
+@pytest.mark.parametrize(
+    ("make", "alike"),
+    [
+        (partial(torch.optim.AdamW, lr=1e-3, fused=True), True),
+        (partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True), True),
+        (partial(torch.optim.Adafactor, lr=1e-3), False),
+        (partial(torch.optim.Muon, lr=1e-3), False),
+        (partial(torch.optim.LBFGS, lr=1e-3), False),
+        (partial(TrustRatio, lr=1e-3, scaled=False), True),
+        (partial(TrustRatio, lr=1e-3), False),
+    ],
+)
+def test_an_optimizer_that_needs_full_parameters_is_refused(make: Any, alike: bool) -> None:
+    """Found out by trying it, at a learning rate that a schedule begins with 0, without a change of generators."""
+    optimizer = make([nn.Parameter(torch.randn(4, 4))])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    state = torch.get_rng_state()
+    problems = optimizer_problems([optimizer], cpu_adam=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [("needs full parameters" in one) for one in problems] == [True] * (not alike)
 
 
 EVERYTHING_ELSE = {

@@ -445,10 +445,20 @@ class ChangesWithin(MLP):
         if self.kind == "weight_norm":
             parametrizations.weight_norm(self.layers[2])
 
+    def configure_optimizers(self) -> Any:
+        if self.kind in OF_FULL_PARAMETERS:
+            return getattr(torch.optim, self.kind)(self.parameters(), lr=0.01)
+        return super().configure_optimizers()
+
+
+OF_FULL_PARAMETERS = ("Adafactor", "Rprop")
+"""Optimizers of torch that compute in ways that distributed tensors do not know."""
+
 
 def change_within() -> dict[str, str]:
     found = {}
-    for kind in ("in place", "data", "assigned", "wrong shape", "weight_norm", "parametrized"):
+    kinds = ("in place", "data", "assigned", "wrong shape", "weight_norm", "parametrized", *OF_FULL_PARAMETERS)
+    for kind in kinds:
         trainer = WAYS["FSDP x2"].trainer(max_steps=4, watchdog_seconds=60)
         try:
             trainer.fit(ChangesWithin(kind), DataLoader(MLP.data(24), 4))
@@ -465,6 +475,8 @@ def test_changes_within_a_step_are_refused_and_other_errors_are_not_called_chang
             assert "norm.weight changed within a step, while gathered" in found[kind]
         assert "layers.2.weight of shape [16, 16] was replaced while training" in found["assigned"]
         assert "Given normalized_shape=[6]" in found["wrong shape"]
+        for kind in OF_FULL_PARAMETERS:
+            assert f"{kind}.step() cannot compute with the shards of parameters that strategy 'fsdp'" in found[kind]
 
 
 def fit_again() -> Any:

@@ -24,7 +24,7 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.run import Run
 from trainer.model.full_parameters import name_of_shard
-from trainer.model.parameter_access import copy_advice
+from trainer.model.parameter_access import copy_advice, stepping_optimizer
 
 log = logging.getLogger("trainer")
 
@@ -138,6 +138,13 @@ def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
         frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for frame in frames
     ):
         return None
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if (optimizer := stepping_optimizer(reversed(frames))) is not None:
+        return ConfigError(
+            f"{type(optimizer).__name__}.step() cannot compute with the shards of parameters that strategy "
+            f"{run.strategy.name!r} keeps (DTensor). Use another optimizer, such as torch.optim.AdamW, or strategy "
+            f"'ddp'.\ntorch said: {said}"
+        )
     values = (value for frame in reversed(frames) for value in _values_of(frame))
     used = (name for value in values if (name := name_of_shard(run.module, value)) is not None)
     advice = (
@@ -148,7 +155,6 @@ def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
             "Within a step call the layer, instead of using its parameter; what is to be done outside of the loss goes "
             "into a hook, such as on_train_batch_end, within `with trainer.full_parameters(module):`"
         )
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ConfigError(
         f"{next(used, 'a parameter')} was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards "
         f"of the parameters. {advice}.\ntorch said: {said}"

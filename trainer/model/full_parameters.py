@@ -57,7 +57,7 @@ def slots_of(module: nn.Module, root: nn.Module) -> list[ParameterSlot]:
 
 def name_of_shard(module: nn.Module, value: Any) -> str | None:
     """Return the name of the parameter with whose memory a distributed tensor is made; None for other values."""
-    local = getattr(value, "_local_tensor", None)
+    local = getattr(value, "_local_tensor", None) if isinstance(value, torch.Tensor) else None
     if local is None:
         return None
     found = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import ConfigError, TrainerError
@@ -66,7 +68,7 @@ class ExplainingShards(ParameterAccess):
         except Exception as error:
             values = [one for value in args for one in (value if isinstance(value, (list, tuple)) else (value,))]
             name = next((name for one in values if (name := name_of_shard(self._module, one)) is not None), None)
-            if name is None or not from_user_code():
+            if name is None or not from_user_code() or stepping_optimizer(_callers()) is not None:
                 raise
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
@@ -93,6 +95,22 @@ def within_deepcopy() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def stepping_optimizer(frames: Iterable[FrameType]) -> Optimizer | None:
+    """Return the optimizer whose `step` is the first one among the frames; None without one."""
+    for frame in frames:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
+            return owner
+    return None
+
+
+def _callers() -> Iterator[FrameType]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def from_user_code() -> bool:
