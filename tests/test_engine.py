@@ -100,8 +100,25 @@ def test_accumulation_is_one_big_batch_and_lbfgs_steps_with_a_closure() -> None:
             engine.backward(loss)
             return loss
 
-        solver.step(closure)
+        first = mse_loss(second(x), y)
+        assert torch.equal(solver.step(closure), first)  # as torch's LBFGS returns it
         assert mse_loss(second(x), y).item() < 1e-3
+
+
+class WithStep(nn.Linear):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self(batch[0]), batch[1])
+
+
+def test_the_steps_of_any_module_run_like_forward() -> None:
+    with Engine(**CPU) as engine:
+        net = WithStep(FEATURES, 1)
+        model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
+        model.mark_forward_method(model.training_step)  # is marked already
+        before = weights(net)
+        engine.backward(model.training_step(dataset(8).tensors))
+        optimizer.step()
+        assert not torch.equal(before["weight"], net.weight)
 
 
 def test_two_optimizers_share_a_loss_scale() -> None:

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Never, Self, TextIO
@@ -392,7 +392,8 @@ class Engine:
         if self._last is None:
             return ConfigError(
                 "engine.backward: the model that engine.setup returned has not been called. Call that one, and not "
-                "the module that was given to setup."
+                "the module that was given to setup. For another method than forward: "
+                "model.mark_forward_method('name'), and then model.name(...)."
             )
         return ConfigError(
             "engine.backward got a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no "
@@ -450,7 +451,8 @@ class Engine:
         return norm
 
     def step(self, optimizer: EngineOptimizer, closure: Callable[[], Any] | None, **options: Any) -> Any:
-        """Step an optimizer through its strategy; `EngineOptimizer.step` calls this."""
+        """Step an optimizer through its strategy; `EngineOptimizer.step` calls this. Returns what `closure` first
+        returned, as torch's optimizers do."""
         strategy, inner = optimizer.model._strategy, optimizer.optimizer
         if strategy.multi_process:
             optimizer.model.require_unchanged()
@@ -469,9 +471,16 @@ class Engine:
             )
         if strategy.scaler is not None:
             strategy.unscale(inner)
+        losses: list[Any] = []
+
+        def evaluated() -> Any:
+            assert closure is not None
+            losses.append(closure())
+            return losses[-1]
+
         optimizer.stepping = True
         try:
-            strategy.step(inner, closure, **options)
+            strategy.step(inner, None if closure is None else evaluated, **options)
         finally:
             optimizer.stepping = False
         if strategy.scaler is not None:
@@ -480,6 +489,7 @@ class Engine:
             strategy.release_gathered()
         self.steps += 1
         self._waiting_backwards = 0
+        return next(iter(losses), None)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of the precision, for what is computed outside of the models' forwards."""
@@ -787,8 +797,8 @@ class EngineModule(nn.Module):
         own["_plain"] = keeps_step(strategy) and not own["_casts"]
         own["_tables"] = ParameterTables(strategy.module) if trains else None
         own["_flags"] = [parameter.requires_grad for parameter in module.parameters()]
-        for name in _STEPS if isinstance(module, TrainModule) else ():
-            if callable(getattr(module, name)):
+        for name in _STEPS:
+            if callable(getattr(module, name, None)):
                 self.mark_forward_method(name)
         if trains and not own["_plain"]:
             for layer in (module, *module.children()):
@@ -853,12 +863,13 @@ class EngineModule(nn.Module):
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
         """Make a method of the module, such as "generate", run like `forward`: on all processes, with sharding.
 
-        The steps of a TrainModule are marked already.
+        `training_step` and the other steps are marked already.
         """
         name = method if isinstance(method, str) else method.__name__
-        if not callable(getattr(self.module, name, None)):
+        original = getattr(self.module, name, None)
+        if not callable(original):
             raise ConfigError(f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method.")
-        vars(self)[name] = lambda *args, **kwargs: self._call(name, args, kwargs)
+        vars(self)[name] = wraps(original)(lambda *args, **kwargs: self._call(name, args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         try:

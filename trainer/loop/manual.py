@@ -162,7 +162,7 @@ class ManualOptimizer:
         return type(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Update this optimizer's parameters; return what `closure` returned last.
+        """Update this optimizer's parameters; return what `closure` returned first, as torch's do.
 
         `options`: further arguments of the torch optimizer's `step`.
         """
@@ -184,9 +184,11 @@ class ManualOptimizer:
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        self._result = closure()
+        result = closure()
+        if self._result is None:
+            self._result = result
         self._run.hooks.on_before_optimizer_step(self.optimizer)
-        return self._result
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""
