@@ -43,13 +43,21 @@ def _state_kept(block: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_zeros(block: nn.Module) -> Iterator[None]:
+    # FSDP2 gathers units within the block, such as experts, in their own forward: they would have it once, not twice.
+    within = {id(p) for unit in block.modules() if unit is not block and _is_unit(unit) for p in unit.parameters()}
     larger = {
         id(p): nn.Parameter(p.detach() + 0.02, requires_grad=False)
         for p in block.parameters()
-        if p.is_floating_point() or p.is_complex()
+        if id(p) not in within and (p.is_floating_point() or p.is_complex())
     }
     with replaced_parameters(block, lambda parameter: larger.get(id(parameter))):
         yield
+
+
+def _is_unit(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 @contextmanager

@@ -416,7 +416,7 @@ class FSDPStrategy(DistributedStrategy):
             needs_loss_parallel,
             resolve_plan,
         )
-        from trainer.strategies.fsdp.plan_check import PlanCheck
+        from trainer.strategies.fsdp.plan_check import FLOAT8, FULL_PRECISION, LOW_PRECISION, PlanCheck
 
         assert self._mesh is not None
         layout, plan = self.layout, find_plan(module)
@@ -428,7 +428,9 @@ class FSDPStrategy(DistributedStrategy):
             )
         styles = resolve_plan(module, plan, layout.tensor)
         if layout.tensor > 1:
-            self._plan_check = PlanCheck(module, styles, self._mesh.tensor.get_group(), self._tolerance)
+            low = LOW_PRECISION if self._computes_low() else FULL_PRECISION
+            tolerance = low if self.precision.float8 is None else FLOAT8
+            self._plan_check = PlanCheck(module, styles, self._mesh.tensor.get_group(), tolerance)
             apply_plan(module, self._mesh.tensor, styles)
             self._first_step_errors = FirstStepErrors(layout.tensor)
             self._loss_parallel = needs_loss_parallel(styles)
@@ -436,13 +438,6 @@ class FSDPStrategy(DistributedStrategy):
         for one in self._experts.values():
             split_experts(one, self._mesh.experts)
         return describe_plan(module, styles if layout.tensor > 1 else {}, self._experts)
-
-    @property
-    def _tolerance(self) -> float:
-        """By how much two ways to compute the same may differ, a share of their numbers."""
-        if self.precision.float8 is not None:
-            return 0.25
-        return 3e-2 if self._computes_low() else 1e-3
 
     def _find_blocks(self, module: TrainModule) -> dict[str, nn.Module]:
         try:

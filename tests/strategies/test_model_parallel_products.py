@@ -24,6 +24,7 @@ VARIANTS = (
     "PP 2 x FSDP 2, CPU offload",
 )
 COMPARED = [(name, key) for name in (*PRODUCTS, *VARIANTS) for key in (MIXTURES if "EP" in name else KEYS)]
+COMPARED += [(name, "mixture") for name in ("PP 2 x TP 2", "CP 2 x TP 2")]
 CELLS: list[Cell] = [
     *zip(PRODUCTS, (*PRODUCTS[1:], PRODUCTS[0]), strict=True),
     (SINGLE, "PP 2 x CP 2"),
