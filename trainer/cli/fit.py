@@ -70,7 +70,7 @@ def closing_lines(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbac
     lines = []
     if metrics:
         values = {name: float(value) for name, value in metrics.items()}
-        lines += [f"after {steps} steps:", table([values])]
+        lines += [f"after {steps} step{'s' * (steps != 1)}:", table([values])]
     if not run_dir.is_dir():  # fast_dev_run writes no files
         return lines
     lines.append(f"run directory:  {relative(run_dir)}")
