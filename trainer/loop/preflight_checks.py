@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from inspect import getattr_static
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def check_call(
     problems += _wrong_data(stage, data, datamodule)
     if stage == "fit":
         settings = config.settings
+        problems += _deleted_folder()
         unfreezing = next((type(one).__name__ for one in config.callbacks if isinstance(one, AddsGroups)), None)
         steps = step_config(settings, micro_batch_size=micro_batch_of(data.get("train")), unfreezing=unfreezing)
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
@@ -116,6 +118,15 @@ def check_call(
     elif weights is not None and ckpt_path is None and (problem := weights_problem(weights)) is not None:
         problems.append(problem)
     raise_problems(problems, f"{stage}({type(module).__name__})")
+
+
+def _deleted_folder() -> list[str]:
+    """Return a message if the working directory was deleted, without which torch makes no optimizer."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return ["the working directory was deleted: change into one that exists (cd, or os.chdir), and start again."]
+    return []
 
 
 def checkpoint_may_exist(ckpt_path: Any) -> bool:
