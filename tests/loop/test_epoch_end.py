@@ -288,6 +288,40 @@ def test_looking_for_a_further_batch_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(unbroken[name], parts[name]) for name in unbroken)
 
 
+class Draws(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self._loss(batch) * torch.rand(())
+
+
+class SavesBefore(Callback):
+    """Writes a checkpoint before the first step of its run, and stops the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        torch.rand(7)
+        trainer.save_checkpoint(self.path)
+        trainer.stop("saved")
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_checkpoint_before_the_first_step_of_a_resumed_run_is_exact(
+    steps: int, streams: bool, tmp_path: Path
+) -> None:
+    def run(start: Path | None, **settings: Any) -> tuple[dict[str, torch.Tensor], Path]:
+        trainer = quiet(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path, **settings)
+        module, data = Draws(), loader(4, shuffle=True)
+        trainer.fit(module, torch.utils.data.DataLoader(Stream(), 4) if streams else data, ckpt_path=start)
+        return module.state_dict(), Path(trainer.checkpoint_callback.last_model_path)  # type: ignore[union-attr]
+
+    unbroken, _ = run(None)
+    run(run(None, max_steps=steps)[1], callbacks=SavesBefore(tmp_path / "before"))
+    parts, _ = run(tmp_path / "before")
+    assert all(torch.equal(unbroken[name], parts[name]) for name in unbroken)
+
+
 # -- a stop before the least -------------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,8 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     strategy = run.strategy
     leave_out_changing_facts(run)
     own = {
-        "rng": rng_state(strategy.device),
+        # Before the first step of a resumed run those of its checkpoint still stand.
+        "rng": run.rng_to_restore or rng_state(strategy.device),
         "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
         "metrics": metrics_state(run.metrics),
         "stop": run.postponed_stop,
