@@ -414,7 +414,9 @@ def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(accelerator="cpu", compile=EAGER, **QUIET).describe()
     assert "compile     full model" in capsys.readouterr().out
     Trainer(accelerator="cpu", **QUIET).describe()
-    assert "compile" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "compile" not in out
+    assert "step        1 micro-batch on 1 process" in out
 
 
 def test_blocks_that_are_not_there() -> None:

@@ -28,13 +28,14 @@ def describe(
     """
     settings = config.settings
     interval = f"every {settings.log_every_n_steps} steps" if settings.log_every_n_steps else "at the end of epochs"
+    batches = f"{window} micro-batch{'es' * (window > 1)}"
     lines = [
         f"device      {config.device_type} ({config.reasons['device']})",
         f"processes   {config.num_processes} ({config.reasons['devices']})",
         f"strategy    {config.strategy} ({config.reasons['strategy']})",
         f"precision   {config.precision.name} ({config.reasons['precision']})",
         *([f"compile     {config.compilation.describe()}"] if config.compilation is not None else []),
-        f"step        {window} micro-batch(es) on {config.num_processes} process(es)"
+        f"step        {batches} on {config.num_processes} process{'es' * (config.num_processes > 1)}"
         + _global_batch(config, window, micro_batch),
         f"length      {_length(config)}",
         f"clipping    {_clipping(settings)}",
@@ -45,7 +46,7 @@ def describe(
         *_hooks(callbacks, "  ", ("setup", "on_fit_start", "on_train_start")),
         "  for each epoch:",
         *_hooks(callbacks, "    ", ("on_train_epoch_start",)),
-        f"    for each window of {window} micro-batch(es):",
+        f"    for each window of {batches}:",
         *_hooks(callbacks, "      ", ("on_train_batch_start",)),
         "      training_step, backward",
         *_hooks(callbacks, "      ", ("on_after_backward", "on_before_optimizer_step")),
