@@ -318,6 +318,19 @@ def test_a_stateful_subclass_is_cut_and_keeps_its_place(rank: int, workers: int,
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
+def test_a_shuffling_stateful_loader_is_exact_and_nothing_is_said() -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    before, after = (loader_of(torchdata.StatefulDataLoader(Numbers(22), 2, shuffle=True)) for _ in range(2))
+    assert before.note is None
+    values(before.iterate(0))
+    iterator = before.iterate(1)
+    for _ in range(4):
+        next(iterator)
+    after.load_state_dict(before.state_dict())
+    assert values(after.iterate(1, 4)) == values(iterator)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
 def test_an_epoch_that_ended_at_its_limit_is_not_continued() -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     before, after = (loader_of(torchdata.StatefulDataLoader(Numbers(22), 2), limit=3) for _ in range(2))

@@ -324,9 +324,17 @@ def _splitting_advice(loader: Any) -> str:
 
 
 def _generators(loader: Any) -> list[OwnGenerator]:
-    """Return the generators of a DataLoader's samplers, but for those in the states of stateful samplers."""
+    """Return the generators of a DataLoader's samplers, but for those in the states of stateful samplers.
+
+    Those of torchdata's samplers are in the states of their iterators.
+    """
     samplers = [loader.sampler, loader.batch_sampler] if isinstance(loader, DataLoader) else []
-    return [one for sampler in samplers if not hasattr(sampler, "state_dict") for one in own_generators(sampler)]
+    without_state = [
+        sampler
+        for sampler in samplers
+        if not hasattr(sampler, "state_dict") and not type(sampler).__module__.startswith("torchdata.")
+    ]
+    return [one for sampler in without_state for one in own_generators(sampler)]
 
 
 def _popped(items: list[Any]) -> Iterator[Any]:
