@@ -203,7 +203,7 @@ MODULES = {
     "manual": "automatic_optimization: True on rank 0, and False on rank 1",
     "option of its own": "AdamW, rho: missing on rank 0, and 0.5 on rank 1",
 }
-FOLDERS = "ModelCheckpoint.dirpath: 'folder saved-by-rank-0' on rank 0, and 'folder saved-by-rank-1' on rank 1"
+FOLDERS = "saved-by-rank-0' on rank 0, and "
 
 
 def another_collate(samples: Any) -> Any:

@@ -232,7 +232,11 @@ def test_a_value_logged_by_step_may_be_monitored() -> None:
 
 def test_checkpoints_into_a_file() -> None:
     Path("file").write_text("")
-    refused(lambda: fit(Net(), trainer=quiet(callbacks=ModelCheckpoint("file"))), "dirpath='file'", "give a folder")
+    refused(
+        lambda: fit(Net(), trainer=quiet(callbacks=ModelCheckpoint("file"))),
+        f"dirpath='{Path.cwd() / 'file'}'",
+        "give a folder",
+    )
 
 
 def test_run_directories_in_a_file() -> None:
