@@ -238,7 +238,8 @@ def first_samples(folder: str) -> dict[str, list[float]]:
     return found
 
 
-def test_data_in_order_on_several_processes(tmp_path: Path) -> None:
+def test_data_in_order_on_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     ranks = run_distributed(first_samples, 2, str(tmp_path))
     steps: dict[str, list[list[float]]] = {}
     for name in ranks[0]:
