@@ -41,7 +41,7 @@ from trainer.loop.accumulation import (
 from trainer.loop.bad_steps import BadStep, BadSteps
 from trainer.loop.call_arguments import Call, read_call
 from trainer.loop.compare_ranks import compare
-from trainer.loop.describe import describe
+from trainer.loop.describe import PrintedText, describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.progress import Progress
@@ -388,10 +388,12 @@ class Trainer:
         run.check_all_ranks_call(f"full_parameters of {(names or ['?'])[0] or 'the module'}, write={write}")
         return run.strategy.full_parameters(module, write)
 
-    def describe(self) -> None:
-        """Print a description of the run: the choices and their reasons, and the loop with its callbacks."""
+    def describe(self) -> str:
+        """Print and return a description of the run: the choices and their reasons, and the loop with its callbacks."""
         micro_batch = self.train_loader.batch_size if self.train_loader is not None else None
-        self.print(describe(self.config, self.callbacks, self.accumulate_grad_batches, micro_batch, self.run_dir))
+        text = describe(self.config, self.callbacks, self.accumulate_grad_batches, micro_batch, self.run_dir)
+        self.print(text)
+        return PrintedText(text)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

@@ -409,8 +409,10 @@ def test_no_effect_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
-    Trainer(accelerator="cpu", compile={**EAGER, "blocks": True}, **QUIET).describe()
-    assert "compile     block by block (backend=eager)" in capsys.readouterr().out
+    text = Trainer(accelerator="cpu", compile={**EAGER, "blocks": True}, **QUIET).describe()
+    assert "compile     block by block (backend=eager)" in text
+    assert capsys.readouterr().out == f"{text}\n"
+    assert text._ipython_display_() is None  # type: ignore[attr-defined]  # a notebook shows it once
     Trainer(accelerator="cpu", compile=EAGER, **QUIET).describe()
     assert "compile     full model" in capsys.readouterr().out
     Trainer(accelerator="cpu", **QUIET).describe()

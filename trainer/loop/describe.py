@@ -14,6 +14,14 @@ from trainer.precision import Precision, tf32_is_allowed
 from trainer.settings import Settings
 
 
+class PrintedText(str):
+    """A text that has been printed: as the last line of a notebook's cell it is not shown again."""
+
+    __slots__ = ()
+
+    def _ipython_display_(self) -> None: ...
+
+
 def describe(
     config: ResolvedConfig, callbacks: list[Callback], window: int, micro_batch: int | None, run_dir: Path
 ) -> str:
