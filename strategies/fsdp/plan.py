@@ -185,8 +185,25 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
             if style is not None:
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
+    raise_problems(_no_layers(names, found), type(module).__name__)
     raise_problems([*_indivisible(names, found, parts), *_heads(module, parts)], type(module).__name__)
     return found
+
+
+def _no_layers(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> list[str]:
+    """Return a problem for each class of modules that torch's styles cannot split, such as PEFT's adapters."""
+    found = {
+        type(names[name]).__name__ + f" from {type(names[name]).__module__}": name
+        for name, style in styles.items()
+        if type(style) in (ColwiseParallel, RowwiseParallel)
+        and not isinstance(names[name], (nn.Linear, nn.Embedding))
+        and "_orig_mod" not in names[name]._modules
+    }
+    return [
+        f"tensor_parallel_plan: {name} is of class {kind}, and its style splits nn.Linear and nn.Embedding only: leave "
+        "it out with None, or use another option than tensor_parallel, which adapters go with."
+        for kind, name in found.items()
+    ]
 
 
 def _indivisible(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], parts: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from torch.nn.functional import dropout, mse_loss, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.hf_models import LLM
 from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.strategy_models import GPT, Transformer
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
@@ -23,6 +25,7 @@ from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
+from trainer.strategies.fsdp.first_batch import refuse_router_losses
 from trainer.strategy import StepConfig
 
 TWO = ("TP x2", "CP x2", "PP x2")
@@ -454,6 +457,24 @@ class Planned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
+class Adapted(nn.Module):
+    """A layer with an adapter, as PEFT makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.added = nn.Linear(8, 24), nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both: torch.Tensor = self.base_layer(x) + self.added(x)
+        return both
+
+
+class WithAdapters(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = Adapted()  # type: ignore[assignment]
+
+
 class HalfPlanned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise"}
 
@@ -570,6 +591,7 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
     "an unknown style": (TP, Unknown, Attending, "Did you mean 'colwise'"),
+    "layers with adapters": (TP, Planned, WithAdapters, "is of class Adapted from"),
     "outputs that cannot be divided": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
 }
 AT_THE_START = (
@@ -580,6 +602,7 @@ AT_THE_START = (
     "no plan",
     "a pattern without a match",
     "an unknown style",
+    "layers with adapters",
     "outputs that cannot be divided",
 )
 """What is found before the first step, the names of `REFUSED`."""
@@ -623,6 +646,22 @@ def test_what_cannot_be_divided_is_told_in_the_first_step(name: str, refusals: A
 def test_what_modules_and_plans_say_is_told_at_the_start(refusals: Any) -> None:
     early = {name for name in REFUSED for of_rank in refusals if of_rank[name].startswith("at the start")}
     assert early == set(AT_THE_START)
+
+
+@pytest.mark.parametrize("in_config", [True, False], ids=["in the config", "in a call"])
+def test_losses_of_routers_are_refused(in_config: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
+    sizes = {**LLM, "num_hidden_layers": 1, "num_local_experts": 2, "output_router_logits": in_config}
+    module = nn.ModuleDict({"net": transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))})
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    if not in_config:
+        refuse_router_losses("context_parallel", module)
+        module["net"](tokens)
+    refused = partial(module["net"], tokens, output_router_logits=True)
+    if in_config:
+        refused = partial(refuse_router_losses, "context_parallel", module)
+    with pytest.raises(ConfigError, match=r"output_router_logits.* of net, whose loss then has a part"):
+        refused()
 
 
 def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torch.Tensor]:
