@@ -18,7 +18,7 @@ from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
-from trainer.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from trainer.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from trainer.checkpoint.format import read_checkpoint
 from trainer.cli.main import main
 
@@ -155,6 +155,32 @@ def test_test_and_export_of_a_new_process(tmp_path: Path) -> None:
     plain = Normed()
     quiet().test(plain, loader(2), ckpt_path=path)
     assert not torch.equal(plain.layer.weight, trained.layer.weight)
+
+
+class Backbone(Toy):
+    def __init__(self) -> None:
+        seed_everything(7)
+        super().__init__()
+        self.backbone = nn.Linear(4, 4)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layer(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+def test_a_resumed_run_keeps_the_average_of_what_a_later_callback_unfreezes(tmp_path: Path) -> None:
+    def fit(**options: Any) -> TrainModule:
+        callbacks = [EMAWeightAveraging(decay=DECAY), BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+        settings = {"max_epochs": 2, "enable_checkpointing": True, "seed": 3}
+        module = Backbone()
+        saves = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        quiet(**settings, callbacks=[*callbacks, saves]).fit(module, loader(4), **options)
+        return module
+
+    uninterrupted = fit()
+    assert_same_bits(uninterrupted.state_dict(), fit(ckpt_path=tmp_path / "step=6").state_dict())
 
 
 def test_what_trains_later_is_averaged_from_then_on() -> None:

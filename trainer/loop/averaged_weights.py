@@ -96,11 +96,11 @@ class AveragedWeights:
         """Return the weights to average by name, tied ones once, in the memory that the optimizer changes.
 
         Args:
-            stored: names in a checkpoint: buffers among them belong to the averages, too.
+            stored: names in a checkpoint: buffers among them belong to the averages, and weights that do not train yet.
         """
         state, module = self._strategy.module_state(), self._strategy.module
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad or name in self._averages]
         own = {*self._averages, *stored}
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad or name in own]
         named += [(n, b) for n, b in module.named_buffers() if self._use_buffers or n in own]  # type: ignore[misc]
         names = [name for name, _ in named]
         return {name: state[name] for name in names if isinstance(state.get(name), (torch.Tensor, Shard))}
