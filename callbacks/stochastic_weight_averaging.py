@@ -131,10 +131,11 @@ class StochasticWeightAveraging(AveragingCallback):
         if epoch <= self.latest_update_epoch:
             return  # a resumed run goes on inside the epoch
         groups = trainer.optimizers[0].param_groups
-        self._rates = self._rates or [float(group["lr"]) for group in groups]
+        self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         part = self._annealed(epoch - self.first_epoch(trainer.config.max_epochs))
-        for group, before, after in zip(groups, self._rates, rates, strict=True):
+        # Groups that a callback has added since the start keep their rates, where there is a rate for each group.
+        for group, before, after in zip(groups, self._rates, rates, strict=False):
             group["lr"] = after * part + before * (1 - part)
         self._averaged.update(self._change)
         self.latest_update_epoch = epoch

@@ -18,7 +18,13 @@ from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
-from trainer.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from trainer.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from trainer.checkpoint.format import read_checkpoint
 from trainer.cli.main import main
 
@@ -181,6 +187,16 @@ def test_a_resumed_run_keeps_the_average_of_what_a_later_callback_unfreezes(tmp_
 
     uninterrupted = fit()
     assert_same_bits(uninterrupted.state_dict(), fit(ckpt_path=tmp_path / "step=6").state_dict())
+
+
+@pytest.mark.parametrize(("rates", "ends"), [(0.01, [0.01, 0.01]), ([0.01], [0.01, 0.05])])
+def test_a_group_that_is_added_after_swas_start_gets_its_rate(rates: Any, ends: list[float]) -> None:
+    swa = StochasticWeightAveraging(swa_lrs=rates, swa_epoch_start=1, annealing_epochs=1)
+    options: Any = {"backbone_initial_lr": 0.05, "lambda_func": lambda epoch: 1.0, "should_align": rates == 0.01}
+    unfrozen = BackboneFinetuning(unfreeze_backbone_at_epoch=1, **options)
+    trainer = quiet(max_epochs=3, callbacks=[swa, unfrozen])
+    trainer.fit(Backbone(), loader(4))
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx(ends)
 
 
 def test_what_trains_later_is_averaged_from_then_on() -> None:
