@@ -370,7 +370,7 @@ def test_a_typo_is_answered_without_torch(project: Path) -> None:
         f"fit --dry-run {config} --trainer.max_epoch 3": setting,
         "fit --dry-run --config runn.yaml": missing,
         "checkpoint show nowhere": "there is no checkpoint or folder 'nowhere'",
-        "config --from nowhere.json": "nowhere.json",
+        "config --from nowhere.json --output new.yaml": "nowhere.json",
     }
     code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"
     code += f"codes = [main(line.split()) for line in {[*lines]}]\nprint(codes)"

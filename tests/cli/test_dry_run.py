@@ -204,7 +204,8 @@ def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
         (["--worldsize", "8"], "Did you mean '--world-size'?"),
         (["--world-size", "12", "--nproc-per-node", "8"], "Give --nproc-per-node 4, or --world-size 16."),
         (["--world-size", "12", "--trainer.devices", "5"], "cannot be divided into machines of 5 processes"),
-        (["--world-size", "8", "--trainer.max_epoch", "3", "--module.widht", "3"], "2 problems in the configuration"),
+        (["--world-size", "8", "--trainer.max_epoch", "3", "--module.widht", "3"], "Did you mean 'max_epochs'?"),
+        (["--world-size", "8", "--module.widht", "3", "--module.manuel", "true"], "2 problems in the configuration"),
         (["--world-size", "8", "--trainer.accelerator", "gpus"], "Did you mean 'gpu'?"),
     ],
 )

@@ -63,14 +63,12 @@ def _write(options: argparse.Namespace) -> int:
     if options.list:
         print_fitted("".join(f"{line}\n" for line in PRESET_LINES))
         return 0
-    _check_choice(options)
+    _check_options(options)
+    file = "run.yaml" if options.output == "-" else options.output
     if options.source is not None:
         from trainer.cli.config.translate import translate
 
         report = translate(options.source)
-    _check_output(options)
-    file = "run.yaml" if options.output == "-" else options.output
-    if options.source is not None:
         by = f"From {options.source}, by `trainer config --from {shlex.quote(options.source)}`."
         _write_output(report.draft.text([by, *_usage_lines(report.start(_fit_command(file)))]), options)
         printed = options.output == "-"
@@ -88,16 +86,12 @@ def _write(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_choice(options: argparse.Namespace) -> None:
-    """Raise a ConfigError unless --preset and --from name at most one thing that is there."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise a ConfigError for wrong options, before the first question."""
     if options.preset is not None and options.source is not None:
         raise ConfigError("--preset and --from are two ways to the same file: remove one.")
     if options.preset is not None and options.preset not in PRESETS:
         raise unknown_name_error("preset", options.preset, PRESETS)
-
-
-def _check_output(options: argparse.Namespace) -> None:
-    """Raise a ConfigError for an output that cannot be written, before the first question."""
     if options.output == "-":
         if options.preset is None and options.source is None:
             raise ConfigError("--output - goes with --preset or --from: questions need the terminal for themselves.")
