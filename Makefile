@@ -43,7 +43,7 @@ test-release: .venv/ready  ## by hand before a release: whole matrices, 2000 dra
 XLA_PYTHON ?= .venv-xla/bin/python
 # Of the quick tier, what reads and writes files and values through the packages that are required.
 LOWEST := $(addprefix tests/, config cli/test_cli_errors.py checkpoint/test_format.py loop/test_terminal.py test_settings.py \
-    data/test_sampler_state.py callbacks/test_early_stopping.py callbacks/test_checkpoint.py callbacks/test_progress_bar.py test_optimizers.py)
+    data/test_sampler_state.py callbacks/test_early_stopping.py callbacks/test_checkpoint.py callbacks/test_progress_bar.py test_optimizers.py model/test_memory.py)
 
 .venv-xla/ready: pyproject.toml constraints-xla.txt
 	$(PYTHON) -m venv .venv-xla

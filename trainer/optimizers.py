@@ -85,6 +85,21 @@ class SchedulerConfig:
         self.rests = True
 
 
+def optimizer_like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+    """Return a new optimizer of the class and options of `optimizer`, for other parameters.
+
+    Its learning rate is that before a schedule changed it. Raises whatever the class does if it takes other arguments.
+    """
+    options = {name: option for name, option in optimizer.param_groups[0].items() if name != "params"}
+    if "initial_lr" in options:
+        options["lr"] = options.pop("initial_lr")
+    known = inspect.signature(type(optimizer)).parameters
+    given = {name: option for name, option in {**optimizer.defaults, **options}.items() if name in known}
+    make: Any = type(optimizer)
+    fresh: Optimizer = make(parameters, **given)
+    return fresh
+
+
 def parse_optimizers(
     configured: Any, module_name: str, automatic: bool = True, calls_step: bool = True
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:

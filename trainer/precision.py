@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
@@ -294,6 +295,8 @@ _OF_FLOAT8 = ("config", "linear_mm_config", *(f"scaling_type_{what}" for what in
 def tf32_is_allowed() -> bool:
     """Whether float32 matrix products may be computed in TF32, by either of torch's two settings."""
     try:
-        return torch.get_float32_matmul_precision() != "highest"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.9 warns of its own other setting
+            return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # set by the new API, after which torch refuses to answer by the old one
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

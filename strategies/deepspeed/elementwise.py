@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.optimizers import optimizer_like
 from trainer.seed import isolated_rng
 
 _SHAPE, _CUT = (4, 6), 10
@@ -39,14 +38,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def _trained(optimizer: Optimizer, start: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
     """Return `start` after steps towards 0 by a new optimizer of the class and options of `optimizer`."""
     parameter = nn.Parameter(start.clone())
-    options = {name: option for name, option in optimizer.param_groups[0].items() if name != "params"}
-    if "initial_lr" in options:  # a schedule may begin at 0
-        options["lr"] = options.pop("initial_lr")
-    known = inspect.signature(type(optimizer)).parameters
-    given = {name: option for name, option in {**optimizer.defaults, **options}.items() if name in known}
     with isolated_rng():
         torch.manual_seed(0)
-        fresh = type(optimizer)([parameter], **given)
+        fresh = optimizer_like(optimizer, [parameter])
         for scale in _SCALES:
             parameter.grad = scale * slope * parameter.detach()
             fresh.step()

@@ -18,7 +18,7 @@ from trainer.loop.run import Run, Session
 from trainer.model.blocks import find_blocks
 from trainer.model.memory import ADAMW, ModelSize, OptimizerStates, Weight
 from trainer.module import TrainModule
-from trainer.optimizers import parse_optimizers
+from trainer.optimizers import optimizer_like, parse_optimizers
 from trainer.precision import Precision, resolve_precision
 from trainer.trainer import Trainer
 
@@ -133,12 +133,15 @@ def named_states(name: str) -> OptimizerStates:
 
 
 def probe(optimizer: Optimizer) -> OptimizerStates:
-    """Measure the state for each element and each tensor: add a parameter to the optimizer, and step it."""
+    """Measure the state for each element and each tensor, by a step on a small parameter."""
     parameter = nn.Parameter(torch.zeros(16, 16))
-    optimizer.add_param_group({"params": [parameter]})
-    for group in optimizer.param_groups:
-        for other in group["params"]:
-            other.grad = None
+    try:
+        optimizer = optimizer_like(optimizer, [parameter])
+    except Exception:  # the class takes other arguments: the parameter is added, and the others have no gradients
+        optimizer.add_param_group({"params": [parameter]})
+        for group in optimizer.param_groups:
+            for other in group["params"]:
+                other.grad = None
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
