@@ -16,6 +16,7 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Logger
 from trainer.callbacks import ThroughputMonitor
 from trainer.model.peak_flops import PEAKS, measured_peak, peak_by_name
+from trainer.precision import tf32_is_allowed
 
 
 class Kept(Logger):
@@ -163,7 +164,7 @@ def test_a_loader_with_an_unknown_number_of_samples() -> None:
     ],
 )
 def test_peaks(name: str, dtype: torch.dtype, tflops: float | None) -> None:
-    assert torch.get_float32_matmul_precision() == "highest"
+    assert not tf32_is_allowed()
     peak = peak_by_name(name, dtype)
     assert peak == (None if tflops is None else tflops * 1e12)
 
