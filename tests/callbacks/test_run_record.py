@@ -38,7 +38,7 @@ def test_an_entry_for_each_start_with_versions_and_commit(tmp_path: Path, monkey
     assert [entry["git"] for entry in entries] == [
         {"commit": git("rev-parse", "HEAD"), "branch": "main", "changed": changed} for changed in (False, True)
     ]
-    assert entries[0]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(entries[0]["versions"]["torch"])  # which may lack what was built for: "+cu128"
     assert entries[0]["versions"]["pytest"] == pytest.__version__
     assert "no-such-package" not in entries[0]["versions"]
 

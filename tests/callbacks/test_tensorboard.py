@@ -172,7 +172,7 @@ def test_tensorboard_is_imported_late_and_a_message_says_that_it_is_missing(monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without_tensorboard)
     trainer = quiet(max_epochs=1, logger=TensorBoardLogger())
-    with pytest.raises(MissingPackageError, match=r'TensorBoardLogger needs .* pip install "tensorboard>=2.16"'):
+    with pytest.raises(MissingPackageError, match=r'TensorBoardLogger needs .* pip install "tensorboard>=2.16.2"'):
         trainer.fit(Toy(), loader(1))
 
 

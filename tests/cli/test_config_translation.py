@@ -44,6 +44,8 @@ def keys_of(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_key_is_dropped_and_fit_takes_the_result(command: Command, foreign: Path, name: str) -> None:
+    if name == "fp8.yaml":
+        pytest.importorskip("torchao")
     code, out, err = command("config", "--from", name)
     assert (code, err) == (0, "")
     assert {row.key for row in translate(name).entries} >= keys_of(name)

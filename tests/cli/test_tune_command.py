@@ -33,6 +33,7 @@ def test_a_learning_rate_and_its_picture(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
     assert tune("batch-size", "--config", CONFIG, "--max", "16", "--first", "4") == 0
     printed = capsys.readouterr().out
     assert "samples/s" in printed

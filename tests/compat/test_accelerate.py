@@ -16,6 +16,8 @@ from trainer.cli import launch
 from trainer.compat.page import ACCELERATE_TABLES, accelerate_page
 from trainer.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
+pytest.importorskip("accelerate", reason='needs accelerate: pip install "exact-trainer[dev]"')
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PLUGINS = {
     "FullyShardedDataParallelPlugin": FSDPStrategy,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -46,7 +47,10 @@ def test_accelerator(found: Any, asked: str, cuda: int, mps: bool, device_type: 
         ("cuda", "accelerator='cuda', but: no CUDA device found. Use accelerator='auto' or 'cpu'."),
         ("gpu", "accelerator='gpu', but: no CUDA device found, no MPS."),
         ("mps", "accelerator='mps', but: no MPS."),
-        ("tpu", "accelerator='tpu', but torch_tpu is not installed"),
+        pytest.param(
+            *("tpu", "accelerator='tpu', but torch_tpu is not installed"),
+            marks=pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed"),
+        ),
         ("cudaa", "unknown accelerator 'cudaa'. Did you mean 'cuda'?"),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_picture_of_any_form(form: str) -> None:
 
 
 def test_a_picture_of_pil_and_a_file(tmp_path: Path) -> None:
-    from PIL import Image
+    Image = pytest.importorskip("PIL.Image")  # noqa: N806
 
     array = picture().permute(1, 2, 0).numpy()
     Image.fromarray(array).save("x.png")
@@ -64,7 +64,7 @@ def test_a_picture_of_pil_and_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_our_png_is_what_pil_reads(channels: int) -> None:
-    from PIL import Image
+    Image = pytest.importorskip("PIL.Image")  # noqa: N806
 
     array = np.random.default_rng(0).integers(0, 255, (5, 7, channels), dtype=np.uint8)
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(png(array)))), array.squeeze())
@@ -137,6 +137,8 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_picture_and_the_like_is_refused(case: str) -> None:
+    if case == "no picture":
+        pytest.importorskip("PIL")
     call, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         call(Kept())

@@ -91,6 +91,7 @@ def test_an_unknown_init_device_is_refused_at_once(strategy: type) -> None:
 
 
 def test_deepspeed_needs_stage_3_for_it() -> None:
+    pytest.importorskip("deepspeed")
     from trainer.precision import PRECISIONS
 
     problems = DeepSpeedStrategy(stage=2, init_device="mixed").problems(PRECISIONS["32-true"], "cpu", 2)
