@@ -12,6 +12,8 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import CSVLogger, DeviceStatsMonitor
 
+pytest.importorskip("psutil", reason='needs psutil: pip install "exact-trainer[dev]"')
+
 STATS = ("cpu_percent", "cpu_vm_percent", "cpu_swap_percent")
 
 

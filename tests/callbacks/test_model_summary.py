@@ -83,6 +83,7 @@ quiet(strategy=strategy, devices=1, max_steps=1, callbacks=ModelSummary()).fit(T
 
 
 def test_rich_draws_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
     quiet(max_steps=1, callbacks=[RichModelSummary(max_depth=1, title="layers")]).fit(Toy(), loader(1))
     shown = capsys.readouterr().out
     assert "layers" in shown

@@ -84,6 +84,8 @@ def lines_of(text: str) -> list[str]:
 @pytest.mark.parametrize("columns", [40, 80, 140])
 @pytest.mark.parametrize("command", SHOWN)
 def test_no_line_is_wider_than_the_terminal(screens: dict[str, tuple[int, str]], command: str, columns: int) -> None:
+    if "Rich" in command:
+        pytest.importorskip("rich")
     code, text = screens[f"{columns} {command}"]
     assert code == 0, text
     assert "Traceback" not in text
