@@ -57,6 +57,8 @@ SLOW = (
     "lightning/*",
     "loop/test_agreement.py",
     "loop/test_auto_accumulation.py",
+    "loop/test_changes.py",
+    "loop/test_epoch_end.py",
     "loop/test_evaluation.py",
     "loop/test_hostile_run_directory.py",
     "loop/test_logged_values.py",
