@@ -39,7 +39,7 @@ def _trained(optimizer: Optimizer, start: torch.Tensor, slope: torch.Tensor) -> 
     """Return `start` after steps towards 0 by a new optimizer of the class and options of `optimizer`."""
     parameter = nn.Parameter(start.clone())
     with isolated_rng():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # that of a GPU would not be restored
         fresh = optimizer_like(optimizer, [parameter])
         for scale in _SCALES:
             parameter.grad = scale * slope * parameter.detach()
