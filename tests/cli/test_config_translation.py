@@ -137,6 +137,11 @@ def test_hybrid_sharding(command: Command, foreign: Path) -> None:
         ("distributed_type: MULTI_NPU", "distributed_type", "ddp is written"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_shardng_strategy: 1}", "fsdp_shardng_strategy", "Did you mean"),
         ("fsdp_config: {fsdp_offload_params: true}", "fsdp_offload_params", "does not read it"),
+        (
+            "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: two}",
+            "megatron_lm_config.megatron_lm_tp_degree",
+            "an integer from 1; nothing is written",
+        ),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 7}", "zero_stage", "stage 2 is written"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_clipping: x}", "clipping", "a number above 0"),
         ("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: x", "ec2_instance_type", "SageMaker"),

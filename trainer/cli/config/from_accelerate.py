@@ -141,6 +141,8 @@ dp_replicate_size,dp_shard_size         - every process has the full model: ddp
 tp_size=FROM_2          = <strategy: fsdp, strategy.tensor_parallel: {value}>
 cp_size=FROM_2          = <strategy: fsdp, strategy.context_parallel: {value}>
 sp_size=FROM_2          = <strategy: fsdp, strategy.context_parallel: {value}, strategy.context_exchange: heads>
+tp_size,cp_size,sp_size=1,1.0,NONE - this kind of parallelism is off
+tp_size,cp_size,sp_size ! it has to be an integer from 1; nothing is written | this kind of parallelism is off
 cp_backend,sp_backend,cp_comm_strategy - the processes exchange heads where their number allows it, keys elsewhere
 sp_seq_length,sp_seq_length_is_variable,sp_attn_implementation - sequences of any length are split
 *                       - this kind of parallelism is off
@@ -154,7 +156,9 @@ tp_degree=FROM_2        = <strategy.tensor_parallel: {value}>
 pp_degree=FROM_2        = <strategy.pipeline_parallel: {value}>
 expert_model_parallel_size=FROM_2 = <strategy.expert_parallel: {value}>
 context_parallel_size=FROM_2      = <strategy.context_parallel: {value}>
-tp_degree,pp_degree,expert_model_parallel_size,context_parallel_size - it is off
+tp_degree,pp_degree,expert_model_parallel_size,context_parallel_size=1,1.0,NONE - it is off
+tp_degree,pp_degree,expert_model_parallel_size,context_parallel_size ! it has to be an integer from 1; nothing is
+                                                                       written | it is off
 recompute_granularity=FULL,SELECTIVE = <activation_checkpointing: auto> | it is off
 recompute_method,recompute_num_layers - activation_checkpointing: auto recomputes each repeated block | it is off
 optimizer_cpu_offload   = <strategy.cpu_offload: true> | nothing is offloaded, which is the default
