@@ -375,8 +375,8 @@ class Trainer:
                 In the block no gradients are recorded; an error in it undoes the changes. False: only read them.
 
         Raises:
-            ConfigError: nothing has run yet, `module` is no part of the run's, a process does not call this, or a
-                parameter was changed without `write`, or replaced.
+            ConfigError: the weights are not there yet, `module` is no part of the run's, a process does not call
+                this, or a parameter was changed without `write`, or replaced.
         """
         if not isinstance(module, nn.Module) or not isinstance(write, bool):
             raise ConfigError(
@@ -893,6 +893,12 @@ class Trainer:
     def _begun(self, method: str) -> Run:
         if self._run is None:
             raise ConfigError(f"{method}: nothing has run yet: call fit first.")
+        if not self._run.has_weights:
+            raise ConfigError(
+                f"{method}: the run's weights are not there yet: use it from on_fit_start on (on_validation_start, "
+                "on_test_start, on_predict_start). In setup, configure_model and on_load_checkpoint the module is as "
+                "you made it: read and change its parameters themselves, and the checkpoint's in checkpoint['model']."
+            )
         return self._run
 
     @property

@@ -185,6 +185,21 @@ def test_before_a_run_there_is_nothing_to_gather() -> None:
         quiet().full_parameters(Toy())
 
 
+@pytest.mark.parametrize("hook", ["setup", "on_load_checkpoint"])
+def test_before_the_weights_are_there_the_hooks_that_have_them_are_named(hook: str, tmp_path: Path) -> None:
+    """In a second run, too, where the strategy still has the module of the first one."""
+
+    def gather(trainer: Trainer, module: TrainModule, _: Any) -> None:
+        if trainer.ckpt_path is not None:
+            trainer.full_parameters(module)
+
+    trainer, module = quiet(max_steps=1, callbacks=[LambdaCallback(**{hook: gather})]), Toy()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"full_parameters: the run's weights are not there yet: .*on_fit_start"):
+        trainer.fit(module, loader(), ckpt_path=tmp_path / "c")
+
+
 def after_the_run(strategy: str) -> None:
     """Gather on one process only, after the run, where the other one comes to the end of its program."""
     trainer = quiet(strategy=strategy, devices=2, max_steps=1)

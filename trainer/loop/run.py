@@ -163,6 +163,8 @@ class Run:
     """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
     interrupted = False
     """True if an error or a signal has ended the run."""
+    has_weights = False
+    """True when the strategy has the module, with the weights that the run begins with."""
     validation_clock: ValidationClock | None = None
     """Tells when a validation is due, if `val_check_interval` is a time."""
     _windows_before = 0
@@ -340,6 +342,10 @@ class Run:
     def resume(self, rng: dict[str, Any] | None, postponed_stop: str | None) -> None:
         """Keep of the checkpoint what has to wait: the generators' states, and a stop that waits for its time."""
         self.rng_to_restore, self.postponed_stop = rng, postponed_stop
+
+    def take_weights(self) -> None:
+        """Let users gather, change and save weights from now on."""
+        self.has_weights = True
 
     def watch_numbers(self) -> None:
         """Check from now on that losses, weights and states are finite."""

@@ -254,6 +254,7 @@ def build_module(
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
     restore_weights(run, checkpoint)
+    run.take_weights()
 
 
 def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
