@@ -34,7 +34,7 @@ class Processes:
         return found
 
     def rank(self, number: int) -> int | None:
-        """Return the process of a rank; None if there is none at the moment."""
+        """Return the process of a rank; None if there is none now."""
         if not self.launched:
             return self.running.pid if self.is_running() else None
         try:
@@ -93,7 +93,7 @@ class Processes:
 
     @staticmethod
     def left_in_shared_memory(before: set[str]) -> list[str]:
-        """Return what is new in /dev/shm and stays there; other programs' is gone in a moment."""
+        """Return what is new in /dev/shm and stays there; other programs' is gone soon."""
         deadline = time.monotonic() + 5
         while (new := Processes.shared_memory() - before) and time.monotonic() < deadline:
             time.sleep(0.5)

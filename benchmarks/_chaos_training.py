@@ -97,7 +97,7 @@ def register_flaky_store(rate: float, delay: float, seed: int) -> None:
     errors = (ConnectionResetError("reset by peer"), TimeoutError("timed out"), RuntimeError("a client library's own"))
 
     class Object(io.BytesIO):
-        """Contents that appear as a whole when they are closed, as in an object store."""
+        """Contents that appear at once when they are closed, as in an object store."""
 
         def __init__(self, path: str) -> None:
             super().__init__()

@@ -105,18 +105,18 @@ def tensor_by_hand(passes: int, clock: Clock, folder: Path) -> None:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, parted: int, whole: int) -> torch.Tensor:
-        ctx.dims = parted, whole
-        return _exchanged(tensor, parted, whole)
+    def forward(ctx: Any, tensor: torch.Tensor, parted: int, full: int) -> torch.Tensor:
+        ctx.dims = parted, full
+        return _exchanged(tensor, parted, full)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        parted, whole = ctx.dims
-        return _exchanged(gradient, whole, parted), None, None
+        parted, full = ctx.dims
+        return _exchanged(gradient, full, parted), None, None
 
 
-def _exchanged(tensor: torch.Tensor, parted: int, whole: int) -> torch.Tensor:
-    sent = torch.stack(tensor.chunk(2, whole))
+def _exchanged(tensor: torch.Tensor, parted: int, full: int) -> torch.Tensor:
+    sent = torch.stack(tensor.chunk(2, full))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
     return torch.cat(list(received), parted)

@@ -30,7 +30,7 @@ class BadStepGuard(StepGuard):
     """Refuse steps whose loss or gradients are not finite, or whose loss is far above the last ones.
 
     All processes refuse the same step. A loss is judged where it is computed, and a bad one makes the gradients NaN:
-    the norm that clipping needs anyway tells all processes, and is read once per step. Refused steps are written to
+    the norm that clipping needs anyway informs all processes, and is read once per step. Refused steps are written to
     `bad_steps.jsonl` in the run directory with their batches and the indices of their samples.
 
     Args:

@@ -174,7 +174,7 @@ class BoundProfiler(Profiler):
             if trainer.run.times.shares()[TRANSFER] > share / 2:
                 return (
                     "The module's or data module's hooks of a transfer take it: do their work in the dataset or in "
-                    "collate_fn, where DataLoader workers do it beside the training."
+                    "collate_fn, where DataLoader workers do it during the training."
                 )
             pinned = loader is not None and loader.pinned is False
             return "DataLoader(pin_memory=True)." if pinned else "Send smaller batches: integers, and fewer tensors."

@@ -228,7 +228,7 @@ def batches_left(
     batches: int | None, done: int, window: int, steps: int | None, epochs: int | None
 ) -> tuple[int | None, int]:
     """Return the number of an epoch's batches, of which the end of the run may leave some out, and the run's batches
-    after these, as far as the steps left tell (0 without them).
+    after these, as far as the steps left say it (0 without them).
 
     Args:
         batches, done: all batches of the epoch, and those done.

@@ -48,7 +48,7 @@ class ThroughputMonitor(Callback):
 
     Args:
         batch_size_fn: the samples in one micro-batch of one process, as a function of the batch. Default: as the
-            DataLoader tells.
+            DataLoader says.
         length_fn: Lightning's name of `items_per_batch`, with "items" as `items_name`.
         window_size: steps that a rate is taken over.
         items_per_batch: tokens (or other items) in one micro-batch of one process: a number, or a function of the

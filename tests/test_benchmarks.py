@@ -61,7 +61,7 @@ def test_without_a_name_all_are_listed() -> None:
     assert not any(name.startswith("_") for name in names)
 
 
-def test_the_chart_of_the_readme_is_that_of_the_figures_beside_it() -> None:
+def test_the_chart_of_the_readme_is_that_of_the_figures_next_to_it() -> None:
     pictures = ROOT / "docs" / "pictures"
     figures = json.loads((pictures / "overhead.json").read_text())
     picture = chart(figures)

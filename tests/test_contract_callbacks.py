@@ -160,7 +160,7 @@ def run_cells(name: str, cells: list[tuple[str, str]], folder: str) -> dict[str,
         path = Path(folder) / name.replace(" ", "-") / item.replace(" ", "-")
         try:
             results[item] = {
-                "whole": train(name, item, path / "whole", False, (STEPS,)),
+                "unbroken": train(name, item, path / "unbroken", False, (STEPS,)),
                 "broken": train(name, item, path / "broken", False, (*BREAKS, STEPS)),
                 "plain": train(name, item, path / "plain", True, (STEPS,)),
             }
@@ -190,8 +190,8 @@ def test_alike_under_every_strategy_and_exact_over_breaks(name: str, item: str, 
         return
     assert not (ITEMS[item].refused and name.startswith("ZeRO"))
     for rank in ranks:
-        assert_same_bits(rank["broken"], rank["whole"], f"{name}, {item}")
-        for run in ("whole", "plain"):
+        assert_same_bits(rank["broken"], rank["unbroken"], f"{name}, {item}")
+        for run in ("unbroken", "plain"):
             assert_same_bits(rank[run]["weights"], ranks[0][run]["weights"], f"{name}, {item}: ranks differ")
             assert all(torch.isfinite(value).all() for value in rank[run]["weights"].values())
     torch.testing.assert_close(ranks[0]["plain"]["weights"], single["plain"]["weights"], rtol=1e-3, atol=1e-4)

@@ -195,9 +195,9 @@ def train(path: Path, stop: int | None = None, resume: bool = False, workers: in
 
 @pytest.mark.parametrize(("stop", "workers"), [(9, 0), (8, 2), (12, 0), (1, 0)])
 def test_a_broken_loop_goes_on_to_the_same_bits(stop: int, workers: int, tmp_path: Path) -> None:
-    whole = train(tmp_path / "none", workers=workers)
+    unbroken = train(tmp_path / "none", workers=workers)
     train(tmp_path / "checkpoint", stop=stop, workers=workers)
-    assert_same_bits(train(tmp_path / "checkpoint", resume=True, workers=workers), whole)
+    assert_same_bits(train(tmp_path / "checkpoint", resume=True, workers=workers), unbroken)
 
 
 def test_an_epoch_left_by_break_is_over_before_and_after_a_resume(tmp_path: Path) -> None:
@@ -220,9 +220,9 @@ def test_an_epoch_left_by_break_is_over_before_and_after_a_resume(tmp_path: Path
                     engine.save(tmp_path / "left", state)
             return seen
 
-    whole = epochs(resume=False)
-    assert [len(one) for one in whole] == [6, 12, 12]
-    assert epochs(resume=True) == whole[1:]
+    unbroken = epochs(resume=False)
+    assert [len(one) for one in unbroken] == [6, 12, 12]
+    assert epochs(resume=True) == unbroken[1:]
 
 
 class Module(TrainModule):
@@ -273,7 +273,7 @@ def test_arguments_are_checked_before_anything_starts() -> None:
         Engine(strategy="xla")
 
 
-def test_mistakes_in_the_loop_are_told_with_their_fix(tmp_path: Path) -> None:
+def test_mistakes_in_the_loop_are_reported_with_their_fix(tmp_path: Path) -> None:
     net = nn.Linear(2, 1)
     raw = SGD(net.parameters(), lr=0.1)
     loss = net(torch.ones(1, 2)).mean()

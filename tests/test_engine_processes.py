@@ -75,7 +75,7 @@ def all_on_this_process(strategies: list[str], folder: str) -> dict[str, Any]:
         found[strategy] = {
             "plain": train(strategy, place),
             "window": train(strategy, place, window=2),
-            "whole": train(strategy, place, dropout=0.3),
+            "unbroken": train(strategy, place, dropout=0.3),
             "resumed": [before, train(strategy, place, resume=True, dropout=0.3)],
         }
     return found
@@ -113,9 +113,9 @@ def test_two_processes_train_as_one_big_batch_and_resume_to_the_same_bits(strate
             for key, value in expected.items():
                 torch.testing.assert_close(rank[strategy][name]["weights"][key], value, rtol=1e-5, atol=1e-6)
     for rank in ranks:
-        whole, (before, after) = rank[strategy]["whole"], rank[strategy]["resumed"]
-        assert_same_bits(after["weights"], whole["weights"])
-        assert_same_bits([*before, *after["losses"]], whole["losses"])
+        unbroken, (before, after) = rank[strategy]["unbroken"], rank[strategy]["resumed"]
+        assert_same_bits(after["weights"], unbroken["weights"])
+        assert_same_bits([*before, *after["losses"]], unbroken["losses"])
     with Engine(accelerator="cpu", devices=1, seed=7) as engine:
         net = make_net(0.3)
         model, optimizer = engine.setup(net, AdamW(net.parameters(), lr=1e-2, eps=1e-3))
@@ -254,7 +254,7 @@ def test_gradients_travel_once_a_step_and_values_between_processes() -> None:
 
 
 def save_alone() -> tuple[str, list[str]]:
-    told, logged = "", []
+    reported, logged = "", []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trainer").addHandler(handler)
@@ -268,13 +268,13 @@ def save_alone() -> tuple[str, list[str]]:
                 try:
                     engine.save("alone", {"model": model})
                 except ConfigError as error:
-                    told = str(error)
-    return told, logged
+                    reported = str(error)
+    return reported, logged
 
 
-def test_a_process_that_saves_alone_and_a_loop_without_a_loader_of_its_own_are_told() -> None:
-    told, logged = run_distributed(save_alone, 2)[0]
-    assert "rank 1 has gone on without" in told
+def test_a_process_that_saves_alone_and_a_loop_without_a_loader_of_its_own_are_reported() -> None:
+    reported, logged = run_distributed(save_alone, 2)[0]
+    assert "rank 1 has gone on without" in reported
     assert len([text for text in logged if "no loader is set up" in text]) == 1
 
 

@@ -195,7 +195,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "two processes-sgd-*-mid-epoch",
     ),
     "loop/test_resume.py::test_sigkill": ("one process",),
-    "loop/test_step_meaning.py::test_a_divided_model_keeps_no_outputs": (),
+    "loop/test_step_meaning.py::test_a_split_model_keeps_no_outputs": (),
     "model/test_compile_slow.py::test_two_processes": ("setting0-ddp", "setting1-fsdp"),
     "test_gpu_report.py::test_several_devices_train_with_the_losses_of_one": (),
     "test_gpu_report.py::test_without_cuda_the_report_names_all_tests_as_skipped": (),
@@ -233,7 +233,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_strategy_batch_norm.py::*": ("DDP x2", "FSDP x2"),
     "strategies/test_deepspeed_engine.py::test_schedules_reach_cpu_adam": (),
     "strategies/test_full_parameters.py::test_save_pretrained_on_all_processes_writes_full_weights": ("FSDP x2",),
-    "strategies/test_full_parameters.py::test_one_process_alone_after_the_run_is_told": (),
+    "strategies/test_full_parameters.py::test_one_process_alone_after_the_run_is_reported": (),
     "strategies/test_full_parameters.py::test_what_is_read_and_written_is_that_of_one_process": ("ZeRO-3 x2",),
     "strategies/test_full_parameters.py::test_what_uses_shards_as_full_weights_*": ("FSDP x1",),
     "strategies/test_hugging_face_models.py::test_the_losses_are_those_of_a_hand_written_loop": (

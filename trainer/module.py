@@ -220,7 +220,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
                 them. False: "name" only.
             rank_zero_only: record the value of rank 0 only.
             batch_size: number of samples that `value` is a mean over. Default: the samples of this batch, as the
-                DataLoader tells; else the first dimension of the batch's tensors.
+                DataLoader says; else the first dimension of the batch's tensors.
             weight: as `batch_size`, for means over other things, such as tokens.
 
         Raises:

@@ -52,7 +52,7 @@ class StepConfig:
     run_dir: Path | None = None
     """Directory in which a strategy may write its configuration; None: write nothing."""
     compiles_module: bool = False
-    """True if the module is compiled as a whole, not block by block."""
+    """True if the module is compiled as one, not block by block."""
     reuses_memory: bool = False
     """True if each forward overwrites the results of the last backward, as CUDA graphs do."""
     unfreezing: str | None = None

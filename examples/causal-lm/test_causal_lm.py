@@ -33,10 +33,10 @@ def fit(tmp_path: Path, **options: object) -> CausalLM:
 
 
 def test_from_pretrained_reads_what_was_trained_and_adapters_train_alone(tmp_path: Path) -> None:
-    whole = fit(tmp_path, save_to=str(tmp_path / "llama"))
+    unbroken = fit(tmp_path, save_to=str(tmp_path / "llama"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
     for name, value in model.state_dict().items():
-        assert torch.equal(value, whole.net.state_dict()[name])
+        assert torch.equal(value, unbroken.net.state_dict()[name])
     adapted = fit(tmp_path, folder=str(tmp_path / "llama"), rank=2, save_to=str(tmp_path / "adapter"))
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert trained

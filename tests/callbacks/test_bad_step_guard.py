@@ -157,7 +157,7 @@ def test_gradients_alone_that_are_not_finite(clip: tuple[Any, str]) -> None:
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
-def test_accumulation_refuses_the_whole_window() -> None:
+def test_accumulation_refuses_the_full_window() -> None:
     guard, steps = BadStepGuard("skip"), Steps()
     trainer = quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=[guard, steps])
     trainer.fit(Net(), data("nan"))
@@ -239,23 +239,23 @@ def test_rewind_goes_on_from_the_checkpoint_without_the_batch(bad: str, tmp_path
 
 @pytest.mark.parametrize("action", ["skip", "rewind"])
 def test_a_resume_in_between_changes_no_bit(action: str, tmp_path: Path) -> None:
-    whole = _run("single", str(tmp_path / "whole"), action, "nan", (18,))
+    unbroken = _run("single", str(tmp_path / "unbroken"), action, "nan", (18,))
     for pieces in ((4, 18), (5, 8, 18), (9, 13, 18)):
         broken = _run("single", str(tmp_path / str(pieces)), action, "nan", pieces)
         if action == "skip":  # the last step of a piece is a checkpoint more to go back to
-            assert broken == whole
+            assert broken == unbroken
         assert broken["step"] == 18
-        assert broken["samples"] == whole["samples"]
-        assert broken["left_out"] == whole["left_out"]
+        assert broken["samples"] == unbroken["samples"]
+        assert broken["left_out"] == unbroken["left_out"]
         assert [row["step"] for row in _rows(tmp_path / str(pieces))] == [
-            row["step"] for row in _rows(tmp_path / "whole")
+            row["step"] for row in _rows(tmp_path / "unbroken")
         ]
 
 
 def test_rewind_ends_with_the_bits_of_a_run_that_was_resumed_there(tmp_path: Path) -> None:
-    """A second process resumes from the same checkpoint, and is told to leave out the same batch."""
-    whole = _run("single", str(tmp_path), "rewind", "nan", (18,))
-    ((epoch, batch),) = whole["left_out"]
+    """A second process resumes from the same checkpoint, and is asked to leave out the same batch."""
+    unbroken = _run("single", str(tmp_path), "rewind", "nan", (18,))
+    ((epoch, batch),) = unbroken["left_out"]
     guard = BadStepGuard("skip")
     guard_state: dict[str, Any] = {}
 
@@ -269,7 +269,7 @@ def test_rewind_ends_with_the_bits_of_a_run_that_was_resumed_there(tmp_path: Pat
     before = max(step for step in range(3, 18, 3) if 12 * epoch + batch >= step)
     trainer.fit(module, data("nan", shuffle=True), ckpt_path=tmp_path / "ck" / f"epoch={epoch}-step={before}")
     assert guard.bad_steps == []
-    assert {key: value.tolist() for key, value in module.state_dict().items()} == whole["weights"]
+    assert {key: value.tolist() for key, value in module.state_dict().items()} == unbroken["weights"]
 
 
 def test_without_a_checkpoint_yet_rewind_skips(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_bad_steps_one_after_the_other_leave_out_no_good_one(every: int, tmp_pat
     assert (ends.inside, ends.after) == ([11], [11])
 
 
-def test_the_last_batch_is_told_after_a_skipped_step() -> None:
+def test_the_last_batch_is_reported_after_a_skipped_step() -> None:
     ends = Ends()
     quiet(max_epochs=1, callbacks=[BadStepGuard("skip"), ends]).fit(Net(), data("nan"))
     assert (ends.inside, ends.after) == ([11], [11])

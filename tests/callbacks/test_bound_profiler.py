@@ -124,15 +124,15 @@ class LargeUpdate(Toy):
 def test_a_fused_optimizer_is_advised_with_a_bound_of_its_gain(fused: bool) -> None:
     profiler = BoundProfiler(first_step=1, steps=4)
     quiet(max_epochs=2, profiler=profiler).fit(LargeUpdate(fused), loader(8))
-    told = re.search(r"updates are (\d+)% of it: fused=True, at most ([\d.]+) times the speed", profiler.summary())
+    reported = re.search(r"updates are (\d+)% of it: fused=True, at most ([\d.]+) times the speed", profiler.summary())
     if fused:
-        assert told is None
+        assert reported is None
         assert "Bound by compute. compile=True" in profiler.summary()
         return
-    assert told is not None
-    updates, compute = int(told[1]) / 100, float(profiler.summary().partition("compute")[2].partition("%")[0]) / 100
+    assert reported is not None
+    updates, compute = int(reported[1]) / 100, float(profiler.summary().partition("compute")[2].partition("%")[0]) / 100
     assert updates > 0.2
-    assert 1 - 1 / float(told[2]) == pytest.approx(updates * compute, abs=0.02)
+    assert 1 - 1 / float(reported[2]) == pytest.approx(updates * compute, abs=0.02)
 
 
 def test_a_short_run_says_that_no_steps_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_a_short_run_says_that_no_steps_were_looked_at(capsys: pytest.CaptureFix
     assert "Bound by the steps and the rest. BoundProfiler(first_step=1, steps=1)" in printed
 
 
-def test_slow_storage_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_storage_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a disk that takes long for each flush, as network storage does."""
     flush = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(LONG), flush(file)))
@@ -153,14 +153,14 @@ def test_slow_storage_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     trainer.fit(Toy(), loader(4))
     assert checkpoint.write_seconds is not None
     assert checkpoint.write_seconds > 2 * LONG
-    told = re.search(r"Bound by saving.* took ([\d.]+) s for ([\d.]+) MB. The storage is slow", profiler.summary())
-    assert told is not None
-    assert float(told[1]) == pytest.approx(checkpoint.write_seconds, abs=0.1)
+    reported = re.search(r"Bound by saving.* took ([\d.]+) s for ([\d.]+) MB. The storage is slow", profiler.summary())
+    assert reported is not None
+    assert float(reported[1]) == pytest.approx(checkpoint.write_seconds, abs=0.1)
     size = sum(file.stat().st_size for file in Path(checkpoint.last_model_path).iterdir())
-    assert float(told[2]) == pytest.approx(size / 1e6, rel=0.2)
+    assert float(reported[2]) == pytest.approx(size / 1e6, rel=0.2)
 
 
-def test_a_moment_of_a_device_counts_once() -> None:
+def test_a_time_of_a_device_counts_once() -> None:
     class Event:
         device_type = SimpleNamespace(name="CUDA")
 
@@ -185,20 +185,20 @@ class SlowOnOne(SlowStep):
 def told_of_two_processes() -> list[str]:
     """Train where the second process waits for its data, and where its steps are slow."""
     slow_data = DataLoader(SlowData() if os.environ["RANK"] == "1" else loader(4).dataset, batch_size=2)
-    told = []
+    reported = []
     for module, data in ((Toy(), slow_data), (SlowOnOne(), loader(8))):
         profiler = BoundProfiler(first_step=1, steps=1)
         quiet(max_epochs=1, devices=2, strategy="ddp", profiler=profiler).fit(module, data)
-        told.append(profiler.summary())
-    return told
+        reported.append(profiler.summary())
+    return reported
 
 
 def test_of_several_processes_the_one_that_holds_up_the_others_is_described() -> None:
     of_data, of_steps = run_distributed(told_of_two_processes, 2)[0]
-    for told, part in ((of_data, "data wait"), (of_steps, "compute")):
-        assert re.search(r"^rank 1 \(.*\), for which the others wait:", told)
-        assert f"Bound by {part}" in told
-        assert re.search(rf"rank 1 \(.*\) spends \d+% in {part}, the median rank", told)
+    for reported, part in ((of_data, "data wait"), (of_steps, "compute")):
+        assert re.search(r"^rank 1 \(.*\), for which the others wait:", reported)
+        assert f"Bound by {part}" in reported
+        assert re.search(rf"rank 1 \(.*\) spends \d+% in {part}, the median rank", reported)
 
 
 def test_processes_that_differ_a_little_are_no_stragglers() -> None:

@@ -110,15 +110,15 @@ def link_to_nothing(folder: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("unlimited")
-def test_a_folder_that_others_have_taken_away_is_told(
+def test_a_folder_that_others_have_taken_away_is_reported(
     happens: Callable[[Path], None], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "c"
     checkpoint = steps(dirpath=folder, on_write_error="warn")
     with pytest.raises(WriteError, match="NOT SAVED") as caught:
         fit([At(step3=lambda trainer: happens(folder)), checkpoint])
-    told = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    for message in (*told, str(caught.value)):
+    reported = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    for message in (*reported, str(caught.value)):
         assert words in message
         assert "The last checkpoint was step=2, which is not there any more." in message
         assert "unchanged" not in message

@@ -69,12 +69,12 @@ def test_an_earlier_row_takes_values(logger: CSVLogger) -> None:
 
 
 def test_all_digits_and_odd_numbers(logger: CSVLogger) -> None:
-    values = {"third": 1 / 3, "nan": math.nan, "inf": -math.inf, "big": 1e300, "whole": 7}
+    values = {"third": 1 / 3, "nan": math.nan, "inf": -math.inf, "big": 1e300, "integer": 7}
     logger.log_metrics(values, 1)
     logger.flush()
     read = {name: float(value) for name, value in rows()[0].items()}
     assert math.isnan(read.pop("nan"))
-    assert read == {"step": 1, "third": 1 / 3, "inf": -math.inf, "big": 1e300, "whole": 7}
+    assert read == {"step": 1, "third": 1 / 3, "inf": -math.inf, "big": 1e300, "integer": 7}
 
 
 def test_rows_reach_the_disk_without_being_asked() -> None:

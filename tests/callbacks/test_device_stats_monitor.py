@@ -41,7 +41,7 @@ def test_without_cpu_stats_nothing_is_logged_on_a_cpu() -> None:
     assert not [name for name in trainer.callback_metrics if "DeviceStats" in name]
 
 
-def test_a_missing_logger_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_logger_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         quiet(max_steps=1, callbacks=DeviceStatsMonitor()).fit(Toy(), loader(4))
     assert "DeviceStatsMonitor has no logger" in caplog.text

@@ -76,7 +76,7 @@ def _by_hand() -> dict[str, list[Any]]:
 
 def _train(name: str, folder: str) -> dict[str, Any]:
     way, results = WAYS[name], {}
-    for kind, pieces in (("whole", ((4, -1),)), ("broken", ((1, -1), (2, -1), (4, 10), (4, -1)))):
+    for kind, pieces in (("unbroken", ((4, -1),)), ("broken", ((1, -1), (2, -1), (4, 10), (4, -1)))):
         path = Path(folder) / name.replace(" ", "-") / kind
         for epochs, steps in pieces:
             module = Net()
@@ -103,11 +103,11 @@ def test_it_trains_as_by_hand_and_a_resumed_run_has_the_same_bits(name: str, res
     skip_if_missing(name)
     expected = _by_hand()
     for rank in results[name]:
-        assert rank["broken"] == rank["whole"]
-        assert rank["broken rates"] == rank["whole rates"]
-        assert len(rank["whole rates"]) == 2
+        assert rank["broken"] == rank["unbroken"]
+        assert rank["broken rates"] == rank["unbroken rates"]
+        assert len(rank["unbroken rates"]) == 2
         for key, value in expected.items():
-            torch.testing.assert_close(torch.tensor(rank["whole"][key]), torch.tensor(value), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(rank["unbroken"][key]), torch.tensor(value), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["lambda", "cosine", "sequence"])

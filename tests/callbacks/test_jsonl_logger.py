@@ -82,7 +82,7 @@ def test_numbers_that_json_lacks_and_other_things() -> None:
     assert Path("media/a_b_c-2-0.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_second_fit_writes_beside_the_first_and_a_test_adds() -> None:
+def test_a_second_fit_writes_next_to_the_first_and_a_test_adds() -> None:
     trainer = quiet(max_epochs=1, log_every_n_steps=1, logger=JSONLLogger("here"))
     for folder in ("here", "here/version_1"):
         trainer.fit(Toy(), loader(2))
@@ -103,7 +103,7 @@ def test_a_file_that_was_cut_off_or_is_no_log() -> None:
     assert [line["step"] for line in lines()] == [0, 2]
 
 
-def test_a_full_disk_is_told_once_and_lines_are_kept(
+def test_a_full_disk_is_reported_once_and_lines_are_kept(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = JSONLLogger(".", flush_seconds=0)

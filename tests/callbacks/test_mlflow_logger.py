@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_are_told_before_the_first_step(case: str) -> None:
+def test_wrong_arguments_are_reported_before_the_first_step(case: str) -> None:
     options, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         quiet(max_steps=1, logger=MLFlowLogger(**options)).fit(Toy(), loader(1))

@@ -133,7 +133,7 @@ def test_by_default_in_the_run_directory() -> None:
     assert len(list(read_predictions(trainer.run_dir / "predictions"))) == 8
 
 
-def test_beside_the_checkpoint_unless_another_folder_is_given() -> None:
+def test_next_to_the_checkpoint_unless_another_folder_is_given() -> None:
     trained = quiet(max_epochs=1, default_root_dir="trained", enable_checkpointing=True)
     trained.fit(Toy(), loader(1))
     checkpoint = trained.run_dir / "checkpoints" / "last"

@@ -143,19 +143,19 @@ def test_a_training_that_ends_early_has_the_statistics_of_its_average(ends: dict
         assert_same_bits(again.state_dict(), module.state_dict())
 
 
-def test_a_checkpoint_of_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_the_middle_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     swa, checkpoints = StochasticWeightAveraging(0.01, 2), ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)
     quiet(max_epochs=4, enable_checkpointing=True, callbacks=[swa, checkpoints]).fit(Net(), data())
-    for name, told in (("epoch=1-step=8", True), ("epoch=3-step=16", False)):
+    for name, reported in (("epoch=1-step=8", True), ("epoch=3-step=16", False)):
         caplog.clear()
         quiet(callbacks=[StochasticWeightAveraging(0.01)]).test(Net(), data(), ckpt_path=tmp_path / name)
-        assert ("BatchNorms that belong to the weights" in caplog.text) == told
+        assert ("BatchNorms that belong to the weights" in caplog.text) == reported
 
 
 @pytest.mark.parametrize("start", [3, 0.5])
 def test_a_resumed_run_has_the_same_bits(start: float, tmp_path: Path) -> None:
     weights = []
-    for name, pieces in (("whole", (-1,)), ("broken", (4, 9, 14, 16, -1))):
+    for name, pieces in (("unbroken", (-1,)), ("broken", (4, 9, 14, 16, -1))):
         for steps in pieces:
             module = Net()
             callbacks = [

@@ -49,7 +49,7 @@ def test_max_time_of_the_trainer_is_a_timer() -> None:
 
 @pytest.mark.parametrize("timer", [Timer(), Timer(1e6), Timer(interval="epoch")], ids=["measures", "longer", "epochs"])
 @pytest.mark.parametrize("of_module", [False, True])
-def test_max_time_holds_beside_a_timer_of_the_user(timer: Timer, of_module: bool) -> None:
+def test_max_time_holds_next_to_a_timer_of_the_user(timer: Timer, of_module: bool) -> None:
     class Own(Slow):
         def configure_callbacks(self) -> list[Any]:
             return [timer] if of_module else []

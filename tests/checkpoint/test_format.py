@@ -226,7 +226,7 @@ def test_a_checkpoint_of_format_1_is_read_and_verified_with_its_sha256(tmp_path:
     assert {entry.algorithm for entry in read_manifest(old).files.values()} == {"xxh3_128"}
 
 
-def test_large_files_that_are_written_at_once_are_whole(tmp_path: Path, assert_same: Same) -> None:
+def test_large_files_that_are_written_at_once_are_complete(tmp_path: Path, assert_same: Same) -> None:
     """An error of one of them leaves nothing, as an error of the only one does."""
     state = {key: {"w": torch.arange(2_500_000.0) + number} for number, key in enumerate("abc")}
     write_checkpoint(tmp_path / "c", state)

@@ -212,7 +212,7 @@ class Mistaken(Frozen):
     key_mapping: ClassVar = {"(": ""}
 
 
-def test_a_pattern_that_is_no_regular_expression_is_told(tmp_path: Path) -> None:
+def test_a_pattern_that_is_no_regular_expression_is_reported(tmp_path: Path) -> None:
     save_file(weights_of(), tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="key_mapping has '\\('"):
         train(Mistaken(tied=True), tmp_path)
@@ -240,7 +240,7 @@ class Colliding(Frozen):
     key_mapping: ClassVar = {r"blocks\.\d\.": "blocks.0."}
 
 
-def test_a_pattern_that_gives_two_weights_one_name_is_told(tmp_path: Path) -> None:
+def test_a_pattern_that_gives_two_weights_one_name_is_reported(tmp_path: Path) -> None:
     save_file(weights_of(), tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"blocks\.0\.\S+ and blocks\.1\.\S+ of the weights one name"):
         train(Colliding(tied=True), tmp_path)
@@ -260,7 +260,7 @@ def test_shards_without_an_index_are_named(tmp_path: Path) -> None:
         train(Frozen(tied=True), tmp_path)
 
 
-def test_weights_that_are_tied_in_the_module_alone_are_told(tmp_path: Path) -> None:
+def test_weights_that_are_tied_in_the_module_alone_are_reported(tmp_path: Path) -> None:
     weights = weights_of()
     same = {**weights, "head.weight": weights["tokens.weight"].clone()}
     save_file(same, tmp_path / "model.safetensors")
@@ -271,7 +271,7 @@ def test_weights_that_are_tied_in_the_module_alone_are_told(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_quantized_weights_are_told(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_quantized_weights_are_reported(dtype: torch.dtype, tmp_path: Path) -> None:
     weights = weights_of()
     weights["blocks.0.qkv.weight"] = weights["blocks.0.qkv.weight"].to(dtype)
     save_file(weights, tmp_path / "model.safetensors")
@@ -341,7 +341,7 @@ class Lenient(Frozen):
     strict_loading = False
 
 
-def test_what_is_missing_is_told_or_left_as_it_is(tmp_path: Path) -> None:
+def test_what_is_missing_is_reported_or_left_as_it_is(tmp_path: Path) -> None:
     weights = weights_of()
     weights["extra"] = weights.pop("blocks.0.qkv.weight")
     save_file(weights, tmp_path / "model.safetensors")
@@ -354,7 +354,7 @@ def test_what_is_missing_is_told_or_left_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(module.net.norm.weight, weights["norm.weight"])  # type: ignore[union-attr]
 
 
-def test_other_shapes_are_told(tmp_path: Path) -> None:
+def test_other_shapes_are_reported(tmp_path: Path) -> None:
     save_file({**weights_of(), "norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"net.norm.weight is \[3\] in the weights and \[16\] in the module"):
         train(Frozen(tied=True), tmp_path)

@@ -147,11 +147,11 @@ def test_a_directory_lists_points_resolves_and_removes(folder: RemotePath, caplo
 
 
 def test_a_folder_without_a_manifest_counts_for_nothing(folder: RemotePath) -> None:
-    add(folder, "whole", 1)
+    add(folder, "unbroken", 1)
     add(folder, "half", 2)
     with (folder / "half" / "manifest.json")._open_store() as (store, path):
         store.rm_file(path)
-    assert CheckpointDirectory(folder).list() == [folder / "whole"]
+    assert CheckpointDirectory(folder).list() == [folder / "unbroken"]
     assert not is_committed(folder / "half")
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         read_checkpoint(folder / "half")
@@ -161,11 +161,11 @@ def test_a_folder_without_a_manifest_counts_for_nothing(folder: RemotePath) -> N
 
 
 def test_leftovers_go_when_they_are_old(folder: RemotePath) -> None:
-    add(folder, "whole", 1)
+    add(folder, "unbroken", 1)
     for name in ("half/model.safetensors", "half/checkpoint.json", "notes/text.txt"):
         with folder._open_store() as (store, path), store.open(f"{path}/{name}", "wb") as file:
             file.write(b"x")
-    CheckpointDirectory(folder).set_pointer("last", "whole")
+    CheckpointDirectory(folder).set_pointer("last", "unbroken")
     before = objects(folder)
     assert CheckpointDirectory(folder).clean() == []
     assert objects(folder) == before

@@ -69,7 +69,7 @@ def test_a_file_of_lightnings_is_taken(command: Command, tmp_path: Path) -> None
     convert("old.ckpt", "new", force=True)
 
 
-def test_what_is_taken_of_a_file_and_what_is_left_is_told() -> None:
+def test_what_is_taken_of_a_file_and_what_is_left_is_reported() -> None:
     of_module = {"folder": Path("a/b"), "rate": numpy.float32(0.5), "shape": torch.Size([1, 2]), "kind": torch.float32}
     entries = {
         "state_dict": torch.nn.Linear(2, 1).state_dict(),
@@ -154,7 +154,7 @@ def test_a_training_of_lightnings_goes_on_here_with_the_same_bits(kind: str, tmp
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_a_training_that_does_not_map_is_told(tmp_path: Path) -> None:
+def test_a_training_that_does_not_map_is_reported(tmp_path: Path) -> None:
     layer = torch.nn.Linear(2, 1)
     groups = [{"params": [layer.weight]}, {"params": [layer.bias]}]
     states = {
@@ -208,6 +208,6 @@ def test_an_entry_of_another_kind_is_refused(entry: str, value: object, words: s
 )
 def test_a_broken_training_leaves_the_weights(broken: dict[str, Any]) -> None:
     layer = torch.nn.Linear(2, 1)
-    whole = {"state_dict": layer.state_dict(), "optimizer_states": [torch.optim.SGD(layer.parameters()).state_dict()]}
-    torch.save(whole | broken, "old.ckpt")
+    full = {"state_dict": layer.state_dict(), "optimizer_states": [torch.optim.SGD(layer.parameters()).state_dict()]}
+    torch.save(full | broken, "old.ckpt")
     assert "starts anew with these weights" in convert("old.ckpt", "new", force=False)

@@ -77,7 +77,7 @@ def _checkpoint() -> list[str]:
     return ["--trainer.callbacks", "[{class_path: ModelCheckpoint, every_n_epochs: 2}]"]
 
 
-def test_a_list_grows_by_plus_and_a_replaced_one_is_told(command: Command, project: Path, bare: list[str]) -> None:
+def test_a_list_grows_by_plus_and_a_replaced_one_is_reported(command: Command, project: Path, bare: list[str]) -> None:
     (project / "run.yaml").write_text("trainer:\n  callbacks: [ModelCheckpoint, LearningRateMonitor]\n")
     more = ["--trainer.callbacks+=Timer", "--trainer.callbacks+", "{class_path: ModelSummary, max_depth: 3}"]
     found = printed(command, "--config", "run.yaml", *bare, *more)
@@ -216,7 +216,7 @@ def test_other_words_get_ours(command: Command, bare: list[str], arguments: list
     assert words in err
 
 
-def test_untrained_weights_are_told(command: Command, bare: list[str]) -> None:
+def test_untrained_weights_are_reported(command: Command, bare: list[str]) -> None:
     code, _, err = command("validate", "--module", "mymodel.py:Bare", "--trainer.logger=false")
     assert code == 0, err
     assert "note: no --ckpt-path was given: the weights are those that the module begins with" in err

@@ -89,7 +89,7 @@ def test_no_line_is_wider_than_the_terminal(screens: dict[str, tuple[int, str]],
     code, text = screens[f"{columns} {command}"]
     assert code == 0, text
     assert "Traceback" not in text
-    # A path and a word of a command stay whole.
+    # A path and a word of a command stay in one piece.
     wide = [line for line in lines_of(text) if len(line) > columns]
     assert [line for line in wide if not re.fullmatch(r" *('[^']*'|[^ ]+)( \\)?", line)] == []
 
@@ -129,7 +129,7 @@ def test_a_broken_command_stays_one_command() -> None:
     assert fitted_text(f"{command}\n", None) == f"{command}\n"
 
 
-def test_descriptions_stay_beside_or_below_their_terms() -> None:
+def test_descriptions_stay_next_to_or_below_their_terms() -> None:
     line = "  --trainer.callbacks+=NAME           one more callback; without the +, the file's list is replaced"
     assert fitted_text(line, 80).split("\n") == [
         "  --trainer.callbacks+=NAME           one more callback; without the +, the",

@@ -173,7 +173,7 @@ def test_a_json_without_a_stage_means_stage_0(command: Command) -> None:
     assert trainer_section("run.yaml")["strategy"] == "ddp"
 
 
-def test_what_deepspeed_does_beside_training_has_its_name_here(command: Command) -> None:
+def test_what_deepspeed_does_besides_training_has_its_name_here(command: Command) -> None:
     sections = ("tensorboard", "csv_monitor", "wandb", "comet", "pipeline", "tensor_parallel")
     text = {"zero_optimization": {"stage": 1}, **{name: {"enabled": True} for name in sections}}
     Path("monitors.json").write_text(json.dumps(text))

@@ -179,7 +179,7 @@ def test_a_json_with_another_batch_size_than_the_data(dry: Command) -> None:
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
-def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
+def test_a_json_whose_batch_cannot_be_split(dry: Command) -> None:
     message = ("--trainer.strategy", "deepspeed", "--trainer.strategy.config")
     code, out, _ = dry("--world-size", "8", *message, "{zero_optimization: {stage: 2, offload_optimizer: 7}}")
     assert code == 1

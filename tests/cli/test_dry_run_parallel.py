@@ -91,14 +91,14 @@ def test_a_window_that_is_shorter_than_the_pipeline_is_a_warning(command: Comman
         ({"pipeline_parallel": 32}, "pipeline_parallel=32 needs at least 32 repeated blocks"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(command: Command, net: Path, strategy: dict[str, int], message: str) -> None:
+def test_what_cannot_be_split_is_refused(command: Command, net: Path, strategy: dict[str, int], message: str) -> None:
     write_config(net, **strategy)
     code, out, _ = command("fit", *LARGE)
     assert code == 1
     assert message in " ".join(out.split())
 
 
-def test_the_estimate_of_a_divided_model(command: Command, net: Path) -> None:
+def test_the_estimate_of_a_split_model(command: Command, net: Path) -> None:
     write_config(net, tensor_parallel=2, pipeline_parallel=4)
     code, out, err = command("estimate", "--config", "run.yaml", "--devices", "16", "--json")
     assert code == 0, err

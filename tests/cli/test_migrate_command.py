@@ -258,7 +258,7 @@ def test_a_seed_that_cannot_be_moved_is_listed(command: Command, tmp_path: Path)
         assert found["run__yaml"].startswith("seed_everything")
 
 
-def test_what_cannot_be_read_is_told_and_the_others_go_on(command: Command, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_reported_and_the_others_go_on(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "p"
     folder.mkdir()
     (folder / "bad.py").write_text("import lightning\ndef f(:\n")

@@ -136,7 +136,7 @@ def test_an_assumed_step_can_be_shared_by_any_number_of_gpus(command: Command) -
         (("--params", "lots"), "give a number such as"),
     ],
 )
-def test_mistakes_are_told(command: Command, project: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(command: Command, project: Path, arguments: tuple[str, ...], message: str) -> None:
     (project / "empty.json").write_text("{}")
     code, _, err = command("plan", *GPUS, *arguments)
     assert code == 2

@@ -171,7 +171,7 @@ def test_methods_that_lightning_0_and_1_called_are_refused(hook: str) -> None:
         quiet(max_steps=1).fit(Toy(), datamodule=data)
 
 
-def test_attributes_of_a_run_are_told_from_unknown_ones_before_it() -> None:
+def test_attributes_of_a_run_are_distinguished_from_unknown_ones_before_it() -> None:
     strategy = Trainer(logger=False).strategy
     for name in ("model", "lightning_module", "root_device", "module"):
         with pytest.raises(AttributeError, match="exists from the start of a run"):
@@ -186,7 +186,7 @@ def test_what_the_words_for_earlier_names_of_the_trainer_say_is_there() -> None:
         attrgetter(path)(trainer)
 
 
-def test_what_cannot_be_set_is_told() -> None:
+def test_what_cannot_be_set_is_reported() -> None:
     trainer = Trainer(logger=False)
     for name, words in {
         "max_epochs": r"give Trainer\(max_epochs=...\)",

@@ -63,15 +63,15 @@ def trained(kind: str, folder: Path, steps: int, ckpt_path: Path | None = None) 
 
 
 def runs(folder: str, kinds: list[str]) -> dict[str, Any]:
-    """Return, for each kind, the steps after which a resumed run differed, and what the whole run has seen."""
+    """Return, for each kind, the steps after which a resumed run differed, and what the unbroken run has seen."""
     found = {}
     for kind in kinds:
-        whole, seen = trained(kind, Path(folder), STEPS)
+        unbroken, seen = trained(kind, Path(folder), STEPS)
         differ = []
         for stop in STOPS:
             trained(kind, Path(folder), stop)
             weights, rest = trained(kind, Path(folder), STEPS, Path(folder) / f"{kind}-{stop}")
-            if weights != whole or rest != seen[stop:]:
+            if weights != unbroken or rest != seen[stop:]:
                 differ.append(stop)
         found[kind] = (differ, seen)
     return found

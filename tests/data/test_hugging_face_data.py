@@ -103,7 +103,7 @@ def test_a_resumed_run_goes_on_at_the_next_batch(kind: str, steps: int, tmp_path
         assert dataset.reads <= 4 * (12 - steps) + 4  # no sample is read again; one batch to see if the epoch ends
 
 
-def test_a_shuffle_buffer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shuffle_buffer_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "trainer"):
         fit(buffered(), 1, tmp_path, shuffle=None)
     assert "no state_dict/load_state_dict that holds the samples of its shuffle buffer" in caplog.text

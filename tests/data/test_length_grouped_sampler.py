@@ -63,9 +63,9 @@ def _run(folder: str, steps: tuple[int, ...], size: int = 8, **settings: Any) ->
 
 
 def test_a_resumed_run_has_the_same_order(tmp_path: Path) -> None:
-    whole = _run(str(tmp_path / "whole"), (30,))
-    assert _run(str(tmp_path / "broken"), (5, 17, 30)) == whole
-    epochs = [[batch for epoch, batch in whole["batches"] if epoch == number] for number in (0, 1)]
+    unbroken = _run(str(tmp_path / "unbroken"), (30,))
+    assert _run(str(tmp_path / "broken"), (5, 17, 30)) == unbroken
+    epochs = [[batch for epoch, batch in unbroken["batches"] if epoch == number] for number in (0, 1)]
     assert epochs[0] != epochs[1]
     assert sorted(index for batch in epochs[0] for index in batch) == list(range(96))
 

@@ -1,4 +1,4 @@
-"""PackedDataset: rows of whole documents, with the logits of the documents by themselves."""
+"""PackedDataset: rows of complete documents, with the logits of the documents by themselves."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Language(TrainModule):
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     weights = []
-    for name, pieces in (("whole", (10,)), ("broken", (3, 7, 10))):
+    for name, pieces in (("unbroken", (10,)), ("broken", (3, 7, 10))):
         for steps in pieces:
             module = Language()
             checkpoints = ModelCheckpoint(dirpath=tmp_path / name)

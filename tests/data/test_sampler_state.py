@@ -174,7 +174,7 @@ def seen(folder: Path, loader: DataLoader[Any], steps: int, ckpt_path: str | Non
 
 
 def check(make: Any, folder: Path, **options: Any) -> None:
-    """Check that runs that stop at the end of an epoch, or in the next one, go on with the samples of a whole run."""
+    """Check that runs that stop at the end of an epoch, or in the next, go on with the samples of an unbroken run."""
     unbroken = seen(folder / "unbroken", make(), 12, **options)
     for steps in (4, 6):
         broken = seen(folder / str(steps), make(), steps, **options)
@@ -289,7 +289,7 @@ def note(sampler: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
-def test_state_that_is_not_found_is_told_before_the_run(kind: str) -> None:
+def test_state_that_is_not_found_is_reported_before_the_run(kind: str) -> None:
     sampler = Function(HIDDEN[kind]())
     assert "resume will not be exact: Function keeps state that is not found" in note(sampler)
     assert note(sampler, rank=1) == ""  # once
@@ -307,7 +307,7 @@ def test_the_samplers_are_as_before_when_they_have_been_tried(capfd: pytest.Capt
     assert (sampler.epochs, COUNTS, capfd.readouterr().out) == (0, counts, "")
 
 
-def test_of_exact_samplers_nothing_is_told() -> None:
+def test_of_exact_samplers_nothing_is_reported() -> None:
     exact = [*(make() for make in SAMPLERS.values()), Stated(), OfEpoch({"epoch": 0}), range(SAMPLES), [3, 1, 2]]
     assert {note(sampler) for sampler in exact} == {""}
     assert note(Batches(np.random.default_rng()), batches=True) == ""

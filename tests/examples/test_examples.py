@@ -166,19 +166,19 @@ def test_models_of_transformers_on_two_processes(
         base = "--module.save_to base --trainer.max_steps 1"
         run(f"trainer fit --config examples/causal-lm/config.yaml {base} --data.length 32", short=False)
         where += " --module.folder base"
-    for folder, steps in {"whole": (4,), "broken": (2, 4)}.items():
+    for folder, steps in {"unbroken": (4,), "broken": (2, 4)}.items():
         for number, last in enumerate(steps):
             run(
                 f"trainer fit --config examples/{config} {where} --module.save_to {folder} --trainer.max_steps {last} "
                 f"--trainer.default_root_dir runs/{folder} {'--ckpt-path last' if number else ''}",
                 short=False,
             )
-    whole, broken = (getattr(package, kind).from_pretrained(folder) for folder in ("whole", "broken"))
-    assert whole.state_dict().keys() == broken.state_dict().keys()
-    for key, value in whole.state_dict().items():
+    unbroken, broken = (getattr(package, kind).from_pretrained(folder) for folder in ("unbroken", "broken"))
+    assert unbroken.state_dict().keys() == broken.state_dict().keys()
+    for key, value in unbroken.state_dict().items():
         assert torch.equal(value, broken.state_dict()[key]), key
     if name != "lora":
-        _, found = getattr(package, kind).from_pretrained("whole", output_loading_info=True)
+        _, found = getattr(package, kind).from_pretrained("unbroken", output_loading_info=True)
         assert not any(found.values()), found
 
 

@@ -1,4 +1,4 @@
-"""Runs with a model that is divided over processes end after trouble, and resume to the same bits."""
+"""Runs with a model that is split over processes end after trouble, and resume to the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.processes import ROOT, Result, Running, fork_python
-from tests.helpers.strategy_runs import DIVIDED, IN_THREE, WAYS
+from tests.helpers.strategy_runs import IN_THREE, SPLIT, WAYS
 from tests.tiers import selected
 from trainer.testing import fault
 from trainer.testing.compare import compare_runs
@@ -91,7 +91,7 @@ def ended(
 
 
 @pytest.mark.parametrize("name", DISTURBED)
-@pytest.mark.parametrize("way", [way for way in DIVIDED if way not in IN_THREE and "," not in way])
+@pytest.mark.parametrize("way", [way for way in SPLIT if way not in IN_THREE and "," not in way])
 def test_it_goes_on_to_the_same_bits(
     ended: Callable[[str], tuple[Path, dict[str, Result]]], way: str, name: str
 ) -> None:

@@ -35,10 +35,10 @@ class Way:
     @property
     def micro_batch(self) -> int:
         """The micro-batch size of one process."""
-        return GLOBAL_MICRO_BATCH * self.divided // self.processes
+        return GLOBAL_MICRO_BATCH * self.processes_of_a_model // self.processes
 
     @property
-    def divided(self) -> int:
+    def processes_of_a_model(self) -> int:
         """Number of processes that hold one model together, and read the same samples."""
         options = dict(self.options)
         return math.prod(options.get(f"{name}_parallel", 1) for name in ("tensor", "context", "pipeline"))
@@ -114,9 +114,9 @@ WAYS = {
 """Every way that a suite over strategies may ask for, by the name that it has in the docs."""
 
 
-DIVIDED = tuple(name for name, way in WAYS.items() if any(option.endswith("_parallel") for option, _ in way.options))
+SPLIT = tuple(name for name, way in WAYS.items() if any(option.endswith("_parallel") for option, _ in way.options))
 """The ways in which several processes compute one model together."""
-IN_THREE = tuple(name for name in DIVIDED if WAYS[name].processes == 8)
+IN_THREE = tuple(name for name in SPLIT if WAYS[name].processes == 8)
 """Products of three divisions."""
 
 

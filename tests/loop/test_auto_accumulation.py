@@ -144,7 +144,7 @@ def test_a_short_batch_is_padded_and_a_bad_one_named(little_memory: Any) -> None
 
 def test_a_resumed_run_splits_as_before_and_has_the_same_bits(little_memory: Any, tmp_path: Path) -> None:
     weights = []
-    for name, pieces in (("whole", (8,)), ("broken", (1, 4, 8))):
+    for name, pieces in (("unbroken", (8,)), ("broken", (1, 4, 8))):
         little_memory(500)
         for steps in pieces:
             module = Hungry(50)

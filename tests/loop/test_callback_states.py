@@ -93,7 +93,7 @@ def test_the_list_of_checkpoints_stays_that_of_the_training(tmp_path: Path) -> N
     assert saves.last_model_path == last
 
 
-def test_a_state_that_does_not_fit_is_told_by_the_name_of_its_callback(tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_is_reported_by_the_name_of_its_callback(tmp_path: Path) -> None:
     path = trained(tmp_path)
 
     class Other(Counts):
@@ -173,7 +173,7 @@ class WithOdd(Toy):
         return Odd(self.parameters(), lr=0.1)
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_told_after_the_first_step(tmp_path: Path) -> None:
+def test_a_state_that_no_checkpoint_can_hold_is_reported_after_the_first_step(tmp_path: Path) -> None:
     counts = Counts()
     trainer = quiet(max_epochs=1, callbacks=[counts], enable_checkpointing=True, default_root_dir=tmp_path)
     with pytest.raises(
@@ -218,13 +218,13 @@ def test_states_of_bitsandbytes_are_stored(tmp_path: Path) -> None:
         trainer.fit(Small(), loader(8), ckpt_path=path)
         return trainer
 
-    whole = fit(4).full_state_dict()
+    unbroken = fit(4).full_state_dict()
     fit(2).save_checkpoint(tmp_path / "saved")
     resumed = fit(4, tmp_path / "saved").full_state_dict()
-    assert all(value.equal(whole[name]) for name, value in resumed.items())
+    assert all(value.equal(unbroken[name]) for name, value in resumed.items())
 
 
-def test_weights_that_do_not_fit_are_told_in_words_that_a_terminal_shows() -> None:
-    with pytest.raises(CheckpointError) as told:
+def test_weights_that_do_not_fit_are_reported_in_words_that_a_terminal_shows() -> None:
+    with pytest.raises(CheckpointError) as reported:
         load_weights(nn.Linear(1, 1), {})
-    assert '    Missing key(s) in state_dict: "weight", "bias"' in str(told.value)
+    assert '    Missing key(s) in state_dict: "weight", "bias"' in str(reported.value)

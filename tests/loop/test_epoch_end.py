@@ -93,13 +93,13 @@ def test_a_plateau_scheduler_of_steps_takes_each_validation_once_over_a_break(
         trainer.fit(module, loader(4), loader(2), ckpt_path="last")
         return module
 
-    whole = run(Plateau("val", interval="step"), "whole").given
-    assert whole == [(step, float(step)) for step in range(1, 9) if step % (2 if interval == 2 else 4) == 0]
+    unbroken = run(Plateau("val", interval="step"), "unbroken").given
+    assert unbroken == [(step, float(step)) for step in range(1, 9) if step % (2 if interval == 2 else 4) == 0]
     for at in (2, 3, 4):
         first, second = Plateau("val", interval="step"), Plateau("val", interval="step")
         with pytest.raises(KeyboardInterrupt):
             run(first, str(at), Break())
-        assert first.given + run(second, str(at)).given == whole, at
+        assert first.given + run(second, str(at)).given == unbroken, at
 
 
 class Unsized:

@@ -95,7 +95,7 @@ def test_hyperparameters_are_built_again_and_logged_as_plain_numbers(tmp_path: P
 
 
 @pytest.mark.parametrize("wrong", [np.array(0.1), np.array(["a"]), np.datetime64("2026-01-01")])
-def test_a_hyperparameter_that_is_no_number_is_told_in_the_constructor(
+def test_a_hyperparameter_that_is_no_number_is_reported_in_the_constructor(
     wrong: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     Net(betas=(wrong,))

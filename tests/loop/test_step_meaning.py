@@ -194,25 +194,25 @@ class Divided(GPT):
         super().validation_step(batch, batch_idx)
 
 
-DIVIDED = ["TP x2", "CP x2", "CP x2, keys", "PP x2", "EP x2", "FSDP 2x2", "TP 2 x FSDP 2"]
+SPLIT = ["TP x2", "CP x2", "CP x2, keys", "PP x2", "EP x2", "FSDP 2x2", "TP 2 x FSDP 2"]
 
 
-def _alive_of_divided(name: str) -> Any:
+def _alive_of_split(name: str) -> Any:
     way, module = WAYS[name], Divided(experts=4 if name.startswith("EP") else 0)
-    data = module.data(6 * way.micro_batch * way.processes // way.divided)
+    data = module.data(6 * way.micro_batch * way.processes // way.processes_of_a_model)
     trainer = way.trainer(max_epochs=2, accumulate_grad_batches=2, val_check_interval=2, num_sanity_val_steps=1)
     trainer.fit(module, DataLoader(data, way.micro_batch), DataLoader(data, way.micro_batch))
     return module.alive, module.looked
 
 
 @pytest.fixture(scope="module")
-def alive_of_divided(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    return run_each(_alive_of_divided, selected(request, "layout"))
+def alive_of_split(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_each(_alive_of_split, selected(request, "layout"))
 
 
-@pytest.mark.parametrize("layout", DIVIDED)
-def test_a_divided_model_keeps_no_outputs(layout: str, alive_of_divided: Any) -> None:
-    for alive, looked in alive_of_divided[layout]:
+@pytest.mark.parametrize("layout", SPLIT)
+def test_a_split_model_keeps_no_outputs(layout: str, alive_of_split: Any) -> None:
+    for alive, looked in alive_of_split[layout]:
         assert alive == []
         assert looked > 20
 

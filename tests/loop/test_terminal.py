@@ -32,7 +32,7 @@ def test_only_a_terminal_has_a_width() -> None:
     assert columns_of(sys.__stdin__) is None or sys.__stdin__.isatty()
 
 
-def test_a_table_is_whole_where_there_is_room() -> None:
+def test_a_table_is_complete_where_there_is_room() -> None:
     for columns in (None, 42, 43, 200):
         table = fitted(ROWS, columns, first_to_go=(1, 2))
         assert (table.rows, table.kept, table.left_out) == (ROWS, [0, 1, 2], [])

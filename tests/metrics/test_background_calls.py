@@ -35,7 +35,7 @@ def test_what_is_not_done_is_known(caplog: pytest.LogCaptureFixture) -> None:
     assert calls.unfinished() == []
 
 
-def test_an_error_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_reported_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     def fail(number: int) -> None:
         raise OSError(f"no route {number}")
 

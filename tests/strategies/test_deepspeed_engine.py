@@ -323,7 +323,7 @@ def test_schedules_reach_cpu_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if missing := [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]:
         pytest.skip(f"DeepSpeed compiles its CPUAdam with {missing[0]}, which is not installed")
     monkeypatch.chdir(tmp_path)
-    ((theirs, told), (weights, nothing)) = run_distributed(trained_by_both, 1)[0]
-    assert told == nothing == []
+    ((theirs, reported), (weights, nothing)) = run_distributed(trained_by_both, 1)[0]
+    assert reported == nothing == []
     for name, weight in weights.items():
         torch.testing.assert_close(theirs[name], weight, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Experts that are divided over processes compute what all of them compute, whatever tokens each process gets."""
+"""Experts that are split over processes compute what all of them compute, whatever tokens each process gets."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def compute(experts: nn.Module, indices: torch.Tensor, seed: int) -> dict[str, t
     return {"outputs": outputs.detach(), "hidden": hidden.grad, "weights": weights.grad}
 
 
-def divided() -> dict[str, Any]:
-    """Compare experts that are divided along a dimension of the mesh with undivided ones, on each route."""
+def split_experts() -> dict[str, Any]:
+    """Compare experts that are split along a dimension of the mesh with full ones, on each route."""
     from trainer.strategies.fsdp.experts import split_experts
 
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def divided() -> dict[str, Any]:
 
 @once_per_module
 def computed() -> list[dict[str, Any]]:
-    return run_distributed(divided, 2)
+    return run_distributed(split_experts, 2)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -125,12 +125,12 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_divided_is_refused_in_words() -> None:
+def test_what_cannot_be_split_is_refused_in_words() -> None:
     for of_rank in run_distributed(refusals, 2):
         for name, (_, words) in REFUSED.items():
             assert words in of_rank[name]
 
 
-def test_experts_are_divided_over_the_processes_that_share_weights() -> None:
+def test_experts_are_split_over_the_processes_that_share_weights() -> None:
     with pytest.raises(ConfigError, match="expert_parallel=3 does not divide the 2 processes"):
         Trainer(**QUIET, devices=2, accelerator="cpu", strategy=FSDPStrategy(expert_parallel=3))

@@ -264,7 +264,7 @@ def found() -> dict[str, Any]:
 
 def test_each_process_holds_its_part(found: dict[str, Any]) -> None:
     total = sum(p.numel() * p.element_size() for p in Net().parameters())
-    last = 4 * (WIDTH + 1)  # of one row, which cannot be divided: rank 0 has it
+    last = 4 * (WIDTH + 1)  # of one row, which cannot be split: rank 0 has it
     assert found["once"][2] == (total - last) // 2 + last
 
 

@@ -136,8 +136,8 @@ def test_save_pretrained_on_all_processes_writes_full_weights(saving: str, saved
     folder, results = saved
     _, expected = results[saving][0]
     for written in (f"{folder}/{saving}", f"{folder}/{saving}-after"):
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)
-        assert not any(told.values()), told
+        model, reported = transformers.AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)
+        assert not any(reported.values()), reported
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, expected[f"net.{name}"], rtol=0, atol=0)
     if WAYS[saving].processes > 1:
@@ -210,7 +210,7 @@ def after_the_run(strategy: str) -> None:
             trainer.full_parameters(module)
 
 
-def test_one_process_alone_after_the_run_is_told(tmp_path: Path) -> None:
+def test_one_process_alone_after_the_run_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from tests.strategies.test_full_parameters import after_the_run\n"
@@ -276,7 +276,7 @@ def misuse(way: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("alone", ["FSDP x1", "ZeRO-3 x1"])
-def test_what_uses_shards_as_full_weights_is_told_the_name_and_the_context(alone: str) -> None:
+def test_what_uses_shards_as_full_weights_gets_the_name_and_the_context(alone: str) -> None:
     skip_if_missing(alone)
     (found,) = run_distributed(misuse, 1, alone)
     for name, functions in MISUSES.items():

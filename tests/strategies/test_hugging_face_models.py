@@ -1,4 +1,4 @@
-"""Hugging Face models of many architectures, divided in each way: the losses of a hand-written loop, to 1e-5.
+"""Hugging Face models of many architectures, split in each way: the losses of a hand-written loop, to 1e-5.
 
 Random weights; sliding windows, padding, tied weights, grouped heads and mixtures of experts are among them.
 """
@@ -68,7 +68,7 @@ def _train(way: str, name: str) -> list[float]:
         activation_checkpointing="auto" if name == "Llama, tied" else None,
         callbacks=[recorder],
     )
-    loader = DataLoader(data(name), MICRO_BATCH * WAYS[way].divided // WAYS[way].processes)
+    loader = DataLoader(data(name), MICRO_BATCH * WAYS[way].processes_of_a_model // WAYS[way].processes)
     trainer.fit(HFModule(name), loader)
     return recorder.losses
 

@@ -54,13 +54,13 @@ def compare() -> dict[str, list[str]]:
 
 
 def part_of(tensor: torch.Tensor, mesh: DeviceMesh, along: int, dim: int) -> torch.Tensor:
-    """Return this process's part of a dimension, divided along a dimension of the mesh."""
+    """Return this process's part of a dimension, split along a dimension of the mesh."""
     parts, here = torch.chunk(tensor, mesh.size(along), dim), mesh.get_local_rank(along)
     return parts[here] if here < len(parts) else tensor.narrow(dim, 0, 0)
 
 
 def redistributed(full: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    """Divide a tensor as torch does; packed ones by hand: each of the packed parts is divided by itself."""
+    """Divide a tensor as torch does; packed ones by hand: each of the packed parts is split by itself."""
     if isinstance(placements[0], _StridedShard):
         local = part_of(part_of(full, mesh, 1, 0), mesh, 0, 0)
     elif isinstance(placements[1], _StridedShard):

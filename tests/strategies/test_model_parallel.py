@@ -1,4 +1,4 @@
-"""A model that is divided over processes: layers, sequences and blocks, from an ordinary training_step."""
+"""A model that is split over processes: layers, sequences and blocks, from an ordinary training_step."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ def fit(way: str, folder: str, steps: int = STEPS, go_on: bool = False) -> dict[
 def everything(way: str, root: str) -> dict[str, Any]:
     """Train; train again with a break; evaluate and predict with the weights of the first training."""
     folder = f"{root}/{way}"
-    found = {"whole": fit(way, f"{folder}/whole")}
+    found = {"unbroken": fit(way, f"{folder}/unbroken")}
     fit(way, f"{folder}/broken", steps=2)
     torch.manual_seed(99)
     found["resumed"] = fit(way, f"{folder}/broken", go_on=True)
     module = GPT()
-    module.load_state_dict(found["whole"]["weights"])
+    module.load_state_dict(found["unbroken"]["weights"])
     loader = DataLoader(module.data(11), 4)
     (found["evaluated"],) = trainer_of(way, folder).validate(module, loader)
     module = GPT()
-    module.load_state_dict(found["whole"]["weights"])
+    module.load_state_dict(found["unbroken"]["weights"])
     writer = PredictionWriter(f"{folder}/predictions")
     found["predictions"] = trainer_of(way, folder, writer).predict(module, loader, return_predictions=True)
     return found
@@ -112,9 +112,9 @@ def results() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("way", TWO)
 def test_metrics_are_those_of_one_process_on_every_rank(way: str, results: Any) -> None:
-    expected = results[SINGLE][0]["whole"]["metrics"]
+    expected = results[SINGLE][0]["unbroken"]["metrics"]
     for rank in results[way]:
-        found = rank["whole"]["metrics"]
+        found = rank["unbroken"]["metrics"]
         assert found["samples"] == expected["samples"]
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=5e-2)  # dropout draws other numbers
         assert found["val_largest"] == expected["val_largest"]
@@ -123,28 +123,28 @@ def test_metrics_are_those_of_one_process_on_every_rank(way: str, results: Any) 
 @pytest.mark.parametrize("way", TWO)
 def test_a_resumed_run_has_the_same_bits(way: str, results: Any) -> None:
     for rank in results[way]:
-        assert_same_bits(rank["whole"], rank["resumed"])
+        assert_same_bits(rank["unbroken"], rank["resumed"])
 
 
 @pytest.mark.parametrize("way", TWO)
 def test_the_processes_of_one_model_are_one_reader(way: str, results: Any) -> None:
-    readers = [rank["whole"]["who"][1:] for rank in results[way]]
+    readers = [rank["unbroken"]["who"][1:] for rank in results[way]]
     reporting = 1 if way == "PP x2" else 0
     assert readers == [(0, 1, rank == reporting) for rank in range(2)]
 
 
 def test_weights_outside_of_the_plan_have_equal_bits(results: Any) -> None:
-    first, second = (rank["whole"]["local"] for rank in results["TP x2"])
+    first, second = (rank["unbroken"]["local"] for rank in results["TP x2"])
     equal = [
         name for name in first if first[name].shape == second[name].shape and torch.equal(first[name], second[name])
     ]
-    whole = ("norm", "positions", "project.bias", "feed_forward.2.bias")
-    assert {name for name in first if any(word in name for word in whole)} == set(equal)
+    unbroken = ("norm", "positions", "project.bias", "feed_forward.2.bias")
+    assert {name for name in first if any(word in name for word in unbroken)} == set(equal)
 
 
 @pytest.mark.parametrize("way", TWO)
 def test_evaluation_and_prediction_are_those_of_one_process(way: str, results: Any) -> None:
-    weights = results[way][0]["whole"]["weights"]
+    weights = results[way][0]["unbroken"]["weights"]
     module = GPT()
     module.load_state_dict(weights)
     loader = DataLoader(module.data(11), 4)
@@ -161,13 +161,13 @@ def test_evaluation_and_prediction_are_those_of_one_process(way: str, results: A
 
 
 def test_stages_have_parts_of_the_module(results: Any) -> None:
-    first, last = (set(rank["whole"]["local"]) for rank in results["PP x2"])
+    first, last = (set(rank["unbroken"]["local"]) for rank in results["PP x2"])
     assert "net.tokens.weight" in first - last
     assert {"net.norm.weight", "net.head.weight"} <= last - first
     assert not {name for name in first & last if "blocks" in name}
 
 
-# -- what cannot be divided --------------------------------------------------------------------------------------------
+# -- what cannot be split ----------------------------------------------------------------------------------------------
 
 
 class Small(TrainModule):
@@ -592,7 +592,7 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
     "an unknown style": (TP, Unknown, Attending, "Did you mean 'colwise'"),
     "layers with adapters": (TP, Planned, WithAdapters, "is of class Adapted from"),
-    "outputs that cannot be divided": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
+    "outputs that cannot be split": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
 }
 AT_THE_START = (
     "torch's attention",
@@ -603,7 +603,7 @@ AT_THE_START = (
     "a pattern without a match",
     "an unknown style",
     "layers with adapters",
-    "outputs that cannot be divided",
+    "outputs that cannot be split",
 )
 """What is found before the first step, the names of `REFUSED`."""
 LENGTHS = {"odd": 7, "short": 2}
@@ -639,11 +639,11 @@ refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=90.0))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_divided_is_told_in_the_first_step(name: str, refusals: Any) -> None:
+def test_what_cannot_be_split_is_reported_in_the_first_step(name: str, refusals: Any) -> None:
     assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals)
 
 
-def test_what_modules_and_plans_say_is_told_at_the_start(refusals: Any) -> None:
+def test_what_modules_and_plans_say_is_reported_at_the_start(refusals: Any) -> None:
     early = {name for name in REFUSED for of_rank in refusals if of_rank[name].startswith("at the start")}
     assert early == set(AT_THE_START)
 
@@ -720,7 +720,7 @@ def test_a_stage_that_cannot_send_ends_the_others(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_sequences_that_cannot_be_divided_are_told(name: str, refusals: Any) -> None:
+def test_sequences_that_cannot_be_split_are_reported(name: str, refusals: Any) -> None:
     assert f"does not divide sequences of {LENGTHS[name]} tokens" in refusals[0][name]
 
 
@@ -736,7 +736,7 @@ def test_sequences_that_cannot_be_divided_are_told(name: str, refusals: Any) -> 
         ),
     ],
 )
-def test_settings_that_cannot_work_are_told_before_anything_starts(
+def test_settings_that_cannot_work_are_reported_before_anything_starts(
     options: dict[str, Any], settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -854,7 +854,7 @@ def change_within_a_window() -> None:
     WAYS["PP x2"].trainer(max_steps=1, accumulate_grad_batches=4).fit(module, DataLoader(module.data(8), 2))
 
 
-def test_a_weight_that_changes_while_a_stage_keeps_it_gathered_is_told() -> None:
+def test_a_weight_that_changes_while_a_stage_keeps_it_gathered_is_reported() -> None:
     with pytest.raises(
         AssertionError, match=r"changed within a window, while gathered, .* change it in on_train_step_end"
     ):

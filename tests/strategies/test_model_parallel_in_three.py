@@ -25,7 +25,7 @@ COMPARED = [(name, key) for name in IN_THREE for key in (MIXTURES if "EP" in nam
 
 
 @pytest.fixture(autouse=True)
-def _whole_matrix(request: pytest.FixtureRequest) -> None:
+def _full_matrix(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("sample") is not None:
         pytest.skip("eight processes: make test-release")
 
@@ -52,7 +52,7 @@ def test_the_losses_are_those_of_one_process(name: str, key: str, losses: Any, b
 def resume(name: str, folder: str) -> dict[str, Any]:
     """Train in one go, with a checkpoint on the way, and again from the checkpoint."""
     place, found = os.path.join(folder, name), {}
-    for which, callbacks, ckpt_path in (("whole", [SaveAt(SAVED_AT, place)], None), ("resumed", [], place)):
+    for which, callbacks, ckpt_path in (("unbroken", [SaveAt(SAVED_AT, place)], None), ("resumed", [], place)):
         recorder = StepLosses()
         trainer = make_trainer(name, STEPS, recorder, *callbacks)
         torch.manual_seed(99)
@@ -70,6 +70,6 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("way", IN_THREE)
 def test_a_resumed_run_has_the_same_bits(way: str, resumed: Any) -> None:
     for of_rank in resumed[way]:
-        (whole, weights), (rest, again) = of_rank["whole"], of_rank["resumed"]
-        assert rest == whole[SAVED_AT:]
+        (unbroken, weights), (rest, again) = of_rank["unbroken"], of_rank["resumed"]
+        assert rest == unbroken[SAVED_AT:]
         assert_same_bits(weights, again)

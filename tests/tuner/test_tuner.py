@@ -119,7 +119,7 @@ def test_the_learning_rate_is_that_of_each_step_and_the_search_ends_when_the_los
         (99, "8 points, too few for a suggestion: raise num_training, or lower min_lr"),
     ],
 )
-def test_why_there_is_no_suggestion_is_told(first: int, words: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_why_there_is_no_suggestion_is_reported(first: int, words: str, caplog: pytest.LogCaptureFixture) -> None:
     class Breaks(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             broken = self.trainer.global_step + 1 >= first

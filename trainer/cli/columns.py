@@ -13,7 +13,7 @@ from trainer.loop.terminal import columns_of, fitted, padded, width_of, wrapped
 WIDEST = 110
 """Characters of a line of help at most."""
 LEAST_WORDS = 24
-"""Columns of a description that stands beside its term; with less room it stands below."""
+"""Columns of a description that stands next to its term; with less room it stands below."""
 COMMANDS = ("trainer ", "python ", "pip ", "eval ", "srun ", "torchrun ", "tensorboard ")
 """Beginnings of lines that are typed, and that go on behind a backslash where they are broken."""
 
@@ -60,7 +60,7 @@ def print_fitted(text: str, file: TextIO | None = None) -> None:
 
 
 def fitted_text(text: str, columns: int | None) -> str:
-    """Return a text whose longer lines are broken: descriptions beside or below their terms, commands at backslashes.
+    """Return a text whose longer lines are broken: descriptions next to or below their terms, commands at backslashes.
 
     Args:
         columns: the width; None: change nothing.

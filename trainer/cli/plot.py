@@ -24,7 +24,7 @@ examples:
 """
 FORMATS = (".png", ".svg", ".pdf", ".html")
 MOST_NAMES = 20
-"""Runs that are named beside their lines, at most."""
+"""Runs that are named next to their lines, at most."""
 
 Curves = dict[str, dict[str, list[tuple[int, float]]]]
 """Steps and values by metric, then by name of the run."""

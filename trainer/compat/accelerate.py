@@ -23,7 +23,7 @@ _LOADER_CONFIGURATION = {
     "even_batches": "nothing: evaluations count every sample once, and uneven training batches count by their size",
     **dict.fromkeys(("use_seedable_sampler", "rng_types"), _ORDER),
     "data_seed": "seed=",
-    "non_blocking": "DataLoader(pin_memory=True): batches are then copied beside the step",
+    "non_blocking": "DataLoader(pin_memory=True): batches are then copied during the step",
     "use_stateful_dataloader": _ANY_LOADER,
 }
 
@@ -247,7 +247,7 @@ ENGINE_MEMBERS = {
     "split_between_processes": "engine.global_rank and world_size, or a loader of the inputs",
     **dict.fromkeys(("dispatch_batches", "even_batches", "split_batches", "join_uneven_inputs"), _LOADERS),
     **dict.fromkeys(("use_seedable_sampler", "use_stateful_dataloader"), _LOADERS),
-    "non_blocking": "DataLoader(pin_memory=True): batches are then copied beside the step",
+    "non_blocking": "DataLoader(pin_memory=True): batches are then copied during the step",
     **dict.fromkeys(("mixed_precision", "fp8_backend"), "engine.strategy.precision"),
     **dict.fromkeys(("scaler", "optimizer_step_was_skipped"), "engine.strategy.scaler"),
     **dict.fromkeys(("init_trackers", "get_tracker", "trackers", "project_dir", "logging_dir"), _OWN_LOGGER),

@@ -419,7 +419,7 @@ _CHECKPOINTS = (
     Difference(
         "mode",
         '`ModelCheckpoint(monitor="val_acc")`, `EarlyStopping("val_acc")` mean "min"',
-        'an error without `mode`; if the name does not tell the direction, "min"',
+        'an error without `mode`; if the name does not say the direction, "min"',
     ),
     Difference("NaN as a score", "NaN as a score counts as infinite", "is never the best"),
     Difference("save_top_k without monitor", "`save_top_k=3` without `monitor` is refused", "keeps the newest three"),

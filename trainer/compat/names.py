@@ -562,8 +562,8 @@ WORDS: dict[str, dict[str, str]] = {
     "PyTorchProfiler": {
         "local_rank": "trainer.local_rank",
         "STEP_FUNCTIONS": "wait=, warmup=, active=",
-        "AVAILABLE_SORT_KEYS": "the table beside the trace, sorted by the time of the device",
-        "function_events": "the table beside the trace in `profile/` of the run directory",
+        "AVAILABLE_SORT_KEYS": "the table next to the trace, sorted by the time of the device",
+        "function_events": "the table next to the trace in `profile/` of the run directory",
         "total_steps": "active=",
         "(filename)": "dirpath=",
         "(output_filename)": "dirpath=",

@@ -39,7 +39,7 @@ class BadStep:
     batches: int
     reason: str
     samples: list[Any]
-    """Indices of the samples in the micro-batches of each reader; None where the loader does not tell them."""
+    """Indices of the samples in the micro-batches of each reader; None where the loader does not say them."""
 
 
 class LossWindow:

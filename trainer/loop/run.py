@@ -166,7 +166,7 @@ class Run:
     has_weights = False
     """True when the strategy has the module, with the weights that the run begins with."""
     validation_clock: ValidationClock | None = None
-    """Tells when a validation is due, if `val_check_interval` is a time."""
+    """Says when a validation is due, if `val_check_interval` is a time."""
     _windows_before = 0
     """The windows that were begun before this epoch and are no steps of it."""
     _first_epoch = 0

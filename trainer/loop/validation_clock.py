@@ -8,7 +8,7 @@ from trainer.distributed.process_group import SingleProcess
 
 
 class ValidationClock:
-    """Tells, by the clock of rank 0, after which steps the time between two validations is over.
+    """Says, by the clock of rank 0, after which steps the time between two validations is over.
 
     Args:
         seconds: between two validations.

@@ -135,7 +135,7 @@ class Tuner:
             margin: with "binsearch", the part by which the result is smaller than the largest size that fits.
             max_val: the largest size to try.
             memory_limit: on CPUs, bytes of memory that a trial may take, on each process; default: nine tenths of
-                what is free, divided among the processes.
+                what is free, split among the processes.
 
         Raises:
             ConfigError: an argument has a wrong value, or nothing has the attribute.

@@ -75,8 +75,8 @@ class TabularData(pl.LightningDataModule):
 
     def setup(self, stage: str):
         if stage == "fit" or stage is None:
-            whole = dataset(48)
-            self.train, self.val = random_split(whole, [40, 8], generator=torch.Generator().manual_seed(42))
+            full = dataset(48)
+            self.train, self.val = random_split(full, [40, 8], generator=torch.Generator().manual_seed(42))
         if stage == "test" or stage is None:
             self.test = dataset(16, seed=5)
         if stage == "predict":

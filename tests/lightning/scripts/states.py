@@ -140,8 +140,8 @@ class Student(Net):
         return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), 1e-2)
 
     def state_dict(self, *args, **kwargs):
-        whole = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in whole.items() if not name.startswith("teacher")}
+        full = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in full.items() if not name.startswith("teacher")}
 
 
 def teacher():

@@ -69,7 +69,7 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
     """Write the checkpoint `out`, and return what has been taken and what has not.
 
     Args:
-        optimizer: the name of the optimizer's class; None to tell it by its options.
+        optimizer: the name of the optimizer's class; None to find it by its options.
 
     Raises:
         CheckpointError: the file is not a checkpoint of Lightning, would run code, or `out` is there.
@@ -175,7 +175,7 @@ def _read(file: str) -> Mapping[str, Any]:
 
 
 def _harmless() -> list[Any]:
-    """Return the classes beside torch's that may be made from a file: those of paths, and of numpy's numbers.
+    """Return the classes besides torch's that may be made from a file: those of paths, and of numpy's numbers.
 
     They only hold what they are given. A path has the class of the machine that wrote it, which Python 3.13 and earlier
     versions call differently, and becomes one of this machine.

@@ -29,7 +29,7 @@ def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
 
     Args:
         read: a checkpoint of Lightning's.
-        kind: the name of the optimizer's class, which the file does not have; None to tell it by its options.
+        kind: the name of the optimizer's class, which the file does not have; None to find it by its options.
 
     Raises:
         NotMappedError: there is not one optimizer of one group, for the weights in their order.

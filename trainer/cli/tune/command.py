@@ -42,7 +42,7 @@ options of batch-size:
   --steps N                 steps of each trial (3)
   --first N, --max N        the first and the largest size to try (2, 8192)
   --memory-limit SIZE       on CPUs: memory of a trial, such as 8GB; default: nine tenths of what is free,
-                            divided among the processes
+                            split among the processes
 
 options of throughput:
   --steps N                 steps of each trial (20)
