@@ -13,7 +13,7 @@ from tests.helpers.accelerate_files import ACCELERATE, COMMON, DEEPSPEED
 from tests.helpers.config_files import HERE, accepted, trainer_section
 from tests.helpers.project import Command
 from trainer.callbacks import CALLBACKS
-from trainer.cli.config.translate import translate
+from trainer.cli.config.command import translate
 from trainer.precision import resolve_precision
 from trainer.strategies import STRATEGIES
 

@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import local_path
 from trainer.checkpoint.disk import atomic_file
@@ -15,6 +15,9 @@ from trainer.cli.config.draft import ConfigDraft, launch_line
 from trainer.cli.config.wizard import PRESETS, ask_all
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
+
+if TYPE_CHECKING:
+    from trainer.cli.config.report import MigrationReport
 
 EXAMPLES = """\
 examples:
@@ -66,8 +69,6 @@ def _write(options: argparse.Namespace) -> int:
     _check_options(options)
     file = "run.yaml" if options.output == "-" else options.output
     if options.source is not None:
-        from trainer.cli.config.translate import translate
-
         report = translate(options.source)
         by = f"From {options.source}, by `trainer config --from {shlex.quote(options.source)}`."
         _write_output(report.draft.text([by, *_usage_lines(report.start(_fit_command(file)))]), options)
@@ -84,6 +85,32 @@ def _write(options: argparse.Namespace) -> int:
     if options.output != "-":
         print(f"\nwritten: {options.output}\n{_next_steps(draft.settings, start, _fit_command(file))}")
     return 0
+
+
+def translate(name: str) -> MigrationReport:
+    """Translate another program's file, and account for each of its keys.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no known format.
+    """
+    from trainer.cli.config.from_accelerate import from_accelerate
+    from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
+    from trainer.cli.config.report import MigrationReport, read_plain
+
+    path = local_path(name)
+    given, kind = read_plain(path)
+    if kind is None:
+        raise ConfigError(
+            f"{name} is neither an Accelerate configuration (with distributed_type) nor a DeepSpeed one (with "
+            "zero_optimization). A configuration of ours goes to trainer fit --config as it is."
+        )
+    report = MigrationReport(path, kind)
+    if "DeepSpeed" in kind:
+        from_deepspeed(report, given)
+        set_strategy(report)
+    else:
+        from_accelerate(report, given)
+    return report
 
 
 def _check_options(options: argparse.Namespace) -> None:
