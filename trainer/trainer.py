@@ -197,6 +197,8 @@ class Trainer:
         call = self._call("fit", module, data, datamodule, ckpt_path, others)
         with self._start(call, allow_changes, weights) as run:
             self._start_training(run)
+            if run.progress.batch > 0 and run.progress.step >= run.last_step and not self._out_of_epochs(run):
+                self._train_epoch(run)  # what comes after the last step: a validation, the end of the epoch
             while not self._finished(run):
                 self._train_epoch(run)
             self._end_training(run)
@@ -456,6 +458,8 @@ class Trainer:
         windows, hooks, progress = self._windows(run), run.hooks, run.progress
         flush_interval = run.settings.log_every_n_steps
         waiting = self._schedulers_wait(run)
+        if progress.batch > 0 and progress.step >= run.last_step and self._leaves_epoch(run, windows):
+            return
         with run.metrics.recording(run.metrics.train):
             for window in windows:
                 if waiting and progress.batch:
@@ -730,9 +734,10 @@ class Trainer:
         return run.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
 
     def _out_of_steps_or_epochs(self, run: Run) -> bool:
-        return run.progress.step >= run.last_step or (
-            self.config.max_epochs is not None and run.progress.epoch >= self.config.max_epochs
-        )
+        return run.progress.step >= run.last_step or self._out_of_epochs(run)
+
+    def _out_of_epochs(self, run: Run) -> bool:
+        return self.config.max_epochs is not None and run.progress.epoch >= self.config.max_epochs
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""

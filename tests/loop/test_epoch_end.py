@@ -102,6 +102,40 @@ def test_a_plateau_scheduler_of_steps_takes_each_validation_once_over_a_break(
         assert first.given + run(second, str(at)).given == unbroken, at
 
 
+@pytest.mark.parametrize(("max_steps", "interval"), [(8, 1.0), (6, 2), (8, 2), (6, 1.0)])
+def test_a_break_after_the_last_step_loses_nothing_of_what_follows(
+    max_steps: int, interval: float, tmp_path: Path
+) -> None:
+    """The checkpoint of the last step comes before the validation and the end of the epoch."""
+
+    class Break(Callback):
+        def on_checkpoint_saved(self, trainer: Trainer, module: Any, path: str) -> None:
+            if trainer.global_step == max_steps:
+                raise KeyboardInterrupt
+
+    def run(name: str, *callbacks: Callback) -> tuple[bytes, dict[str, float], Any]:
+        module, folder = Plateau("val"), tmp_path / name
+        trainer = quiet(
+            max_steps=max_steps,
+            val_check_interval=interval,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=1), *callbacks],
+            logger=CSVLogger(folder),
+            log_every_n_steps=1,
+        )
+        trainer.fit(module, loader(4), loader(2), ckpt_path="last")
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        return (folder / "metrics.csv").read_bytes(), metrics, module.given
+
+    whole = run("whole")
+    with pytest.raises(KeyboardInterrupt):
+        run("broken", Break())
+    resumed = run("broken")
+    assert resumed[:2] == whole[:2]
+    assert resumed[2] == [given for given in whole[2] if given[0] == max_steps]
+    assert run("broken")[:2] == whole[:2]  # a finished run that is started again
+
+
 class Unsized:
     """Batches without a length: an epoch's last one is not known before the next is asked for."""
 
