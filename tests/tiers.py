@@ -233,6 +233,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_strategy_batch_norm.py::*": ("DDP x2", "FSDP x2"),
     "strategies/test_deepspeed_engine.py::test_schedules_reach_cpu_adam": (),
     "strategies/test_full_parameters.py::test_save_pretrained_on_all_processes_writes_full_weights": ("FSDP x2",),
+    "strategies/test_full_parameters.py::test_every_hook_may_write_and_save": ("ZeRO-3 x2",),
     "strategies/test_full_parameters.py::test_one_process_alone_after_the_run_is_reported": (),
     "strategies/test_full_parameters.py::test_what_is_read_and_written_is_that_of_one_process": ("ZeRO-3 x2",),
     "strategies/test_full_parameters.py::test_what_uses_shards_as_full_weights_*": ("FSDP x1",),

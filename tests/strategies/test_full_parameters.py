@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.helpers.compare import assert_same_bits
 from tests.helpers.hf_models import HFModule, data
 from tests.helpers.processes import run_distributed, run_python
 from tests.helpers.strategy_models import MLP
@@ -21,6 +23,7 @@ from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule
+from trainer.callback import HOOKS
 from trainer.callbacks import LambdaCallback
 
 pytestmark = pytest.mark.timeout(600)
@@ -93,6 +96,70 @@ def test_what_is_read_and_written_is_that_of_one_process(way: str, runs: Any) ->
     expected = runs[SINGLE][0]
     for found in runs[way]:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+BEFORE, ON_ONE, IN_THE_GRAPH = (
+    {"setup", "on_load_checkpoint"},
+    {"on_exception", "on_checkpoint_saved"},
+    "on_before_backward",
+)
+EVERYWHERE = [hook for hook in HOOKS if hook not in {*BEFORE, *ON_ONE, IN_THE_GRAPH}]
+
+
+class Savable(nn.Sequential):
+    """A part of a module with the method of Hugging Face's models."""
+
+    def save_pretrained(self, path: str) -> None:
+        save_file(self.state_dict(), path)
+
+
+class WithTest(MLP):
+    test_step = MLP.validation_step
+
+
+def write_and_save(way: str, folder: str) -> Any:
+    """Change the weights in each hook, and save them; return the weights at the end, and the hooks that were called."""
+    torch.manual_seed(5)
+    module, called, path = WithTest(), [], f"{folder}/{way}.safetensors"
+    module.layers.__class__ = Savable
+
+    def change(hook: str, trainer: Trainer, module: Any, *_: Any) -> None:
+        if hook in called:
+            return
+        called.append(hook)
+        with trainer.full_parameters(module, write=True):
+            for parameter in module.parameters():
+                parameter.mul_(1.01)
+            values = {name: value.clone() for name, value in module.layers.state_dict().items()}
+        module.layers.save_pretrained(path)
+        assert_same_bits(load_file(path), values, hook)
+        trainer.strategy.processes.barrier()
+
+    hooks = LambdaCallback(**{hook: partial(change, hook) for hook in EVERYWHERE})
+    trainer = WAYS[way].trainer(max_steps=2, callbacks=[hooks], seed=3)
+    batches = DataLoader(MLP.data(16), WAYS[way].micro_batch)
+    trainer.fit(module, batches, batches)
+    trainer.save_checkpoint(f"{folder}/{way}")
+    trainer.test(module, batches, verbose=False)
+    trainer.predict(module, batches)
+    return trainer.full_state_dict(everywhere=True), sorted(called)
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    return run_each(
+        write_and_save,
+        {SINGLE: None, **dict.fromkeys(selected(request, "all_hooks"))},
+        str(tmp_path_factory.mktemp("all")),
+    )
+
+
+@pytest.mark.parametrize("all_hooks", NAMES)
+def test_every_hook_may_write_and_save(all_hooks: str, changed: Any) -> None:
+    skip_if_missing(all_hooks)
+    for weights, called in changed[all_hooks]:
+        assert called == sorted(EVERYWHERE)
+        torch.testing.assert_close(weights, changed[SINGLE][0][0], rtol=1e-5, atol=1e-6)
 
 
 class Saves(Callback):
