@@ -234,8 +234,9 @@ TORCH_ERRORS = {
         "self.manual_backward once for each graph: add losses that share one."
     ),
     "optimizer got an empty parameter list": (
-        "configure_optimizers gave an optimizer nothing to train: the module has no parameters there. Make layers "
-        "attributes of the module; in a plain list or dict they are not found, use nn.ModuleList or nn.ModuleDict."
+        "configure_optimizers gave an optimizer nothing to train: the module has no parameters there, or they are "
+        "frozen at the start (by BackboneFinetuning, too: then leave this optimizer out). Make layers attributes of "
+        "the module; in a plain list or dict they are not found, use nn.ModuleList or nn.ModuleDict."
     ),
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter was used outside of the forward of the layer that gathers it. Call that layer, instead of "

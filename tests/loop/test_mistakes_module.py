@@ -202,7 +202,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         lambda self: {"optimizer": sgd(self), "scheduler": 1},
         ["'scheduler'", "Did you mean 'lr_scheduler'?"],
     ),
-    "no parameters": (lambda self: SGD([], lr=0.1), ["nothing to train", "nn.ModuleList"]),
+    "no parameters": (lambda self: SGD([], lr=0.1), ["nothing to train", "frozen at the start", "nn.ModuleList"]),
     "frozen parameters": (frozen, ["SGD", "no parameter that requires a gradient", "frozen"]),
     "parameter of nobody": (
         lambda self: SGD([nn.Parameter(torch.ones(3))], lr=0.1),
