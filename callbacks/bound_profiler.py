@@ -182,7 +182,7 @@ class BoundProfiler(Profiler):
             return self._faster_compute(trainer, share)
         return {
             REST: "BoundProfiler(first_step=1, steps=1) among the callbacks splits them in a short run.",
-            CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook of each callback.',
+            CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook, of the callbacks and of the module.',
             LOGGING: f"A larger log_every_n_steps (it is {trainer.settings.log_every_n_steps}), or fewer loggers.",
             VALIDATION: "A larger val_check_interval or check_val_every_n_epoch, or limit_val_batches.",
             COMMUNICATION: "A larger accumulate_grad_batches or micro-batch; with ddp, a larger bucket_cap_mb. "
