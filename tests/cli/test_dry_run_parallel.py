@@ -105,3 +105,8 @@ def test_the_estimate_of_a_split_model(command: Command, net: Path) -> None:
     rows = json.loads(out)["processes"]["16"]
     (own,) = (row for row in rows if row["label"].startswith("fsdp as given"))
     assert own["device"] == expected(Layout(shards=2, tensor=2, pipeline=4))
+    # The one figure of activations for all layouts says of which it is not true.
+    shape = ("--layers", "16", "--hidden", "128", "--sequence", "16", "--batch", "1")
+    code, out, err = command("estimate", "--config", "run.yaml", "--devices", "16", *shape)
+    assert code == 0, err
+    assert "note: the activations are those of an unsplit model" in out

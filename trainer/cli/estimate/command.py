@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import print_fitted
-from trainer.cli.estimate.report import NEEDED, EstimateInput, as_data, report, zero_report
+from trainer.cli.estimate.report import NEEDED, SPLIT_ACTIVATIONS, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, check_without_torch, config_option, positive, quantity, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
@@ -75,6 +75,8 @@ def _report(arguments: list[str]) -> str:
             label: _memory(layout, estimate_input, setup, configuration, precision) for label, layout in layouts.items()
         }
     transformer = estimate_input.transformer(given.checkpointing)
+    if transformer is not None and any(layout.splits_models for layout in layouts.values()):
+        estimate_input.notes.append(SPLIT_ACTIVATIONS)
     saved = None if transformer is None else activations(transformer, numbers)
     if given.json:
         return json.dumps(as_data(estimate_input, given, tables, saved), indent=2) + "\n"

@@ -11,6 +11,10 @@ from trainer.model.memory import Memory, ModelSize, Transformer, zero_table
 
 NEEDED = ("layers", "hidden", "sequence", "batch")
 """Options that an estimate of a transformer's activations needs."""
+SPLIT_ACTIVATIONS = (
+    "the activations are those of an unsplit model: a process of a layout that splits it keeps a part of them, which "
+    "trainer fit --dry-run counts"
+)
 COLUMNS = ("weights", "gradients", "master_weights", "optimizer", "device", "temporary", "host")
 FIRST_TO_GO = (2, 3, 1, 4, 7, 6)
 """The numbers of the columns of a table that a narrow terminal leaves out, in that order; the sum stays."""
