@@ -77,6 +77,11 @@ class BadStepGuard(StepGuard):
                 "BadStepGuard judges the steps of automatic optimization: with automatic_optimization = False look at "
                 "self.clip_gradients(...), which returns the norm, in training_step."
             )
+        if config.settings.detect_anomaly:
+            problems.append(
+                "detect_anomaly=True ends a run at the first NaN of a backward, and BadStepGuard makes the gradients "
+                "of a bad step NaN: leave one of them out."
+            )
         if config.device_type in ("xla", "tpu"):
             problems.append("BadStepGuard reads a number in each step, which XLA would wait for: leave it out there.")
         saves = config.settings.fast_dev_run or any(isinstance(one, Checkpoint) for one in config.callbacks)

@@ -339,6 +339,8 @@ def test_wrong_uses_are_refused_before_the_start() -> None:
         BadStepGuard(window=0)
     with pytest.raises(ConfigError, match="add a ModelCheckpoint"):
         quiet(callbacks=BadStepGuard("rewind")).fit(Net(), data(""))
+    with pytest.raises(ConfigError, match="detect_anomaly=True ends a run at the first NaN"):
+        quiet(callbacks=BadStepGuard("skip"), detect_anomaly=True).fit(Net(), data(""))
     module = Net()
     module.automatic_optimization = False
     with pytest.raises(ConfigError, match="automatic optimization"):
