@@ -191,6 +191,7 @@ def test_helpers_of_the_users_own_are_not_listed(command: Command, tmp_path: Pat
         "class Net(L.LightningModule):\n"
         "    def __init__(self): self.use_amp = True\n"
         "    def f(self): return self.use_amp\n"
+        "    def g(self): self.hparams['width'] = 2\n"
         "    def training_step(self, batch, i): self.log_dict(self.both(batch)['log']); return self.loss(batch)\n"
         "    def both(self, batch): return {'log': {'a': 1}, 'loss': 2}\n"
         "class Other:\n"

@@ -134,7 +134,8 @@ class _DecisionFinder(cst.CSTVisitor):
         for target in node.targets:
             if isinstance(target.target, cst.Subscript) and isinstance(target.target.value, cst.Name):
                 self._report_key(node, _text(getattr(target.target.slice[0].slice, "value", None)))
-            if self.classes and self.classes[-1] is not None and _is(target.target, "self.hparams"):
+            all_of_it = not isinstance(target.target, cst.Subscript)
+            if self.classes and self.classes[-1] is not None and all_of_it and _is(target.target, "self.hparams"):
                 self._add(node, "self.hparams = ...", "use self.save_hyperparameters(...), which fills self.hparams")
             if isinstance(target.target, cst.Name) and target.target.value == "truncated_bptt_steps" and self.classes:
                 self._add(node, "truncated_bptt_steps", f"use {WORDS['LightningModule']['truncated_bptt_steps']}")
