@@ -60,6 +60,10 @@ class ContextParallel:
         """The name of a block before, and the address and version of its output, if that was gathered."""
         self._follows: dict[tuple[str, bool], bool] = {}
         """True, by block and whether it trains, if only the next block gets its output, which then is not gathered."""
+        self._token_dims: dict[tuple[str, int, tuple[bool, ...]], int | None] = {}
+        """The dimension of tokens, if any, by block, number of the argument and which of its dimensions are of size 1.
+
+        As in the first forward that was compared: in a later one other dimensions may have the sequence's length."""
         self._outputs: list[_Output] = []
         """The gathered outputs of the step in progress."""
         first, *_, last = [*blocks, *blocks]
@@ -123,9 +127,9 @@ class ContextParallel:
             if cuts and not is_first:
                 self._measure_hidden(hidden)
             own = Cut.apply(hidden, 1, self.group) if cuts else hidden
-            own_args, own_kwargs = map_leaves(args, self._part_of), map_leaves(kwargs, self._part_of)
             if name in self._unsplit and not torch.compiler.is_compiling():
-                self._compare(name, block, (own, *own_args), own_kwargs, args, kwargs)
+                self._compare(name, block, own, args, kwargs)
+            own_args, own_kwargs = self._parts_of(name, args, kwargs)
             return (own, *own_args), own_kwargs
 
         return cut
@@ -195,24 +199,46 @@ class ContextParallel:
                 "strategy."
             )
 
-    def _part_of(self, leaf: Any) -> Any:
-        """Return this process's tokens of an argument that belongs to tokens; masks of attention stay full."""
-        dim = self._token_dim(leaf) if isinstance(leaf, torch.Tensor) else None
-        if dim is None:
-            return leaf
-        return Cut.apply(leaf, dim, self.group) if leaf.requires_grad else leaf.chunk(self.parts, dim)[self.part]
+    def _parts_of(self, name: str, args: Any, kwargs: Any, guess: int = 0) -> tuple[Any, Any]:
+        """Return this process's tokens of a block's arguments; masks of attention stay full.
 
-    def _token_dim(self, tensor: torch.Tensor) -> int | None:
-        """Return the only dimension of the sequence's length; None for masks, whose last dimension is that of keys."""
-        several = tensor.dim() > 1
-        of_length = [
-            dim
-            for dim, size in enumerate(tensor.shape)
-            if size == self.length and not (several and dim == 0 and size == self.batch)
-        ]
-        if len(of_length) != 1 or (of_length[0] == tensor.dim() - 1 and tensor.dim() > 2):
-            return None
-        return of_length[0]
+        Args:
+            guess: 1 for the second best, where the shape of an argument does not say whether it belongs to tokens.
+        """
+        number = 0
+
+        def part_of(leaf: Any) -> Any:
+            nonlocal number
+            number += 1
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            place = name, number, tuple(size == 1 for size in leaf.shape)
+            if name in self._unsplit or place not in self._token_dims:
+                self._token_dims[place] = self._guesses(leaf)[guess]
+            dim = self._token_dims[place]
+            if dim is not None and leaf.shape[dim] * self.parts == self.length:
+                raise ConfigError(
+                    f"context_parallel: {name} gets an argument for the {leaf.shape[dim]} tokens of a part, computed "
+                    "between two blocks: compute what belongs to tokens, such as positions, before the first block."
+                )
+            if dim is None or leaf.shape[dim] != self.length:
+                return leaf
+            return Cut.apply(leaf, dim, self.group) if leaf.requires_grad else leaf.chunk(self.parts, dim)[self.part]
+
+        return map_leaves(args, part_of), map_leaves(kwargs, part_of)
+
+    def _guesses(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
+        """Return the best and the second best guess of the dimension of tokens; None for masks and others.
+
+        A mask's last dimension is that of keys, of as many as there are tokens.
+        """
+        last = tensor.dim() - 1
+        found = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
+        likely = [dim for dim in found if not (dim == 0 and last and tensor.shape[0] == self.batch)]
+        if len(likely) == 1 and not (last > 1 and likely == [last]):
+            return likely[0], None
+        others = [dim for dim in found if dim < max(last, 1)]
+        return None, (others[-1] if others else None)
 
     def _join(self, name: str, output: Any) -> Any:
         """Gather a block's output; of several, all that belong to tokens.
@@ -235,30 +261,34 @@ class ContextParallel:
             )
         return type(output)(*joined) if hasattr(output, "_fields") else tuple(joined)
 
-    def _compare(
-        self, name: str, block: nn.Module, own: tuple[Any, ...], own_kwargs: Any, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
+    def _compare(self, name: str, block: nn.Module, own: torch.Tensor, args: Any, kwargs: Any) -> None:
         """Compare a block's output for this process's tokens with that for full sequences, without dropout.
 
         Raises:
             ConfigError: they differ, because what the block computes from tokens depends on more than attention.
         """
-        unsplit = self._unsplit.pop(name)
-        failure: Exception | None = None
-        with rehearsal(block, own[0].device):
-            expected = first_tensor(unsplit(gather(own[0], 1, self.group), *args, **kwargs))
+        with rehearsal(block, own.device):
+            expected = first_tensor(self._unsplit[name](gather(own, 1, self.group), *args, **kwargs))
             expected = expected.chunk(self.parts, 1)[self.part].float()
-        try:
-            with rehearsal(block, own[0].device):
-                found = first_tensor(block.forward(*own, **own_kwargs)).float()
-            difference = (found - expected).norm() / expected.norm().clamp(min=1e-12)
-        except (RuntimeError, ValueError) as error:
-            failure, difference = error, torch.full((), torch.inf, device=expected.device)
-        # A part may be right on one process and wrong on another one.
-        dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self.group)
-        if not difference <= (1e-3 if own[0].dtype in (torch.float32, torch.float64) else 5e-2):
-            how = f"It fails with: {failure}" if failure else f"Its outputs are wrong by {float(difference):.1%}."
-            raise ConfigError(f"{self._cannot_split(name, block)} {how}") from failure
+        for guess in (0, 1):
+            failure: Exception | None = None
+            own_args, own_kwargs = self._parts_of(name, args, kwargs, guess)
+            try:
+                with rehearsal(block, own.device):
+                    found = first_tensor(block.forward(own, *own_args, **own_kwargs)).float()
+                difference = (found - expected).norm() / expected.norm().clamp(min=1e-12)
+            except (RuntimeError, ValueError) as error:
+                failure, difference = error, torch.full((), torch.inf, device=expected.device)
+            # A part may be right on one process and wrong on another one.
+            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self.group)
+            if difference <= (1e-3 if own.dtype in (torch.float32, torch.float64) else 5e-2):
+                del self._unsplit[name]
+                return
+            if guess == 0:
+                first = failure, float(difference)
+        failure, wrong = first
+        how = f"It fails with: {failure}" if failure else f"Its outputs are wrong by {wrong:.1%}."
+        raise ConfigError(f"{self._cannot_split(name, block)} {how}") from failure
 
     def _cannot_split(self, name: str, block: nn.Module) -> str:
         return (

@@ -27,11 +27,27 @@ class FirstBatch:
         self._module, self._stage, self._elsewhere = module, stage, elsewhere
         self._checked = self._loss_checked = False
         """True after the first forward, and after the first forward of a training step."""
+        self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
+        """What the outputs of blocks of earlier stages are here, until the first training step has ended."""
 
     def end_forward(self, training: bool) -> None:
         """Stop checking forwards; after one in training, stop checking losses, too."""
         self._checked = True
         self._loss_checked = self._loss_checked or training
+
+    def passer(self) -> Callable[..., Any]:
+        """Return the forward of a block of an earlier stage: its input, at first NaN, to find what else depends on it.
+
+        The input is no NaN by itself where the weights before the blocks are tied to others of this stage.
+        """
+
+        def pass_by(*args: Any, **kwargs: Any) -> Any:
+            hidden = first_argument(args, kwargs)
+            if self._loss_checked or not (isinstance(hidden, torch.Tensor) and hidden.is_floating_point()):
+                return hidden
+            return hidden + self._passed.to(hidden.device, hidden.dtype)
+
+        return pass_by
 
     def block_checker(self, name: str) -> Callable[..., Any]:
         """Return a forward hook for a block.
@@ -75,6 +91,7 @@ class FirstBatch:
     def _stand_ins_in(self, outputs: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of other stages' parameters from which the outputs were computed."""
         names = {id(p): name for name, p in self._module.named_parameters() if name in self._elsewhere}
+        names[id(self._passed)] = "the outputs of blocks of earlier stages"
         found: dict[str, None] = {}
         seen: set[Any] = set()
         waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -131,27 +148,53 @@ def _comes_from(node: Any, begins: set[Any]) -> bool:
     return False
 
 
-def refuse_router_losses(option: str, module: nn.Module) -> None:
-    """Raise ConfigError if a Hugging Face model adds a loss of its routers, which it collects from its blocks."""
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument of a block that the block before has returned."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+_COLLECTED = {
+    "output_router_logits": "whose loss then has a part that is computed from the routers of all blocks",
+    "output_hidden_states": "which then returns what goes into all blocks",
+    "output_attentions": "which then returns the attention of all blocks",
+}
+"""What Hugging Face models collect from their blocks -> what is wrong with that where these are split."""
+
+
+def refuse_collecting(option: str, module: nn.Module) -> None:
+    """Raise ConfigError if a Hugging Face model collects something from all its blocks; have its calls refuse it."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return
     for name, child in module.named_modules():
         if isinstance(child, transformers.PreTrainedModel):
-            if getattr(child.config.get_text_config(), "output_router_logits", False):
-                raise _router_loss(option, name, "output_router_logits is True in the config of")
+            for setting in _COLLECTED:
+                if getattr(child.config.get_text_config(), setting, False):
+                    raise _collects(option, name, setting, f"{setting} is True in the config of")
             child.register_forward_pre_hook(partial(_check_call, option, name), with_kwargs=True)
+            if hasattr(child, "generate"):
+                child.generate = partial(_refuse_generate, option, name)
 
 
 def _check_call(option: str, name: str, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    if kwargs.get("output_router_logits"):
-        raise _router_loss(option, name, "output_router_logits=True in a call of")
+    for setting in _COLLECTED:
+        if kwargs.get(setting):
+            raise _collects(option, name, setting, f"{setting}=True in a call of")
 
 
-def _router_loss(option: str, name: str, found: str) -> ConfigError:
+def _collects(option: str, name: str, setting: str, found: str) -> ConfigError:
     return ConfigError(
-        f"{option}: {found} {name}, whose loss then has a part that is computed from the routers of all blocks for all "
-        "tokens, and a process has some of them. Set it to False, or use tensor_parallel or expert_parallel."
+        f"{option}: {found} {name}, {_COLLECTED[setting]} for all tokens, and a process has some of them. Set it to "
+        "False, or use tensor_parallel or expert_parallel."
+    )
+
+
+def _refuse_generate(option: str, name: str, *args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        f"{option}: {name}.generate() computes one token after the other from what all blocks keep of those before, "
+        "and a process has some of the blocks or tokens. Generate from a checkpoint on one device or with "
+        "tensor_parallel (trainer checkpoint export writes a folder for from_pretrained); here compute losses or "
+        "logits of given tokens."
     )
 
 

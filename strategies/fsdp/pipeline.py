@@ -16,7 +16,7 @@ from trainer.model.blocks import class_of, describe_blocks
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
-from trainer.strategies.fsdp.first_batch import FirstBatch
+from trainer.strategies.fsdp.first_batch import FirstBatch, first_argument
 from trainer.strategies.fsdp.messages import Neighbour
 from trainer.strategies.fsdp.stages import split_blocks, stages_of_parameters
 
@@ -133,7 +133,7 @@ class Pipeline:
         own = list(self.blocks)
         for name, block in blocks:
             if self.stage_of_block[name] < self.stage:
-                block.forward = _pass_by
+                block.forward = self._first_batch.passer()
             elif self.stage_of_block[name] > self.stage:
                 block.forward = _leave
             if name == own[0] and not self.is_first:
@@ -285,12 +285,8 @@ class _Generators:
             self._module.manual_seed(seed)
 
 
-def _pass_by(*args: Any, **kwargs: Any) -> Any:
-    return args[0] if args else next(iter(kwargs.values()))
-
-
 def _leave(*args: Any, **kwargs: Any) -> Any:
-    raise LeftStage(_pass_by(*args, **kwargs))
+    raise LeftStage(first_argument(args, kwargs))
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

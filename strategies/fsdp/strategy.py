@@ -31,7 +31,7 @@ from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
-from trainer.strategies.fsdp.first_batch import refuse_router_losses
+from trainer.strategies.fsdp.first_batch import refuse_collecting
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
@@ -385,7 +385,7 @@ class FSDPStrategy(DistributedStrategy):
             return blocks
         if self.layout.pipeline * self.layout.context > 1:
             blocks = main_stack(blocks)
-            refuse_router_losses(f"{self.layout}", module)
+            refuse_collecting(f"{self.layout}", module)
             refuse_unsplittable(module, blocks, self.layout, self.context_exchange)
         lines, here = [], blocks
         if self.layout.pipeline > 1:

@@ -25,7 +25,7 @@ from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
-from trainer.strategies.fsdp.first_batch import refuse_router_losses
+from trainer.strategies.fsdp.first_batch import refuse_collecting
 from trainer.strategy import StepConfig
 
 TWO = ("TP x2", "CP x2", "PP x2")
@@ -410,6 +410,42 @@ class Kept(Small):
         return torch.stack([output.cumsum(1) for output in outputs]).mean(0)
 
 
+class TiedKept(Kept):
+    """The last stage has the weights before the blocks as well, so that what it passes by is no NaN by itself."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.head = nn.Linear(8, 8)
+        self.head.weight, self.head.bias = self.embed.weight, self.embed.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(x))
+
+
+class Tabled(Attending):
+    """Takes a table of (1, tokens, features)."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + table)
+
+
+class LongLater(Small):
+    """From the second batch on there are as many tokens as features."""
+
+    lengths = (6, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = inputs = batch[0][:, : self.lengths[batch_idx > 0]]
+        x, table = self.embed(x), torch.arange(x.shape[1] * 8).view(1, -1, 8) % 7 / 7
+        for block in self.blocks:
+            x = block(x, table)
+        return mse_loss(x, inputs)
+
+
+class LongFirst(LongLater):
+    lengths = (8, 6)
+
+
 class SamePlace(Small):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__(*blocks[:1], *blocks[:1], *blocks[1:])
@@ -579,6 +615,7 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "a loss that blocks keep": (CP, AddingLosses, Keeping, "blocks.0.losses is a tensor with a gradient"),
     "a last block that is skipped": (CP, SkippingLast, Attending, "has not called the last block"),
     "a skip connection": (PP, Skipping, Attending, "embed"),
+    "kept outputs, with tied ends": (PP, TiedKept, Attending, "depends on the outputs of blocks of earlier stages"),
     "a head that is registered before the blocks": (PP, HeadFirst, Attending, "depends on head."),
     "one block in two places": (PP, SamePlace, Attending, "blocks.0 and blocks.1 are one block"),
     "two forwards": (PP, Twice, Attending, "called twice"),
@@ -655,13 +692,24 @@ def test_losses_of_routers_are_refused(in_config: bool) -> None:
     module = nn.ModuleDict({"net": transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))})
     tokens = torch.ones(1, 4, dtype=torch.long)
     if not in_config:
-        refuse_router_losses("context_parallel", module)
+        refuse_collecting("context_parallel", module)
         module["net"](tokens)
     refused = partial(module["net"], tokens, output_router_logits=True)
     if in_config:
-        refused = partial(refuse_router_losses, "context_parallel", module)
+        refused = partial(refuse_collecting, "context_parallel", module)
     with pytest.raises(ConfigError, match=r"output_router_logits.* of net, whose loss then has a part"):
         refused()
+
+
+def test_what_models_collect_from_their_blocks_is_refused_and_so_is_generating() -> None:
+    transformers = pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
+    module = nn.ModuleDict({"net": transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLM))})
+    refuse_collecting("context_parallel", module)
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ConfigError, match="output_hidden_states=True in a call of net, which then returns"):
+        module["net"](tokens, output_hidden_states=True)
+    with pytest.raises(ConfigError, match=r"net\.generate\(\) computes one token after the other"):
+        module["net"].generate(tokens)
 
 
 def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torch.Tensor]:
@@ -677,6 +725,8 @@ TRAINED: dict[str, tuple[str, type[Small], type[nn.Module]]] = {
     "tokens that are mixed between two blocks": ("CP x2", Centred, Attending),
     "outputs of blocks that are kept": ("CP x2", Kept, Attending),
     "second outputs of blocks": ("CP x2", Summed, AddingTokens),
+    "as many tokens as features, from the second batch on": ("CP x2", LongLater, Tabled),
+    "as many tokens as features, in the first batch": ("CP x2", LongFirst, Tabled),
     "forwards that count, in parts of sequences": ("CP x2", Small, Counting),
     "forwards that count, in split layers": ("TP x2", Planned, Counting),
     "one key for all heads, and layers whose outputs change in place": ("TP x2", Shared, OneKey),
