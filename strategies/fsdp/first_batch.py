@@ -28,7 +28,7 @@ class FirstBatch:
         self._checked = self._loss_checked = False
         """True after the first forward, and after the first forward of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
-        """What the outputs of blocks of earlier stages are here, until the first training step has ended."""
+        """The outputs of blocks of earlier stages, until the first training step has ended."""
 
     def end_forward(self, training: bool) -> None:
         """Stop checking forwards; after one in training, stop checking losses, too."""
@@ -158,7 +158,7 @@ _COLLECTED = {
     "output_hidden_states": "which then returns what goes into all blocks",
     "output_attentions": "which then returns the attention of all blocks",
 }
-"""What Hugging Face models collect from their blocks -> what is wrong with that where these are split."""
+"""Settings by which Hugging Face models collect something from their blocks -> the fault where these are split."""
 
 
 def refuse_collecting(option: str, module: nn.Module) -> None:
