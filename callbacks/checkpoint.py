@@ -19,7 +19,7 @@ from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.base_weights import frozen_names, weight_sums
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import ReadError, WriteError, reason
-from trainer.checkpoint.manifest import is_committed
+from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, storage_of
@@ -63,7 +63,8 @@ class ModelCheckpoint(Checkpoint):
 
     A value belongs to the step it was measured at. A checkpoint that is due at a step whose validation is due too, or
     whose epoch ends, waits for it; a checkpoint of a step without a value of its own is kept as the newest only. Of
-    equal values the older one is better.
+    equal values the older one is better. If a process ends between the writes of two ModelCheckpoints that are due at
+    one step, the run that is resumed from the first one's writes the second one's when it begins.
 
     A checkpoint whose weights or optimizer states are not finite (but for what was not finite when training began) is
     written with a warning, never becomes "last" or "best", and never takes the place of a finite one; of such
@@ -193,6 +194,8 @@ class ModelCheckpoint(Checkpoint):
         """Sums, by name, of the weights that checkpoints leave out with `trainable_only`."""
         self._unchanged: dict[str, int] = {}
         """Exact sums, by name, of the weights that were frozen when training began, with `trainable_only`."""
+        self._copies: list[str] = []
+        """Checkpoints on disk that hold the state to be saved, and are not in `kept`: replaced by it; on rank 0."""
         self.saved_step = -1
         self._last_time = time.monotonic()
         self._time_is_up = False
@@ -319,7 +322,13 @@ class ModelCheckpoint(Checkpoint):
         # Another ModelCheckpoint's folder has checkpoints of the same names.
         own = trainer.run_dir / "checkpoints"
         folders = [own if one.dirpath is None else as_storage_path(one.dirpath) for one in trainer.checkpoint_callbacks]
-        if origin is None or origin.parent in folders:
+        if origin is None:
+            return
+        if origin.parent in folders:
+            if self._is_owed(trainer):
+                self._copies = self._copies_of(trainer, origin)
+                self._save(trainer)
+                self._copies = []
             return
         self._earlier_last = origin
         if name is not None and is_committed(origin.parent / name):
@@ -343,10 +352,7 @@ class ModelCheckpoint(Checkpoint):
         if trainer.stage != "fit" or trainer.sanity_checking:
             return
         self._check_names(trainer)
-        ends_epoch = trainer.progress.batch == trainer.num_training_batches
-        inside = self.save_on_train_epoch_end is not True and trainer.validation_due()
-        due = self._step_is_due(trainer.global_step) or (inside and self._epoch_is_due(trainer.current_epoch))
-        if due and not ends_epoch:
+        if self._is_due_after_validation(trainer):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -396,6 +402,47 @@ class ModelCheckpoint(Checkpoint):
         if self.monitor is None and not self.names_in_filename:
             return False
         return trainer.validation_due() or trainer.progress.batch == trainer.num_training_batches
+
+    def _is_owed(self, trainer: Trainer) -> bool:
+        """Whether a checkpoint was due after the hook in which another callback wrote the one that was resumed from.
+
+        The process may have ended between the two writes. The hooks of that step are not called again.
+        """
+        progress, validated = trainer.progress, trainer.progress.validated_step == trainer.global_step
+        if self.saved_step == progress.step or progress.step == 0:
+            return False
+        if progress.batch == 0:
+            by_epoch = self._epoch_is_due(progress.epoch - 1)
+            return self._step_is_due(progress.step) or (
+                by_epoch and (self.save_on_train_epoch_end is not False or validated)
+            )
+        if validated:
+            return self._is_due_after_validation(trainer)
+        return self._step_is_due(progress.step) and not self._waits(trainer)
+
+    def _copies_of(self, trainer: Trainer, origin: StoragePath) -> list[str]:
+        """Return what this callback had written of the state of `origin`, which does not know of it; on rank 0.
+
+        Collective.
+        """
+        name = self._name_now(trainer, trainer.read_metrics(), self._value(trainer.run))
+        if not trainer.is_global_zero:
+            return []
+        beside = [one.state_dict() for one in trainer.checkpoint_callbacks if one.dirpath == self.dirpath]
+        known = {str(origin), *(str(self._in_folder(kept)) for state in beside for kept in state.get("kept", ()))}
+        try:
+            weights, found = _weights_in(origin), checkpoints_in(self._in_folder(name).parent)
+            named = [one for one in found if one.name == name or one.name.startswith(f"{name}-v")]
+            return [one.name for one in named if str(one) not in known and _weights_in(one) == weights]
+        except CheckpointError as error:
+            log.warning("cannot look for a checkpoint of this step: %s", reason(error))
+            return []
+
+    def _is_due_after_validation(self, trainer: Trainer) -> bool:
+        """Whether a checkpoint is due at the end of the validation of this step; not where the epoch ends."""
+        inside = self.save_on_train_epoch_end is not True and trainer.validation_due()
+        due = self._step_is_due(trainer.global_step) or (inside and self._epoch_is_due(trainer.current_epoch))
+        return due and trainer.progress.batch != trainer.num_training_batches
 
     def _is_up_now(self, trainer: Trainer) -> bool:
         """Whether the time has run out by rank 0's clock; every `log_every_n_steps` steps, as it is a collective."""
@@ -503,9 +550,9 @@ class ModelCheckpoint(Checkpoint):
         The saved state still lists the checkpoints to delete, so that a run resumed after a kill deletes them.
         """
         self._obsolete = self._to_delete(again, value, not nonfinite)
-        name = self._format_name({**metrics, "epoch": _epoch_of(trainer.progress), "step": trainer.global_step}, value)
+        name = self._name_now(trainer, metrics, value)
         name, problem = trainer.strategy.processes.broadcast_object(
-            self._free_name(name, self._obsolete) if trainer.is_global_zero else ("", None)
+            self._free_name(name, [*self._obsolete, *self._copies]) if trainer.is_global_zero else ("", None)
         )
         if problem is not None:
             raise problem
@@ -538,10 +585,12 @@ class ModelCheckpoint(Checkpoint):
             return None  # a batch's value is no match for the means of epochs
         return measured.value
 
-    def _format_name(self, metrics: Mapping[str, float], value: float | None) -> str:
-        values = {**dict.fromkeys(self.names_in_filename, math.nan), **metrics}
+    def _name_now(self, trainer: Trainer, metrics: Mapping[str, float], value: float | None) -> str:
+        """Return the name of a checkpoint of this step, without a version."""
+        values: dict[str, Any] = {**dict.fromkeys(self.names_in_filename, math.nan), **metrics}
         if self.monitor in self.names_in_filename:
             values[self.monitor] = math.nan if value is None else value
+        values |= {"epoch": _epoch_of(trainer.progress), "step": trainer.global_step}
         return format_name(self.filename, values, self.auto_insert_metric_name)
 
     def _free_name(self, name: str, to_delete: list[str]) -> tuple[str, WriteError | None]:
@@ -566,7 +615,8 @@ class ModelCheckpoint(Checkpoint):
         if self._base is not None:
             trained = {weight: value for weight, value in state["model"].items() if weight not in self._base}
             state = {**state, "model": trained, "base": dict(self._base)}
-        path, group, overwrite = self._in_folder(name), trainer.checkpoint_group, name in self._obsolete
+        path, group = self._in_folder(name), trainer.checkpoint_group
+        overwrite = name in (*self._obsolete, *self._copies)
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
         obsolete = [one for one in self._obsolete if one != name]
         last = None if name in self.nonfinite else name
@@ -771,6 +821,12 @@ def _epoch_of(progress: Progress) -> int:
     """Return the epoch of the last step: between two epochs, and after the last, the one that has ended."""
     between = progress.batch == 0 and progress.epoch > 0
     return progress.epoch - 1 if between else progress.epoch
+
+
+def _weights_in(checkpoint: StoragePath) -> tuple[Any, dict[str, Any]]:
+    """Return the step of a checkpoint, and the checksums of its weights."""
+    manifest = read_manifest(checkpoint)
+    return manifest.info.get("step"), {name: file for name, file in manifest.files.items() if name.startswith("model")}
 
 
 def _contradictions(

@@ -20,6 +20,7 @@ from tests.helpers.processes import start_python
 from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
+from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.disk import this_machine
 from trainer.checkpoint.manifest import is_committed
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
@@ -212,3 +213,43 @@ def test_what_a_killed_run_left_of_its_first_checkpoint_is_deleted_by_the_next_r
     trainer = fit([steps()], default_root_dir=tmp_path, ckpt_path="last")
     assert trainer.run_dir.name == "version_1"
     assert [path.name for path in folder.iterdir()] == [names[os.getppid()]]  # of a process that still runs
+
+
+# -- several callbacks -------------------------------------------------------------------------------------------------
+
+
+class End(Callback):
+    """End the process at a checkpoint of a step, as a kill would: `number` of them are written."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.left = step, number
+
+    def on_checkpoint_saved(self, trainer: Trainer, module: Any, path: str) -> None:
+        self.left -= trainer.global_step == self.step
+        if not self.left:
+            os._exit(0)
+
+
+@pytest.mark.parametrize("resumed_from", ["last", "a/step=4"])
+@pytest.mark.parametrize("written", [1, 2])
+def test_what_a_second_callback_had_not_written_of_a_step_is_written_by_the_resumed_run(
+    resumed_from: str, written: int, tmp_path: Path
+) -> None:
+    def both() -> list[Callback]:
+        every = {"a": {"every_n_train_steps": 2}, "b": {"every_n_train_steps": 4, "save_top_k": -1}}
+        return [ModelCheckpoint(dirpath=tmp_path / name, filename="{step}", **one) for name, one in every.items()]
+
+    def run(*more: Callback, ckpt_path: str | None = None) -> None:
+        callbacks = [*more, *both()]
+        trainer = quiet(max_epochs=1, enable_checkpointing=True, callbacks=callbacks, default_root_dir=tmp_path)
+        trainer.fit(Toy(), loader(8), ckpt_path=ckpt_path)
+
+    if not (child := os.fork()):
+        try:
+            run(End(4, written))
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert there(tmp_path / "a") == ["step=4"]
+    run(ckpt_path=resumed_from if resumed_from == "last" else str(tmp_path / resumed_from))
+    assert [there(tmp_path / name) for name in "ab"] == [["step=8"], ["step=4", "step=8"]]
