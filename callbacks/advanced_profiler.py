@@ -107,16 +107,16 @@ class AdvancedProfiler(Profiler):
             tables.append(f"Profile of {action}:\n{text.getvalue()}")
         return "\n".join(tables)
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self.profiles.clear()
         self._running.clear()
         if trainer.is_global_zero:
             self.start("fit")
 
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._report(trainer.print)
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         self._report(trainer.print)
 
     def _report(self, show: Callable[[str], None]) -> None:

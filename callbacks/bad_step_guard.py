@@ -93,7 +93,7 @@ class BadStepGuard(StepGuard):
             problems.append("several BadStepGuards: give one.")
         return problems
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":
             self._start_afresh()
             self._trainer = trainer

@@ -78,11 +78,11 @@ class BoundProfiler(Profiler):
     def summary(self) -> str:
         return self._report
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._left, self._profile, self._device, self._report = self.first_step, None, {}, ""
         self._update_share = 0.0
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._left -= 1
         if self._left:
             return
@@ -92,7 +92,7 @@ class BoundProfiler(Profiler):
             else:
                 self._stop(trainer)
 
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._leave()
         own = Shares(socket.gethostname(), self.shares(trainer.run.times.shares()), self._update_share)
         every = trainer.strategy.processes.all_gather_object(own)
@@ -112,7 +112,7 @@ class BoundProfiler(Profiler):
         self._report = "\n".join(lines)
         trainer.print(self._report)
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         self._leave()
 
     def shares(self, of_host: dict[str, float]) -> dict[str, float]:

@@ -288,7 +288,7 @@ class ModelCheckpoint(Checkpoint):
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
         self._start_afresh()
@@ -309,14 +309,14 @@ class ModelCheckpoint(Checkpoint):
         if self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state):
             self._writer = BackgroundWriter()
 
-    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         self._base = checkpoint.get("base")
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self.trainable_only:
             state = trainer.strategy.module_state()
             # Of a checkpoint's weights those that it held have changed before.
-            names = [name for name in frozen_names(module, state) if self._base is None or name in self._base]
+            names = [name for name in frozen_names(pl_module, state) if self._base is None or name in self._base]
             self._unchanged = weight_sums(state, names, trainer.strategy.processes.all_gather_object, rounded=False)
         origin, (name, _) = trainer.run.resumed_from, self._restored_best
         # Another ModelCheckpoint's folder has checkpoints of the same names.
@@ -334,12 +334,12 @@ class ModelCheckpoint(Checkpoint):
         if name is not None and is_committed(origin.parent / name):
             self._earlier_best = origin.parent / name
 
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self.async_save:
             self._poll_writer(trainer)
             if self._error is not None:
@@ -348,21 +348,21 @@ class ModelCheckpoint(Checkpoint):
         if due and not self._waits(trainer):
             self._save(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.stage != "fit" or trainer.sanity_checking:
             return
         self._check_names(trainer)
         if self._is_due_after_validation(trainer):
             self._save(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._check_names(trainer)
         validated = trainer.progress.validated_step == trainer.global_step
         due = self._epoch_is_due(trainer.current_epoch) and (self.save_on_train_epoch_end is not False or validated)
         if due or self._step_is_due(trainer.global_step):
             self._save(trainer)
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._finish_write(trainer)
         if self.saved_step != trainer.global_step and trainer.global_step > 0 and (self.save_last or self.save_top_k):
             self._unsaved = None
@@ -371,7 +371,7 @@ class ModelCheckpoint(Checkpoint):
         if self.saved_step == trainer.global_step:
             self._unsaved = None
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit":
             return
         # No collectives: the other processes may be anywhere.

@@ -37,30 +37,42 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if self._includes_cpu(trainer.device) and find_spec("psutil") is None:
             raise MissingPackageError("psutil", "DeviceStatsMonitor of a CPU")
         if stage == "fit" and not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
             log.warning("DeviceStatsMonitor has no logger: the values are in trainer.callback_metrics only")
 
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         if trainer.settings.logs_at(trainer.global_step + 1):
             self._log(trainer, "on_train_batch_start")
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.settings.logs_at(trainer.global_step):
             self._log(trainer, "on_train_batch_end")
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if batch_idx == 0:
             self._log(trainer, "on_validation_batch_end")
 
     def on_test_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if batch_idx == 0:
             self._log(trainer, "on_test_batch_end")

@@ -161,23 +161,23 @@ class EarlyStopping(Callback):
         if self.check_on_train_epoch_end is None:
             self._checked_at = state["place"]
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":
             self._start_afresh()
             if self._unclear_mode and trainer.is_global_zero:
                 log_assumed_mode(self.monitor, "EarlyStopping")
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""
         if trainer.run.postponed_stop is None:  # the run goes on: a reason of its checkpoint holds no longer
             self.stopping_reason_message, self.stopped_epoch = None, 0
         self._stop_if_due(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.stage == "fit" and not trainer.sanity_checking and self._checked_at != "train epoch":
             self._check(trainer, "validation")
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._checked_at != "validation" and trainer.progress.epoch_ended:
             self._check(trainer, "train epoch")
 

@@ -145,27 +145,27 @@ class BaseFinetuning(AddsGroups):
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":
-            self._last_epoch, self._module, self._restored = -1, module, None
-            self.freeze_before_training(module)
+            self._last_epoch, self._module, self._restored = -1, pl_module, None
+            self.freeze_before_training(pl_module)
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._restored is None:
             return
         trained, tracking = set(self._restored["trained"]), set(self._restored["tracking"])
-        for name, parameter in module.named_parameters():
+        for name, parameter in pl_module.named_parameters():
             parameter.requires_grad_(name in trained)
-        for name, one in module.named_modules():
+        for name, one in pl_module.named_modules():
             if isinstance(one, _BatchNorm):
                 one.track_running_stats = name in tracking
         self._restored = None
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.current_epoch > self._last_epoch:  # else a resumed run goes on inside the epoch
             self._last_epoch = trainer.current_epoch
             for optimizer in trainer.optimizers:
-                self.finetune_function(module, trainer.current_epoch, optimizer)
+                self.finetune_function(pl_module, trainer.current_epoch, optimizer)
         for config in trainer.scheduler_configs:
             config.leave_new_groups()
 
@@ -242,10 +242,10 @@ class BackboneFinetuning(BaseFinetuning):
             )
         return problems
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":
             self.previous_backbone_lr = None
-        super().setup(trainer, module, stage)
+        super().setup(trainer, pl_module, stage)
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone)

@@ -58,20 +58,20 @@ class GradNormMonitor(Callback):
         """The parameters of each group, by the `id` of the optimizer and the number of its groups."""
         self._logged: set[str] = set()
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._norms, self._of_groups, self._before, self._groups, self._logged = {}, {}, None, {}, set()
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainModule, optimizer: Optimizer) -> None:
         if measured(trainer.settings, trainer.global_step + 1):
             if self.update_norm and self._before is None:
                 self._before = [weight.local.clone() for weight in own_parameters(trainer.strategy)]
             self._measure_groups(trainer, optimizer)
-        if not clipping_finds_it(trainer.settings, module):
+        if not clipping_finds_it(trainer.settings, pl_module):
             norm = trainer.gradient_norm(optimizer)
             if norm is not None:
                 self._norms[id(optimizer)] = norm
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         norms = self._gradient_norms(trainer)
         if measured(trainer.settings, trainer.global_step):
             norms |= self._of_groups | self._weight_norms(trainer)

@@ -49,10 +49,10 @@ class GradientAccumulationScheduler(AccumulationSchedule):
         """Return True if a window of the schedule has several micro-batches."""
         return any(micro_batches > 1 for micro_batches in self.scheduling.values())
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        if not module.automatic_optimization:
+        if not pl_module.automatic_optimization:
             raise ConfigError(
                 "GradientAccumulationScheduler has no effect on a module with automatic_optimization = False, which "
                 "decides itself when its optimizers step: remove the callback."
@@ -78,10 +78,10 @@ class GradientAccumulationScheduler(AccumulationSchedule):
             )
         self._apply(trainer)
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._apply(trainer)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._apply(trainer)
 
     def _apply(self, trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError, raise_problems, unknown_name_error
 class LambdaCallback(Callback):
     """Call the given functions at the given hooks, each with the arguments that a method gets after `self`.
 
-    >>> greet = LambdaCallback(on_train_start=lambda trainer, module: print("here we go"))
+    >>> greet = LambdaCallback(on_train_start=lambda trainer, pl_module: print("here we go"))
 
     Raises:
         ConfigError: a name is not a hook (every hook stands at the top of `trainer/callback.py`), or its value cannot

@@ -50,7 +50,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
             log.warning("LearningRateMonitor has no logger: the rates are in trainer.callback_metrics only")
         for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
@@ -61,7 +61,7 @@ class LearningRateMonitor(Callback):
                     f"{twice[0]!r}: give each group its own."
                 )
 
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         # Before the step, because after it a scheduler has already set the rate of the next one.
         if batch_idx == 0:
             self._log(trainer, "epoch")

@@ -35,9 +35,9 @@ class ModelSummary(Callback):
     def __init__(self, max_depth: Annotated[int, Limit("from", -1), "0: nothing, -1: all levels"] = 1) -> None:
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.is_global_zero and self.max_depth:
-            trainer.print(self.drawn(table_of(module, self.max_depth), columns_of(sys.stdout)))
+            trainer.print(self.drawn(table_of(pl_module, self.max_depth), columns_of(sys.stdout)))
 
     def drawn(self, table: list[tuple[str, ...]], columns: int | None) -> str:
         """Return the text of a table, whose first row is the header, and whose last is the total.
@@ -47,7 +47,7 @@ class ModelSummary(Callback):
         """
         return as_text(table, columns)
 
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.is_global_zero and self.max_depth and (line := trainer.run.times.line()):
             trainer.print(wrapped(line, columns_of(sys.stdout)))
 

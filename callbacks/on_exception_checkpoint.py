@@ -41,7 +41,7 @@ class OnExceptionCheckpoint(Callback):
         """The path of the checkpoint."""
         return str(as_storage_path(self.dirpath) / self.filename)
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit":
             return
         if trainer.world_size > 1:

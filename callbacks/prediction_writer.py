@@ -93,7 +93,7 @@ class PredictionWriter(Callback):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._kept = [[] for _ in trainer.num_predict_batches]
         if self.dirpath is None:
             refuse_link(trainer.run_dir / "predictions")
@@ -103,20 +103,26 @@ class PredictionWriter(Callback):
             self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size)
 
     def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if not trainer.strategy.processes.reports:
             return
         if self.write_interval == "batch":
-            self.write_on_batch_end(trainer, module, outputs, batch, batch_idx, dataloader_idx)
+            self.write_on_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
         else:
             self._kept[dataloader_idx].append(_on_cpu(outputs))
 
-    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if not trainer.strategy.processes.reports:
             return
         if self.write_interval == "epoch":
-            self.write_on_epoch_end(trainer, module, self._kept)
+            self.write_on_epoch_end(trainer, pl_module, self._kept)
             self._kept = []
         assert self._parts is not None
         self._parts.finish()
@@ -155,28 +161,34 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(self, trainer: Trainer, module: TrainModule, predictions: Any, batch_indices: Any) -> None:
         """Write all predictions of this process: a list, of several loaders a list for each. Likewise the indices."""
 
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._kept = [[] for _ in trainer.num_predict_batches]
         self._indices = [[] for _ in trainer.num_predict_batches]
         for loader in trainer.predict_loaders.values():
             loader.keep_indices()
 
     def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         loader = [*trainer.predict_loaders.values()][dataloader_idx]
         indices = loader.indices(0, batch_idx) or []
         if "batch" in self.write_interval:
-            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
         if "epoch" in self.write_interval:
             self._kept[dataloader_idx].append(outputs)
             self._indices[dataloader_idx].append(indices)
 
-    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if "epoch" in self.write_interval:
             one = len(self._kept) == 1
             predictions, indices = (self._kept[0], self._indices) if one else (self._kept, self._indices)
-            self.write_on_epoch_end(trainer, module, predictions, indices)
+            self.write_on_epoch_end(trainer, pl_module, predictions, indices)
             self._kept, self._indices = [], []
 
 

@@ -125,7 +125,7 @@ class SimpleProfiler(Profiler):
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self.seconds.clear()
         self.calls.clear()
         self._inside.clear()
@@ -133,10 +133,10 @@ class SimpleProfiler(Profiler):
         self._running = True
         self._last = self._clock()
 
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._close(trainer)
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         """Print the time until the exception."""
         self._close(trainer)
 

@@ -72,11 +72,11 @@ class ProgressBar(Callback):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._switch_off()
         self._compiled = set()
         self._values = trainer.flushed_progress_bar_metrics
-        self._run = trainer, module
+        self._run = trainer, pl_module
         if not trainer.is_global_zero:
             self.disable()
         if trainer.is_global_zero and self.refresh_rate:
@@ -96,14 +96,14 @@ class ProgressBar(Callback):
         """Show nothing from now on. Called on other ranks than 0 before the first batch."""
         self._switch_off()
 
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._switch_off()
         self._run = None
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         self._switch_off()
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         done, steps, epochs = trainer.progress.batch, trainer.config.max_steps, trainer.config.max_epochs
         steps_left = steps - trainer.global_step if steps is not None and steps >= 0 else None
         epochs_left = epochs - trainer.current_epoch - 1 if epochs is not None and epochs >= 0 else None
@@ -115,20 +115,20 @@ class ProgressBar(Callback):
         self._show_compiling(trainer, done)
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._update(batch_idx + 1)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         done, metrics = trainer.progress.batch, self._metrics()
         self._draw(lambda display: display.finish(done, metrics, report=True))
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         # The epoch may have been left unfinished.
         done, metrics = trainer.progress.batch, self._metrics()
         self._draw(lambda display: display.finish_all(done, metrics))
 
-    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         counts = trainer.num_val_batches
         if trainer.sanity_checking:
             few = trainer.settings.num_sanity_val_steps
@@ -142,29 +142,35 @@ class ProgressBar(Callback):
             self._start_evaluation(trainer, "validate", counts)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._evaluated += 1
         self._update(self._evaluated)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         # At the end of an epoch its own line comes next, with these results.
         inside = trainer.stage == "fit" and trainer.progress.batch != trainer.num_training_batches
         report = not trainer.sanity_checking and (inside or trainer.stage != "fit")
         self._end_evaluation(report)
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._start_evaluation(trainer, "test", trainer.num_test_batches)
 
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end_evaluation()
 
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._start_evaluation(trainer, "predict", trainer.num_predict_batches)
 
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end_evaluation()
 
     # -- drawing -------------------------------------------------------------------------------------------------------

@@ -35,17 +35,17 @@ class ReplicaCheck(Callback):
         self.every_n_train_steps = every_n_train_steps
         self._equal_at: int | None = None
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._equal_at = None
-        self._check(trainer, module)
+        self._check(trainer, pl_module)
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.global_step % self.every_n_train_steps == 0:
-            self._check(trainer, module)
+            self._check(trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.global_step != self._equal_at:
-            self._check(trainer, module)
+            self._check(trainer, pl_module)
 
     def _check(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.world_size == 1:

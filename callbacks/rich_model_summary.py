@@ -29,7 +29,7 @@ class RichModelSummary(ModelSummary):
         super().__init__(max_depth)
         self.summarize_kwargs = {"header_style": "bold magenta", **summarize_kwargs}
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if find_spec("rich") is None:
             raise MissingPackageError("rich", "RichModelSummary")
 

@@ -59,10 +59,10 @@ class RichProgressBar(ProgressBar):
         self.theme, self.number_format = theme, theme.metrics_format
         self.console_kwargs = dict(console_kwargs or {})
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if find_spec("rich") is None:
             raise MissingPackageError("rich", "RichProgressBar")
-        super().setup(trainer, module, stage)
+        super().setup(trainer, pl_module, stage)
 
     def open_bars(self, stream: TextIO) -> Display:
         return _RichBars(stream, self.leave, self.theme, self.console_kwargs)

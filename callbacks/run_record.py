@@ -38,7 +38,7 @@ class RunRecord(Callback):
     def __init__(self, packages: list[str] | None = None) -> None:
         self.packages = list(packages or [])
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if not trainer.is_global_zero or trainer.settings.fast_dev_run:
             return
         path = trainer.run_dir / FILE

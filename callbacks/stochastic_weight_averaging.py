@@ -104,11 +104,11 @@ class StochasticWeightAveraging(AveragingCallback):
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        super().setup(trainer, module, stage)
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         self.latest_update_epoch, self._rates = -1, []
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if len(trainer.optimizers) != 1:
             raise ConfigError(
                 f"StochasticWeightAveraging needs one optimizer, and there are {len(trainer.optimizers)}: use "
@@ -119,9 +119,9 @@ class StochasticWeightAveraging(AveragingCallback):
             raise ConfigError(
                 f"StochasticWeightAveraging: swa_lrs has {len(self.swa_lrs)} rates for {len(groups)} parameter groups."
             )
-        super().on_fit_start(trainer, module)
+        super().on_fit_start(trainer, pl_module)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         epoch = trainer.current_epoch
         self._averaged.forget_buffers()  # a checkpoint of an earlier end has them: those of this one may differ
         if not self.should_update(epoch, trainer.config.max_epochs):
@@ -145,7 +145,7 @@ class StochasticWeightAveraging(AveragingCallback):
         part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         return (1 - math.cos(math.pi * part)) / 2 if self.annealing_strategy == "cos" else part
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if not exit_code(trainer.stop_reason):  # else the run is to be started again
             self._redo_statistics(trainer.run)
 
@@ -168,22 +168,22 @@ class StochasticWeightAveraging(AveragingCallback):
         self.latest_update_epoch, self._rates = state["latest_update_epoch"], list(state["rates"])
         super().load_state_dict(state)
 
-    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         # Here, because a callback that stops the training may come after this one in `on_train_epoch_end`.
         if trainer.run.ends:
             self._redo_statistics(trainer.run)
-        super().on_save_checkpoint(trainer, module, checkpoint)
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
-    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         average = checkpoint.get("average")
-        norms = [name for name, one in module.named_modules() if _counts(one)]
+        norms = [name for name, one in pl_module.named_modules() if _counts(one)]
         lacks = average is not None and norms and f"{norms[0]}.running_mean".removeprefix(".") not in average
         if lacks and trainer.stage != "fit" and trainer.is_global_zero:
             log.warning(
                 "the checkpoint is of a training that was not at its end: its average is used with the statistics of "
                 "BatchNorms that belong to the weights of the training"
             )
-        super().on_load_checkpoint(trainer, module, checkpoint)
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
 
 def _counts(module: nn.Module) -> bool:

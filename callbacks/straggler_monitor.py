@@ -131,7 +131,7 @@ class StragglerMonitor(Callback):
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self.total.clear()
         self._slow.clear()
         self._reported.clear()
@@ -140,18 +140,18 @@ class StragglerMonitor(Callback):
         self._reset()
         self._steps = -1  # the first one does not count
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._steps += 1
         if self._steps == 0:
             self._reset()
         elif self._steps == self.every_n_steps:
             self._gather_times(trainer.strategy.processes)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._steps > 0:
             self._gather_times(trainer.strategy.processes)
 
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._steps > 0:
             self._gather_times(trainer.strategy.processes)
         if self.total:

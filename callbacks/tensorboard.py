@@ -144,7 +144,7 @@ class TensorBoardLogger(Logger):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._trainer = trainer
         if stage == "fit":
             self._newest = {}
@@ -154,11 +154,11 @@ class TensorBoardLogger(Logger):
             except ImportError as error:
                 raise MissingPackageError("tensorboard", "TensorBoardLogger") from error
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.is_global_zero:
             self._opened()
 
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if self._writer is not None:
             self._writer.close()
         if self._file is not None:

@@ -91,10 +91,10 @@ class ThroughputMonitor(Callback):
         self._flops: float | None = None
         self._peak: float | None = None
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._marks.clear()
         self._batches = self._items = self._samples = 0
-        self._flops = self._flops_of(module)
+        self._flops = self._flops_of(pl_module)
         if self._flops is not None:
             self._peak = self.peak_flops or peak_of(trainer.device, compute_dtype(trainer.precision))
             if self._peak is None:
@@ -105,7 +105,7 @@ class ThroughputMonitor(Callback):
         self._step, self._compilations = trainer.progress.step, compilations()
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
         if callable(self.items_per_batch):
@@ -120,10 +120,10 @@ class ThroughputMonitor(Callback):
             if trainer.settings.logs_at(trainer.global_step):
                 self._log(trainer)
 
-    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._validation_began = time.perf_counter()
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._left_out += time.perf_counter() - self._validation_began
 
     def _flops_of(self, module: TrainModule) -> float | None:

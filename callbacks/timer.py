@@ -76,22 +76,22 @@ class Timer(Callback):
         now = time.monotonic()
         self._since = dict.fromkeys(self._since, now)
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":
             self._before = dict.fromkeys(STAGES, 0.0)
             self._since = {}
 
     # -- when it runs out ----------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._begin("train")
         self._stop_if_over(trainer.stop)
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self.interval == "step":
             self._stop_if_over(trainer.stop)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._stop_if_over(trainer.stop)
 
     def _stop_if_over(self, stop: Callable[[str], None]) -> None:
@@ -108,25 +108,25 @@ class Timer(Callback):
         self._before[stage] = self.time_elapsed(stage)
         self._since.pop(stage, None)
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end("train")
 
-    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if not trainer.sanity_checking:
             self._begin("validate")
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if not trainer.sanity_checking:
             self._end("validate")
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._begin("test")
 
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end("test")
 
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._begin("predict")
 
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end("predict")

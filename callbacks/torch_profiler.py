@@ -93,7 +93,7 @@ class TorchProfiler(Profiler):
             if began.pop() == name:
                 return
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self.traces.clear()
         if self.dirpath is None:
             refuse_link(trainer.run_dir / "profile")
@@ -103,7 +103,7 @@ class TorchProfiler(Profiler):
         self._profile = profile(schedule=steps, on_trace_ready=self._write, **self.options)
         self._profile.start()
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._profile is None:
             return
         self._step = trainer.global_step
@@ -115,7 +115,7 @@ class TorchProfiler(Profiler):
         if self.repeat and len(self.traces) == self.repeat:
             self._close()
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._close()
         if not self.traces and not trainer.settings.fast_dev_run:
             log.warning(
@@ -124,7 +124,7 @@ class TorchProfiler(Profiler):
                 self.wait + self.warmup + self.active,
             )
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         """Write what was recorded until the exception."""
         self._close()
 

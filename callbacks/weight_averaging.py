@@ -60,16 +60,16 @@ class AveragingCallback(Callback):
             )
         return problems
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._weights, self._stored, self._count = None, None, 0
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._weights = AveragedWeights(trainer.strategy, self.use_buffers, self.device)
         trainer.run.nonfinite.look_at_averages(self._weights.entries)
         if self._stored is not None:
             self._load_stored()
 
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._averaged.swap_in()
 
     @property
@@ -92,11 +92,11 @@ class AveragingCallback(Callback):
         if self._weights is not None:  # the run goes back to a checkpoint
             self._load_stored()
 
-    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         if self._weights is not None:
             self._weights.save(checkpoint)
 
-    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         average = checkpoint.get("average")
         if trainer.stage == "fit":
             self._stored = average
@@ -149,34 +149,34 @@ class WeightAveraging(AveragingCallback):
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        super().setup(trainer, module, stage)
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         self.latest_update_step, self.latest_update_epoch = 0, -1
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._averaged.forget_places()
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.global_step > self.latest_update_step and self.should_update(step_idx=trainer.global_step - 1):
             self._averaged.update(self._change)
             self.latest_update_step = trainer.global_step
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.current_epoch > self.latest_update_epoch and self.should_update(epoch_idx=trainer.current_epoch):
             self._averaged.update(self._change)
             self.latest_update_epoch = trainer.current_epoch
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._weights is not None:
             self._weights.swap_in()
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._weights is not None:
             self._weights.swap_out()
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         # Sharded weights need the other processes, which may be anywhere.
         if self._weights is not None and not trainer.strategy.shards_state:
             self._weights.swap_out()
@@ -193,8 +193,8 @@ class WeightAveraging(AveragingCallback):
         self.latest_update_step, self.latest_update_epoch = state["latest_update_step"], state["latest_update_epoch"]
         super().load_state_dict(state)
 
-    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(trainer, module, checkpoint)
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
         continues = trainer.stage == "fit" and self.state_key in checkpoint["callbacks"]
         if checkpoint.get("average") is None and not continues and trainer.is_global_zero:
             log.warning("%s: the checkpoint holds no average, so its weights are used as they are", type(self).__name__)

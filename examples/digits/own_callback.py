@@ -24,7 +24,7 @@ class StopWhenGood(Callback):
     def __init__(self, accuracy: float) -> None:
         self.accuracy = accuracy
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         # Whatever was logged, reduced over all processes: reading it here costs nothing.
         if not trainer.sanity_checking and trainer.callback_metrics["val_acc"] >= self.accuracy:
             trainer.stop(f"val_acc reached {self.accuracy}")
@@ -40,11 +40,11 @@ class History(Callback):
     def __init__(self) -> None:
         self.accuracies: list[float] = []
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if not trainer.sanity_checking:
             self.accuracies.append(float(trainer.callback_metrics["val_acc"]))
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         for epoch, accuracy in enumerate(self.accuracies):
             trainer.print(f"  epoch {epoch}: val_acc {accuracy:.4f}")
 

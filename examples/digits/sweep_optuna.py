@@ -26,7 +26,7 @@ class Pruning(Callback):
         self.trial, self.monitor = trial, monitor
         self.pruned = False
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         self.trial.report(float(trainer.callback_metrics[self.monitor]), step=trainer.current_epoch)

@@ -25,13 +25,13 @@ class Report(Callback):
     def __init__(self, lr: float) -> None:
         self.lr = lr
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         # A resumed optimizer has the learning rate of the checkpoint.
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.lr
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         from ray import tune
 
         with tempfile.TemporaryDirectory() as folder:

@@ -238,3 +238,7 @@ def test_methods_of_lightnings_names_are_called_and_may_be_overridden() -> None:
     logger.experiment.log_metrics({"after": 1.0}, step=9)
     logger.save()
     assert "after" in (Path(logger.log_dir) / "metrics.csv").read_text()
+    CSVLogger.log_hyperparams(logger, {"width": 4}, {"score": 0.5}, 11)
+    logger.save()
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    assert (rows[-1]["step"], rows[-1]["score"]) == ("11", "0.5")

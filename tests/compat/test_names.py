@@ -82,6 +82,16 @@ def test_every_argument_has_a_row(name: str) -> None:
     assert {f"({one})" for one in fixed} <= set(SURFACE[name].split())
 
 
+@pytest.mark.parametrize("name", [name for name, kind in classes().items() if issubclass(kind, lightning.Callback)])
+def test_hooks_of_callbacks_take_lightnings_arguments_by_name(name: str) -> None:
+    """A callback that contains another one calls its hooks with trainer= and pl_module=."""
+    for hook in dir(lightning.Callback):
+        theirs, own = getattr(classes()[name], hook), getattr(ours(name), hook, None)
+        given = inspect.signature(theirs).parameters if inspect.isfunction(theirs) else ()
+        if "pl_module" in given and own is not None:
+            inspect.signature(own).bind_partial(**dict.fromkeys(one for one in given if one.strip("_")))
+
+
 def is_answered(name: str, row: str, kind: Any) -> bool:
     """Whether a row of a class is a name here, an alias, or words."""
     method, _, argument = row.rstrip(")").partition("(")

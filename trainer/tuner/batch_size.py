@@ -62,7 +62,7 @@ class Stopwatch(Callback):
         self._at = 0.0
         self._counted = self._compilations = 0
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.device.type != "cpu":
             torch.accelerator.synchronize(trainer.device)
         now, compiled = time.perf_counter(), compilations()
@@ -99,21 +99,21 @@ class AgreedStopwatch(Stopwatch):
         self._limit = limit
         self._limited = ExitStack()
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._limited.enter_context(limited_memory(self._limit))
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._limited.close()
         self.readers = trainer.strategy.processes.readers
         self.fits = trainer.accumulate_grad_batches == 1
         if not self.fits:
             trainer.stop("the batch does not fit into the memory of every process")
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Take the time of the slowest process, with which all choose alike. Collective."""
         self.seconds = max(trainer.strategy.processes.all_gather_object(self.seconds))
 
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._limited.close()
 
     def samples_per_second(self, size: int) -> float:

@@ -115,16 +115,16 @@ class RangeTest(Callback):
         self._average = 0.0
         self._losses: list[torch.Tensor] = []
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._set(trainer.global_step, trainer.optimizers)
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if outputs is not None:
             self._losses.append(outputs["loss"])
 
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         own = [float(loss) for loss in self._losses]
         losses = [loss for of_rank in trainer.strategy.processes.all_gather_object(own) for loss in of_rank]
         self._losses.clear()
