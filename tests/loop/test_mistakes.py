@@ -191,11 +191,11 @@ HOOKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "without on_": ({"train_epoch_end": lambda self, t, m: None}, ["never be called", "'on_train_epoch_end'"]),
     "without arguments": (
         {"on_train_epoch_end": lambda self: None},
-        ["called with (trainer, module)", "on_train_epoch_end(self, trainer, module)"],
+        ["called with (trainer, pl_module)", "on_train_epoch_end(self, trainer, pl_module)"],
     ),
     "with one too many": (
         {"on_train_batch_end": lambda self, trainer, module, outputs, batch, batch_idx, dataloader_idx: None},
-        ["dataloader_idx), but", "define on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)"],
+        ["dataloader_idx), but", "define on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)"],
     ),
 }
 
