@@ -18,7 +18,7 @@ from trainer.callback import Checkpoint
 from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.base_weights import frozen_names, weight_sums
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
-from trainer.checkpoint.disk import ReadError, WriteError, reason
+from trainer.checkpoint.disk import ReadError, UncertainWriteError, WriteError, reason
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
@@ -739,8 +739,10 @@ class ModelCheckpoint(Checkpoint):
         if self.on_write_error == "warn" and isinstance(error, PointerError):
             log.error("training goes on (on_write_error='warn'): %s", error)
         elif self.on_write_error == "warn":
+            uncertain = isinstance(error, UncertainWriteError)
             log.error(
-                "NO CHECKPOINT WAS WRITTEN, and training goes on (on_write_error='warn'): %s %s",
+                "%s, and training goes on (on_write_error='warn'): %s %s",
+                "PERHAPS NO CHECKPOINT WAS WRITTEN" if uncertain else "NO CHECKPOINT WAS WRITTEN",
                 _sentence(error),
                 self._last_checkpoint(),
             )

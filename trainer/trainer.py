@@ -48,6 +48,7 @@ from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.rewind import rewind
 from trainer.loop.run import Run, Session
+from trainer.loop.run_directory import check_one_folder
 from trainer.loop.setup import start_run
 from trainer.loop.training_state import check_states_storable, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
@@ -318,7 +319,9 @@ class Trainer:
         run.check_all_ranks_call("save_checkpoint")
         if self.strategy.shards_state:
             fix = "All processes write their shards into one folder: give the same path everywhere."
-            compare(self.strategy.processes, iter([("save_checkpoint, path", f"folder {filepath}")]), fix)
+            path = as_storage_path(filepath)
+            compare(self.strategy.processes, iter([("save_checkpoint, path", f"folder {path.name}")]), fix)
+            check_one_folder(self.strategy.processes, "save_checkpoint, path", path.parent)
         if self.stage == "fit":
             # Values logged so far belong to this step, not to the first step after a resume.
             run.read_metrics()

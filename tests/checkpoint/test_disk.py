@@ -100,6 +100,26 @@ def test_a_disk_that_refuses_leaves_the_earlier_checkpoint_and_nothing_else(tmp_
     assert read_checkpoint(tmp_path / "old")["x"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_rename_that_fails_after_it_is_done_has_committed(
+    tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on network file systems whose answer is lost: the second try finds the name gone."""
+    write_checkpoint(tmp_path / "c", {"x": torch.zeros(3)}) if overwrite else None
+    rename = os.rename
+
+    def lose_the_answer(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(target) == tmp_path / "c":
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "rename", lose_the_answer)
+    monkeypatch.setattr(disk, "_exchange", lambda one, other: False)
+    write_checkpoint(tmp_path / "c", {"x": torch.ones(3)}, overwrite=overwrite)
+    assert read_checkpoint(tmp_path / "c")["x"].tolist() == [1, 1, 1]
+    assert "is complete, although the storage reported an error after its commit" in caplog.text
+
+
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

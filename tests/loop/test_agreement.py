@@ -39,6 +39,7 @@ from trainer.callbacks import (
     Timer,
     WeightAveraging,
 )
+from trainer.checkpoint.manifest import verify_checkpoint
 from trainer.data.combined_loader import CombinedLoader
 from trainer.data.fingerprints import function_fingerprint
 from trainer.distributed.process_group import TorchProcessGroup
@@ -470,6 +471,40 @@ def test_contents_of_files_and_places_of_shards_are_compared(tmp_path: Path, mon
         assert "1000" in messages["json"]
         assert "1001" in messages["json"]
         assert "path: 'folder by-rank-0' on rank 0, and 'folder by-rank-1' on rank 1" in messages["path"]
+
+
+def mounted_in_two_places(name: str) -> list[Any]:
+    """Train, save and resume with a folder whose path on each rank does not exist on the other."""
+    rank = int(os.environ["RANK"])
+    place = f"/proc/self/fd/{100 + rank}"
+    os.dup2(os.open(".", os.O_RDONLY), 100 + rank)
+    found: list[Any] = []
+    for steps in (2, 4):
+        saving = ModelCheckpoint(f"{place}/saved", every_n_train_steps=1, filename="{step}")
+        trainer = WAYS[name].trainer(
+            seed=1,
+            max_steps=steps,
+            watchdog_seconds=60,
+            enable_checkpointing=True,
+            callbacks=saving,
+            default_root_dir=f"{place}/runs",
+        )
+        trainer.fit(Chosen(""), data(), ckpt_path="last")
+        trainer.save_checkpoint(f"{place}/own-{steps}")
+        found.append((trainer.global_step, str(trainer.run.resumed_from), str(trainer.run_dir)))
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses /proc for paths of one process alone")
+def test_one_folder_may_have_another_path_on_each_machine(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank, (first, second) in enumerate(run_each(mounted_in_two_places, ["FSDP x2"])["FSDP x2"]):
+        assert first == (2, "None", f"/proc/self/fd/{100 + rank}/runs/version_0")
+        assert second == (4, f"/proc/self/fd/{100 + rank}/saved/step=2", f"/proc/self/fd/{100 + rank}/runs/version_0")
+    for name in ("saved/step=4", "own-2", "own-4"):
+        assert verify_checkpoint(tmp_path / name) == []
+        assert (tmp_path / name / "model.00001.safetensors").is_file()
+    assert not [path for path in (tmp_path / "saved").iterdir() if path.name.startswith(".tmp")]
 
 
 # -- what may differ ---------------------------------------------------------------------------------------------------

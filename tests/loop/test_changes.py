@@ -187,6 +187,29 @@ def test_globals_that_samplers_and_schedules_read_are_compared(
     assert "sampler: global STRIDE: 1 then, 3 now" in str(error.value)
 
 
+class Configured(Net):
+    def __init__(self, margin: float, sizes: tuple[int, ...] = (1, 2), inner: Any = None, root: str = "/data") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_changed_hyperparameters_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def go_on(steps: int, module: Configured, **options: Any) -> None:
+        fit(tmp_path, steps, DataLoader(data(), 4), module, **options)
+
+    go_on(3, Configured(0.5, inner={"depth": 2}))
+    step3 = tmp_path / "step=3"
+    with caplog.at_level(logging.WARNING, "trainer"):
+        go_on(4, Configured(0.5, inner={"depth": 2}, root="/other"), ckpt_path=step3)
+        assert caplog.text == ""
+        go_on(4, Configured(0.1), ckpt_path=step3, allow_changes=["hyperparameters"])
+        assert caplog.text == ""
+        go_on(4, Configured(0.1, sizes=(1, 3), inner={"depth": 4}), ckpt_path=step3)
+    (message,) = [one.getMessage() for one in caplog.records]
+    for line in ("margin: 0.5 then, 0.1 now", "sizes: [1, 2] then, [1, 3] now", "inner/depth: 2 then, 4 now"):
+        assert f"\n  hyperparameters: {line}" in message
+
+
 def test_what_is_no_change_is_not_reported(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         for name in ("step=1", "step=8", "epoch=0", "step=20"):

@@ -2,7 +2,8 @@
 
 Files are written in place, one after the other, the manifest last. A directory without a manifest is an interrupted
 write or one in progress, and readers skip it. Deleting starts with the manifest. An operation that fails is tried
-again, as `PAUSES` says.
+again, as `PAUSES` says, also one that finds nothing where a list of the folder shows the object: not all stores show
+at once, and everywhere, what was written.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return True if there is an object of this name, or one below it."""
-        return bool(self.call(lambda store, path: store.exists(path)))
+        return bool(self.call(lambda store, path: store.exists(path) or _refuse_listed(store, path)))
 
     def is_file(self) -> bool:
         """Return True if there is an object of this name."""
-        return bool(self.call(lambda store, path: store.isfile(path)))
+        return bool(self.call(lambda store, path: store.isfile(path) or _refuse_listed(store, path)))
 
     def is_dir(self) -> bool:
         """Return True if there are objects below this name."""
-        return bool(self.call(lambda store, path: store.isdir(path)))
+        return bool(self.call(lambda store, path: store.isdir(path))) or any(self.iterdir())
 
     def is_symlink(self) -> bool:
         """Return False: an object store has no links."""
@@ -111,7 +112,11 @@ class RemotePath:
         for pause in (*PAUSES, None):
             try:
                 with self._open_store() as (store, path):
-                    return operation(store, path)
+                    try:
+                        return operation(store, path)
+                    except FileNotFoundError:
+                        _refuse_listed(store, path)
+                        raise
             except _ANSWERS:
                 raise
             except OSError as error:
@@ -204,7 +209,7 @@ class RemoteStorage:
                     digest.update(chunk)
                     size += len(chunk)
                     fault_point("in_file")
-            written = int(store.size(key))
+            written = _size(store, key)
             if written != size:
                 raise OSError(f"{path} has {written} bytes after {size} were written")
             return FileEntry(size, digest.hexdigest())
@@ -234,7 +239,7 @@ class RemoteStorage:
 
     def path_in_use(self, path: RemotePath) -> bool:
         """Return False also for the files of an interrupted write: a new checkpoint may overwrite them."""
-        return path.is_file() or (any(path.iterdir()) and not _is_unfinished(path))
+        return path.is_file() or (path / MANIFEST_FILE).is_file() or (any(path.iterdir()) and not _is_unfinished(path))
 
     def remove_checkpoint(self, folder: RemotePath) -> None:
         """Delete the manifest first: without it the other files are ignored."""
@@ -265,7 +270,7 @@ class _RemoteFile:
         self._path = path
         self._file: Any = None
         self._position = 0
-        self.size = path.call(lambda store, key: int(store.size(key)))
+        self.size = path.call(_size)
 
     def seek(self, position: int) -> None:
         self._position = position
@@ -320,6 +325,31 @@ def _time_of(folder: RemotePath) -> float | None:
 def _children(store: Any, path: str) -> list[object]:
     """List a directory without the marker of the directory itself, an object that some tools make."""
     return [entry for entry in store.ls(path, detail=False) if str(entry).strip("/") != path.strip("/")]
+
+
+def _refuse_listed(store: Any, path: str) -> bool:
+    """Return False for an object that the store did not find; raise OSError if a list of its folder shows a file there.
+
+    Such a store would otherwise make an intact checkpoint a damaged one, or one that is not there.
+    """
+    try:
+        entries = store.ls(path.rpartition("/")[0], detail=True)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return False
+    if any(entry["name"].strip("/") == path.strip("/") and entry["type"] == "file" for entry in entries):
+        raise OSError("the store lists it, but does not find it")
+    return False
+
+
+def _size(store: Any, path: str) -> int:
+    """Return the size of an object; counted, where the store does not report it."""
+    size = store.size(path)
+    if size is not None:
+        return int(size)
+    try:
+        return len(store.cat_file(path))
+    except (TypeError, ValueError) as error:  # of files that fsspec buffers, which needs their size
+        raise OSError("the store does not report its size, without which it cannot be read") from error
 
 
 def _is_unfinished(folder: RemotePath) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -11,16 +12,18 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.deserialization import to_json
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, WriteError, reason
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, UncertainWriteError, WriteError, reason
 from trainer.checkpoint.flat_slice import EMPTY_SLICE
 from trainer.checkpoint.format import part_file
 from trainer.checkpoint.manifest import DATA_FILE, FORMAT, KEY, VERSION, is_committed, with_checksum
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import TensorFile
 from trainer.checkpoint.serialization import Serialized, serialize
-from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
+from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, storage_of
 from trainer.errors import CheckpointError
 from trainer.fault_tolerance.fault_points import fault_point
+
+log = logging.getLogger("trainer")
 
 _LARGE = 16 << 20
 """Bytes of a checkpoint from which its files are written at once."""
@@ -64,6 +67,7 @@ def write_checkpoint(
         CheckpointError: something in `state` or `info` cannot be stored (names each field), or `path` exists.
         WriteError: the disk is full, or the storage refuses. No partial checkpoint is left, and what was at `path` is
             unchanged. All processes of the group raise the same error.
+        UncertainWriteError: the same, but the storage does not answer whether the checkpoint is complete.
     """
     write_plan(path, plan_save(state, info, process_group), overwrite, process_group)
 
@@ -151,9 +155,9 @@ def write_plan(
         if process_group.rank == 0:
             _write_as_leader(as_storage_path(path), plan, overwrite, process_group)
         else:
-            folder: str | None = process_group.broadcast_object(None)
-            if folder is not None:
-                _write_files(as_storage_path(folder), plan, process_group)
+            name: str | None = process_group.broadcast_object(None)
+            if name is not None:  # under this process's path: another machine may have mounted the disk elsewhere
+                _write_files(as_storage_path(path).parent / name, plan, process_group)
     except CheckpointError as error:
         problem = error
     problem = process_group.broadcast_object(problem)
@@ -162,16 +166,38 @@ def write_plan(
 
 
 def _write_as_leader(final: StoragePath, plan: SavePlan, overwrite: bool, process_group: ProcessGroup) -> None:
-    announced = False
+    announced, index = False, None
     try:
         with storage_of(final).atomic_directory(final, _check_destination(final, overwrite)) as folder:
             announced = True
-            process_group.broadcast_object(str(folder))
-            _write_index(folder, plan, _write_files(folder, plan, process_group))
-    except CheckpointError:
+            process_group.broadcast_object(folder.name)
+            index = _index(folder, plan, _write_files(folder, plan, process_group))
+            fault_point("before_manifest")
+            storage_of(folder).write_file(folder / MANIFEST_FILE, [index])
+    except CheckpointError as error:
         if not announced:
             process_group.broadcast_object(None)
-        raise
+        if index is None or not _is_there(final, index, error):
+            raise
+        log.warning("%s is complete, although the storage reported an error after its commit: %s", final, error)
+
+
+def _is_there(final: StoragePath, index: bytes, error: CheckpointError) -> bool:
+    """Whether the checkpoint with this manifest is at `final`, though its last operation failed.
+
+    Raises:
+        UncertainWriteError: the storage does not answer.
+    """
+    try:
+        return is_committed(final) and read_small_file(final / MANIFEST_FILE, len(index)) == index
+    except ReadError:
+        cause = reason(error.__cause__) if isinstance(error.__cause__, OSError) else str(error)
+        raise UncertainWriteError(
+            f"cannot write the checkpoint {final}: {cause}. The storage does not answer either whether it is complete "
+            "nevertheless. Earlier checkpoints were left alone."
+        ) from error
+    except CheckpointError:  # another manifest, or a part of this one
+        return False
 
 
 def _check_destination(final: StoragePath, overwrite: bool) -> bool:
@@ -253,11 +279,8 @@ def _write_together(
     return entries
 
 
-def _write_index(folder: StoragePath, plan: SavePlan, files: dict[str, FileEntry]) -> None:
-    """Write the data and, last, the manifest."""
-    write_file = storage_of(folder).write_file
-    files = {**files, DATA_FILE: write_file(folder / DATA_FILE, [to_json(plan.data)])}
+def _index(folder: StoragePath, plan: SavePlan, files: dict[str, FileEntry]) -> bytes:
+    """Write the data; return the manifest, the last file to write."""
+    files = {**files, DATA_FILE: storage_of(folder).write_file(folder / DATA_FILE, [to_json(plan.data)])}
     entries = {name: {"bytes": entry.bytes, entry.algorithm: entry.checksum} for name, entry in files.items()}
-    manifest = {"format": FORMAT, "version": VERSION, "info": plan.info, "files": entries}
-    fault_point("before_manifest")
-    write_file(folder / MANIFEST_FILE, [with_checksum(manifest)])
+    return with_checksum({"format": FORMAT, "version": VERSION, "info": plan.info, "files": entries})

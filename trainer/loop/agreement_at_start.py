@@ -143,9 +143,6 @@ def _settings(run: Run) -> Iterator[tuple[str, object]]:
         yield name, value
         if (computed := function_fingerprint(value)) is not None:
             yield f"{name}, fingerprint of its code and values", computed
-    for where, callback in _named(run.checkpoint_callbacks if config.strategy.shards_state else ()):
-        # All processes write into it, so it has to be one folder, and its path is compared.
-        yield f"{where}.dirpath", None if callback.dirpath is None else f"folder {callback.dirpath}"
     yield "torch", torch.__version__
     yield "python", ".".join(map(str, sys.version_info[:2]))
     yield "this package", __version__

@@ -18,6 +18,7 @@ from trainer.data.fingerprints import functions_of, globals_fingerprints, is_pla
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler_state import attributes
 from trainer.errors import ConfigError, did_you_mean, first_of, shown
+from trainer.hyperparameters import flat_names
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts, options_of
 from trainer.loop.compare_ranks import as_text
 from trainer.loop.run import Run
@@ -40,6 +41,7 @@ CHANGES = {
     "optimizers": "the optimizers' options",
     "schedulers": "the schedulers' options",
     "module": "the layers, which parameters are frozen, and the dtypes of parameters and buffers",
+    "hyperparameters": "the hyperparameters of the module and the data module",
     "settings": "arguments of the Trainer that change a step",
     "callbacks": "the options of callbacks",
     "versions": "torch, Python and this package",
@@ -167,6 +169,18 @@ def _facts_of_data(loader: BatchLoader, readers: int) -> Facts:
     return {name: described.get(name, {}) | numbers.get(name, {}) for name in {**described, **numbers}}
 
 
+def _facts_of_call(seed: int | None, hyperparameters: Mapping[str, Any] | None) -> Facts:
+    """Return the seed and the hyperparameters, by names such as `lr` and, of the data module, `data, lr`."""
+    facts: Facts = {"seed": {"": str(seed)}}
+    if hyperparameters is not None:
+        facts["hyperparameters"] = {
+            name if owner == "module" else f"{owner}, {name}": as_text(value)
+            for owner in ("module", "data")
+            for name, value in flat_names(hyperparameters.get(owner, {})).items()
+        }
+    return facts
+
+
 def leave_out_changing_facts(run: Run) -> None:
     """Leave out of the run's facts, once, what datasets and collate functions have changed in themselves.
 
@@ -193,7 +207,7 @@ def leave_out_changing_facts(run: Run) -> None:
 def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Collection[str]) -> None:
     """Compare the run with the checkpoint from which it was restored; log one warning with all changes. Collective.
 
-    Without "facts" in the checkpoint, as in those of earlier versions, only the seed is compared.
+    Without "facts" in the checkpoint, as in those of earlier versions, only seed and hyperparameters are compared.
 
     Raises:
         ConfigError: samples would be used twice in an epoch, or never; a scheduler is of another class; or a buffer or
@@ -201,7 +215,7 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     """
     if run.stage != "fit" or checkpoint is None:
         return
-    saved = {**(checkpoint.get("facts") or {}), "seed": {"": str(checkpoint["seed"])}}
+    saved = (checkpoint.get("facts") or {}) | _facts_of_call(checkpoint["seed"], checkpoint.get("hyperparameters"))
     readers = run.strategy.processes.readers
     same_size = len(checkpoint.get("reporters", range(checkpoint["world_size"]))) == readers
     assert run.train_loader is not None
@@ -214,7 +228,8 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         }
     )
     # Only now: attributes that the sampler had changed are restored, so they are equal.
-    now = {**run.facts, **_facts_of_data(run.train_loader, readers), "seed": {"": str(run.session.seed)}}
+    call = _facts_of_call(run.session.seed, run.hyperparameters())
+    now = {**run.facts, **_facts_of_data(run.train_loader, readers), **call}
     changed = {name: lines for name, lines in _changed(now, saved, same_size).items() if name not in allowed}
     problem = None
     if run.strategy.processes.is_global_zero:
@@ -222,11 +237,8 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         draws = "facts" in checkpoint and now.get("shuffle", {}).get("") == "shuffled"
         breaking = (*_BREAK_AN_EPOCH, *["batch_size"] * _counts_batches(now), *["seed"] * draws)
         broken = [name for name in breaking if name in changed] if run.progress.batch > 0 else []
-        if (
-            {*broken} <= {"shuffle", "seed"}
-            and "settings" not in changed
-            and run.progress.batch == run.num_training_batches
-        ):
+        of_order = {*broken} <= {"shuffle", "seed"} and "settings" not in changed
+        if of_order and run.progress.batch == run.num_training_batches:
             broken = []  # the epoch has no batch left
         listed = [f"{name}: {line}" for name, lines in changed.items() for line in lines]
         shown = "\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])])

@@ -10,19 +10,23 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import local_path
+from trainer.arguments import kept_path, local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
-from trainer.checkpoint.disk import ReadError, make_directory, sync_directory
+from trainer.checkpoint.disk import ReadError, make_directory, sync_directory, temporary_path_for
 from trainer.checkpoint.manifest import is_committed, read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading
+from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
+from trainer.loop.compare_ranks import compare
 from trainer.loop.run import Run
 from trainer.loop.training_state import saved_run_dir
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.settings import Settings
 
 _YOUNG_S = 60.0
+_SEEN_S = 5.0
+"""For a network file system to show on one machine what another has written."""
 log = logging.getLogger("trainer")
 
 
@@ -103,7 +107,67 @@ def find_again(run: Run, ckpt_path: str | Path | None, found: StoragePath | None
         folder = CheckpointDirectory(found.parent)
         same = folder.pointer(wanted) in (found, None) and is_committed(found)
         path = found if same else folder.resolve(wanted)
-    return as_storage_path(run.strategy.processes.broadcast_object(str(path)))
+    return as_seen_here(run, path)
+
+
+def as_seen_here(run: Run, path: StoragePath | None) -> StoragePath | None:
+    """Return rank 0's path; elsewhere as this process finds it, whose machine may have mounted a disk elsewhere.
+
+    That is tried for what is below `default_root_dir` or a `dirpath`. Collective.
+    """
+    own = [str(kept_path(run.settings.root)), *(str(one.dirpath) for one in run.checkpoint_callbacks if one.dirpath)]
+    named, roots = run.strategy.processes.broadcast_object((None if path is None else str(path), own))
+    if named is None:
+        return None
+    found = as_storage_path(named)
+    if isinstance(found, Path) and not found.exists():
+        inside = [
+            Path(mine, found.relative_to(one))
+            for one, mine in zip(roots, own, strict=False)
+            if found.is_relative_to(one)
+        ]
+        return next((one for one in inside if one.exists()), found)
+    return found
+
+
+def check_folders_of_shards(run: Run) -> None:
+    """Check that the `dirpath` of each ModelCheckpoint that writes shards is one folder; see `check_one_folder`."""
+    for callback in run.checkpoint_callbacks if run.strategy.shards_state else ():
+        folder = None if callback.dirpath is None else as_storage_path(callback.dirpath)
+        check_one_folder(run.strategy.processes, f"{type(callback).__name__}.dirpath", folder)
+
+
+def check_one_folder(processes: SingleProcess, what: str, folder: StoragePath | None) -> None:
+    """Check that all processes see one folder under their paths of it. Collective.
+
+    Equal paths are believed. Of others, as of a disk that machines have mounted in different places, rank 0 makes a
+    file in its folder, which all have to see.
+
+    Raises:
+        ConfigError: as `compare`.
+    """
+    named = None if folder is None else f"folder {folder}"
+    if len(set(processes.all_gather_object(named))) == 1:
+        return
+    name = None
+    if processes.is_global_zero and isinstance(folder, Path):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = temporary_path_for(folder / "one-folder")
+            probe.touch()
+            name = probe.name
+    name = processes.broadcast_object(name)
+    ends = time.monotonic() + _SEEN_S
+    while not (seen := isinstance(folder, Path) and name is not None and (folder / name).exists()):
+        if name is None or time.monotonic() > ends:
+            break
+        time.sleep(0.1)
+    one = all(processes.all_gather_object(seen))
+    if processes.is_global_zero and name is not None and isinstance(folder, Path):
+        (folder / name).unlink(missing_ok=True)
+    if not one:
+        fix = "All processes write their shards into it, so it has to be one folder, on a disk that they share."
+        compare(processes, iter([(what, named)]), fix)
 
 
 def _newest_of_run(run: Run, found: StoragePath) -> StoragePath:

@@ -16,7 +16,7 @@ from trainer.arguments import kept_path
 from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.pretrained import open_weights, weights_for
-from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path
+from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
@@ -36,6 +36,8 @@ from trainer.loop.preflight_checks import check_call
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import (
+    as_seen_here,
+    check_folders_of_shards,
     choose_logger_folders,
     choose_run_dir,
     find_after_restart,
@@ -106,6 +108,7 @@ def start_run(
             join_processes(run, cleanup)
             run.connect_callbacks(caller)
             check_settings(run)
+            check_folders_of_shards(run)
             cleanup.callback(stop_listening, run)
             run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
@@ -170,14 +173,12 @@ def stop_listening(run: Run) -> None:
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
     """Choose the run directory and lock it; find the checkpoint to start from and read it."""
     strategy, session = run.strategy, run.session
-    found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else None
-    named = None if found is None else [None if one is None else str(one) for one in found]
-    at, run_dir = strategy.processes.broadcast_object(named) or (None, "")
-    path = None if at is None else as_storage_path(at)
-    run.locate(Path(run_dir or ""), path)
+    found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
+    path, run_dir = as_seen_here(run, found[0]), Path(str(as_seen_here(run, found[1])))
+    run.locate(run_dir, path)
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
-    run.locate(Path(run_dir or ""), path)
+    run.locate(run_dir, path)
     writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
     if session.config_text is not None and writes:
         replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
