@@ -132,11 +132,12 @@ def strategies() -> str:
 
 
 def precisions() -> str:
-    from trainer.precision import PRECISIONS, SHORT_NAMES
+    from trainer.compat.names import SHORT_PRECISIONS
+    from trainer.precision import PRECISIONS
 
     def row(name: str) -> str:
         one = PRECISIONS[name]
-        short = ", ".join(f"`{short}`" for short, full in SHORT_NAMES.items() if full == name)
+        short = ", ".join(f"`{short}`" for short, full in SHORT_PRECISIONS.items() if full == name)
         computes = str(one.autocast or one.weights).removeprefix("torch.")
         computes += ", matrix products of linear layers in 8 bits" if one.float8 is not None else ""
         weights = str(one.weights).removeprefix("torch.")

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS
 from trainer.errors import ConfigError, first_of, install_command, unknown_name_error
 
 log = logging.getLogger("trainer")
@@ -130,20 +131,6 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
-SHORT_NAMES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-
-OTHERS_EQUIVALENTS = {
-    **dict.fromkeys(("no", "fp32", "float32", "float", "full"), "'32-true'"),
-    **dict.fromkeys(("fp64", "float64", "double"), "'64-true'"),
-    **dict.fromkeys(("float16", "half"), "'16-mixed', or '16-true' for weights in float16, too"),
-    "bfloat16": "'bf16-mixed', or 'bf16-true' for weights in bfloat16, too",
-    **dict.fromkeys(
-        ("transformer-engine", "transformer-engine-float16", "te", "float8"), "'fp8', 'fp8-rowwise' or 'mxfp8'"
-    ),
-    "nvfp4": "'mxfp8', or 'fp8': numbers of 4 bits are not there",
-}
-"""Names of other trainers' and torch's precisions -> the equivalents here."""
-
 
 def resolve_precision(precision: str | int | Precision) -> Precision:
     """Return the `Precision` for a name of the table, a short name (`16`, `"bf16"`), or an instance.
@@ -153,9 +140,9 @@ def resolve_precision(precision: str | int | Precision) -> Precision:
     """
     if isinstance(precision, Precision):
         return precision
-    name = SHORT_NAMES.get(str(precision), str(precision))
+    name = SHORT_PRECISIONS.get(str(precision), str(precision))
     if name not in PRECISIONS:
-        raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_NAMES], OTHERS_EQUIVALENTS)
+        raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_PRECISIONS], OTHER_PRECISIONS)
     if PRECISIONS[name].float8 is not None and find_spec("torchao") is None:
         raise ConfigError(f"precision={name!r} needs torchao: {install_command('torchao')}")
     return PRECISIONS[name]

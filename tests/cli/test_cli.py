@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from tests.helpers.processes import Result, fork_python, run_python
-from tests.helpers.project import Command
+from tests.helpers.project import Command, loaded
 from trainer.config.files import read_value
-from trainer.config.load import load
 from trainer.config.tree import Diagnostics
 from trainer.settings import Settings
 
@@ -35,7 +34,7 @@ def given(*overrides: str, files: tuple[str, ...] = ()) -> dict[str, object]:
     """Return the arguments of the module of `mymodel.py`."""
     pairs = [overrides[i : i + 2] for i in range(0, len(overrides), 2)]
     nodes = [(name, read_value(value, name, Diagnostics())) for name, value in pairs]
-    configuration = load(files, [(name, node) for name, node in nodes if node is not None])
+    configuration = loaded(*files, overrides=[(name, node) for name, node in nodes if node is not None])
     _, module, _ = configuration.build()
     arguments: dict[str, object] = module.given  # type: ignore[assignment]
     return arguments
@@ -212,7 +211,7 @@ def test_a_file_takes_the_durations_that_python_takes(hour: str) -> None:
     timer, checkpoint = f"{{class_path: Timer, duration: {hour}}}", f"ModelCheckpoint, train_time_interval: {hour}"
     callbacks = f"callbacks: [{timer}, {{class_path: {checkpoint}}}]"
     Path("run.yaml").write_text(f"{RUN}trainer: {{max_time: {hour}, {callbacks}}}\n")
-    trainer, _, _ = load(["run.yaml"]).build()
+    trainer, _, _ = loaded("run.yaml").build()
     seconds = [getattr(one, name) for one, name in zip(trainer.callbacks, ("duration", "seconds"), strict=False)]
     assert [trainer.settings.max_seconds, *seconds] == [3600] * 3
 
@@ -220,14 +219,14 @@ def test_a_file_takes_the_durations_that_python_takes(hour: str) -> None:
 @pytest.mark.usefixtures("command")
 def test_open_signatures_take_any_name() -> None:
     Path("run.yaml").write_text("module: {class_path: mymodel.py:Open, init_args: {whatever: [1]}}\n")
-    _, module, _ = load(["run.yaml"]).build()
+    _, module, _ = loaded("run.yaml").build()
     assert module.more == {"whatever": [1]}
 
 
 @pytest.mark.usefixtures("command")
 def test_the_seed_decides_the_weights() -> None:
     Path("run.yaml").write_text(RUN + QUIET)
-    weights = [load(["run.yaml"]).build()[1].layer.weight for _ in range(2)]  # type: ignore[union-attr]
+    weights = [loaded("run.yaml").build()[1].layer.weight for _ in range(2)]  # type: ignore[union-attr]
     assert weights[0].equal(weights[1])  # type: ignore[operator]
 
 

@@ -339,17 +339,23 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
     assert code == 0
     assert all(name in out for name in COMMANDS)
     assert "trainer.max_epochs" in out
+    if shell == "fish":  # where it is not installed, too
+        assert all(line.replace(r"\'", "").count("'") % 2 == 0 for line in out.splitlines())
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed: the script is not run")
     (tmp_path / "script").write_text(out)
+    typed = ("fit --trainer.max_e", "checkpoint ex", "checkpoint export --pr", "tune b", "help est")
+    found = ["--trainer.max_epochs", "export", "--prefix", "batch-size", "estimate"]
+    if shell == "fish":
+        words = "".join(f"complete -C 'trainer {line}';" for line in typed)
+        ended = subprocess.run(["fish", "-c", f"source script; {words}"], cwd=tmp_path, capture_output=True, text=True)
+        assert (ended.stdout.split(), ended.stderr) == (found, "")
     if shell == "bash":
-        typed = ("fit --trainer.max_e", "checkpoint ex", "checkpoint export --pr", "tune b", "help est")
         words = "".join(
             f"COMP_WORDS=(trainer {line}); COMP_CWORD={len(line.split())}; _trainer; echo ${{COMPREPLY[@]}};"
             for line in typed
         )
         ended = subprocess.run(["bash", "-c", f". ./script; {words}"], cwd=tmp_path, capture_output=True, text=True)
-        found = ["--trainer.max_epochs", "export", "--prefix", "batch-size", "estimate"]
         assert ended.stdout.split() == found
 
 
@@ -357,9 +363,26 @@ def test_a_typo_is_answered_without_torch(project: Path) -> None:
     Path("run.yaml").write_text("module: x.py:X\n")
     config, setting = "--config run.yaml", "trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?"
     missing, option = "Did you mean 'run.yaml'?", "Did you mean --trainer.max_epochs?"
+    files = {
+        "module: x.py:X\ntrainer: {max_epoch: 3}\n": setting,
+        "modul: x.py:X\n": "unknown key 'modul'. Did you mean 'module'?",
+        "module: y.py:X\n": "module: there is no file 'y.py' in",
+        "module: x.py:X\nlr_scheduler: StepLR\n": "there is no optimizer in the configuration",
+        "module: x.py:X\ntrainer: {max_steps: three}\n": 'trainer.max_steps: given "three" (text), allowed',
+        "module: x.py:X\ntrainer: {max_steps: -3}\n": "trainer.max_steps=-3: give an integer from -1.",
+        "module: x.py:X\ntrainer: {strategy: dpd}\n": "unknown strategy 'dpd'. Did you mean 'ddp'?",
+        "module: x.py:X\ntrainer: {precision: bfloat16}\n": "unknown precision 'bfloat16'. Use 'bf16-mixed'",
+        "module: x.py:X\ntrainer: {callbacks: [EarlyStoping]}\n": "Did you mean 'EarlyStopping'?",
+        "module: x.py:X\ntrainer: {logger: CSVLoger}\n": "unknown logger 'CSVLoger'. Did you mean 'CSVLogger'?",
+        "module: x.py:X\nckpt_path: runs/nowhere\n": "ckpt_path: there is no 'runs/nowhere'.",
+    }
+    Path("x.py").write_text("import torch\n")
+    for number, text in enumerate(files):
+        Path(f"{number}.yaml").write_text(text)
     lines = {
         "fit --module x.py:X --trainer.max_epoch 3": setting,
         f"fit {config} --max_epochs 3": option,
+        **{f"fit --config {number}.yaml": words for number, words in enumerate(files.values())},
         "fit --config runn.yaml --module.help": missing,
         f"validate {config} --max_epochs 3": option,
         f"tune lr {config} runn.yaml": missing,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -125,8 +127,16 @@ def test_a_missing_package_is_reported(command: Command, project: Path, monkeypa
     monkeypatch.setattr(init, "find_spec", lambda name: None)
     code, out, _ = command("init", "--template", "digits", "new")
     assert code == 0
-    assert "It needs packages that are not installed: pip install scikit-learn torchmetrics tensorboard" in out
-    assert "pip install" not in command("init", "--template", "gpt", "other")[1]
+    assert "It needs packages that are not installed: pip install scikit-learn torchmetrics tensorboard pytest" in out
+    assert "not installed: pip install pytest\n" in command("init", "--template", "gpt", "other")[1]
+    monkeypatch.setattr(init, "find_spec", find_spec)
+    assert "pip install" not in command("init", "--template", "gpt", "complete")[1]
+
+
+def test_ctrl_c_ends_with_a_word(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "find_spec", lambda name: signal.raise_signal(signal.SIGINT))
+    code, _, err = command("init", "--template", "digits", "new")
+    assert (code, err) == (130, "interrupted\n")
 
 
 def test_the_templates_are_listed(command: Command) -> None:

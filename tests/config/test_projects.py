@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.project import loaded
 from trainer import ConfigError, DataModule, Trainer, TrainModule
 from trainer.config.classes import one_line_error
-from trainer.config.load import load
 
 LAYERS = "OWNER = {owner!r}\n"
 DATA = """\
@@ -99,7 +99,7 @@ def write(owner: str, form: str) -> str:
 
 
 def build(file: str) -> tuple[Trainer, TrainModule, DataModule]:
-    trainer, module, data = load([file]).build()
+    trainer, module, data = loaded(file).build()
     assert isinstance(module, TrainModule)
     assert isinstance(data, DataModule)
     return trainer, module, data
@@ -136,7 +136,7 @@ def test_modules_that_others_have_imported_stay_theirs() -> None:
     path = [*sys.path]
     (Path(second).parent / "layers.py").write_text("raise ValueError('broken')\n")
     with pytest.raises(Exception, match="broken"):
-        load([second])
+        loaded(second)
     assert all(sys.modules[name] is module for name, module in before.items())
     assert [folder for folder in sys.path if folder not in path] == [str(Path(second).parent)]
 

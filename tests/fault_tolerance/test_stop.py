@@ -55,6 +55,17 @@ def test_second_interrupt_ends_at_once(coordinator: StopCoordinator, capfd: pyte
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_says_that_a_signal_came_too_late(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = StopCoordinator(None, rank)
+    coordinator.install()
+    signal.raise_signal(signal.SIGINT)
+    coordinator.uninstall()
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.send_again(None)
+    assert len(caplog.messages) == (rank == 0)
+
+
 def test_repeated_sigterm_is_one(coordinator: StopCoordinator) -> None:
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)

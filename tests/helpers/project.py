@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from trainer.config.load import Configuration, load
+from trainer.config.read import read
+from trainer.config.tree import Diagnostics, Node
 
 Command = Callable[..., tuple[int, str, str]]
 """Runs `trainer ...` with these arguments: gives the exit code, stdout and stderr."""
+
+
+def loaded(*files: str, overrides: Sequence[tuple[str, Node]] = ()) -> Configuration:
+    """Return the configuration in these files, checked."""
+    findings = Diagnostics()
+    return load(read(files, overrides, findings), findings)
+
 
 USERS_FILE = """\
 import abc

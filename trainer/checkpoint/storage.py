@@ -49,6 +49,14 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
     return RemotePath(str(path).rstrip("/"))
 
 
+def checkpoint_may_exist(ckpt_path: Any) -> bool:
+    """Return True if `ckpt_path` exists, or may exist: `.../last` and `.../best` are resolved later."""
+    if ckpt_path in (None, "last", "best"):
+        return True
+    path = as_storage_path(ckpt_path, "ckpt_path")
+    return path.exists() or (path.name in ("last", "best") and path.parent.exists())
+
+
 def kept_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
     """Return `as_storage_path`, on this machine as `kept_path`."""
     found = as_storage_path(path, argument)

@@ -81,7 +81,8 @@ def _bash(options: dict[str, list[str]]) -> str:
 
 
 def _fish(options: dict[str, list[str]]) -> str:
-    lines = [f"complete -c trainer -n __fish_use_subcommand -f -a {name} -d '{COMMANDS[name][1]}'" for name in options]
+    about = {name: COMMANDS[name][1].replace("'", r"\'") for name in options}
+    lines = [f"complete -c trainer -n __fish_use_subcommand -f -a {name} -d '{about[name]}'" for name in options]
     for command, words in SECOND_WORDS.items():
         lines.append(f"complete -c trainer -n '__fish_seen_subcommand_from {command}' -f -a '{' '.join(words)}'")
     for command, names in options.items():

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.doctor.results import CheckResult, as_json, check_result, failed, gib, summary
-from trainer.cli.options import CommandParser, check_without_torch, config_option, positive, reports_errors
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
+from trainer.cli.options import CommandParser, config_option, positive, reports_errors
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries
 from trainer.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
@@ -81,26 +81,16 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]
     given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
     if not given.config and not overrides:
         raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")
-    check_without_torch(given.config, overrides, findings)
+    from trainer.config.read import read
+
+    tree = read(given.config, overrides, findings)
+    asked = entries(entries(tree).get("trainer")).get("accelerator", Node("auto", COMMAND_LINE))
+    accelerator = str(asked.value)
+    if accelerator in ("gpu", "cuda", "mps", "tpu"):
+        asked.value = "auto"
     from trainer.config.load import load
 
-    accelerator = _accelerator(given.config, overrides)
-    if accelerator in ("gpu", "cuda", "mps", "tpu"):
-        overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
-    return given, load(given.config, overrides, findings), accelerator
-
-
-def _accelerator(files: list[str], overrides: list[tuple[str, Any]]) -> str:
-    """Return `trainer.accelerator` as it was given; `load` checks that the name is known."""
-    from trainer.config.files import read_file
-
-    given = [
-        tree.plain()["trainer"].get("accelerator")
-        for name in files
-        if (tree := read_file(name, Diagnostics())) is not None and isinstance(tree.plain().get("trainer"), dict)
-    ]
-    given += [node.value for name, node in overrides if name == "trainer.accelerator"]
-    return str(next((value for value in reversed(given) if value is not None), "auto"))
+    return given, load(tree, findings), accelerator
 
 
 def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int:

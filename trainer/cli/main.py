@@ -108,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             end = stopped
         sys.stdout.flush()
     except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
         return 130
     except OSError as error:
         if error is not output.error:

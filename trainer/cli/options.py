@@ -232,32 +232,6 @@ def overrides_of(
     return overrides, fixed
 
 
-def check_without_torch(files: list[str], overrides: list[tuple[str, Node]], findings: Diagnostics) -> None:
-    """Check the command line, and that the files can be read, before torch is imported, which takes seconds.
-
-    Args:
-        overrides: options of the command line; their names of trainer arguments are checked.
-        findings: problems with the command line that were found before.
-
-    Raises:
-        ConfigError: lists all of these problems.
-    """
-    from trainer.config.files import read_file
-    from trainer.config.tree import entries
-
-    trees = [read_file(file, findings) for file in files]
-    names = {name.split(".")[1]: node.source for name, node in overrides if name.startswith("trainer.")}
-    wrong = [(name, source) for name, source in names.items() if name not in ARGUMENTS]
-    if wrong or findings.problems:  # what is wrong in files alone is reported together, by `load`
-        sections = [entries(tree).get("trainer") for tree in trees]
-        in_files = {name: child.source for section in sections for name, child in entries(section).items()}
-        wrong += [(name, source) for name, source in in_files.items() if name not in ARGUMENTS]
-    for name, source in wrong:
-        close = did_you_mean(name, [*ARGUMENTS], TRAINER_ARGUMENTS)
-        findings.add(source, f"trainer has no argument {name!r}.{close}")
-    findings.report()
-
-
 def _without_value(option: str) -> str:
     if option.endswith(".help"):
         of_trainer = "those of Trainer are listed by trainer fit --help"

@@ -14,7 +14,7 @@ from trainer.arguments import local_path
 from trainer.cli.collisions import collisions, own_file, searched_before
 from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
-from trainer.cli.options import DOTTED_HELP, Options, check_without_torch, make_parser, parse
+from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
 from trainer.config.tree import Diagnostics
 from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, printable
@@ -69,11 +69,14 @@ def run_command(
         findings = Diagnostics()
         options = parse(parser, arguments, findings)
         if options.help_of is not None:
-            check_without_torch(options.config, [], findings)
+            from trainer.config.read import merged
+
+            findings.report()
+            tree = merged(options.config, options.overrides, findings)
             from trainer.cli.class_help import class_help
             from trainer.config.load import chosen_class
 
-            chosen = chosen_class(options.config, options.overrides, options.help_of)
+            chosen = chosen_class(tree, options.help_of)
             print_fitted(class_help(chosen, options.help_of, help_width()))
             return 0
         configuration = _load(command, options, findings)
@@ -108,10 +111,12 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
             f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
             f"or a module, trainer {command} --module file.py:Class. See trainer {command} --help."
         )
-    check_without_torch(options.config, options.overrides, findings)
+    from trainer.config.read import read
+
+    tree = read(options.config, options.overrides, findings)
     from trainer.config.load import load
 
-    configuration = load(options.config, options.overrides, findings)
+    configuration = load(tree, findings)
     for note in [*collisions(), *configuration.notes]:
         _print_note(note)
     return configuration

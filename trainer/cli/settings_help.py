@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import fields
 from typing import Any
 
-from trainer.cli.plug_names import precisions, strategies
+from trainer.config.plug_names import precisions, strategies
 from trainer.settings import Settings
 
 NAMES = {"strategy": strategies, "precision": precisions}

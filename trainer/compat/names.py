@@ -1478,6 +1478,21 @@ TRAINER_ARGUMENTS = {
 }
 """Arguments of other trainers' Trainer -> what to use instead."""
 
+SHORT_PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+"""Short names of precisions -> the full ones."""
+
+OTHER_PRECISIONS = {
+    **dict.fromkeys(("no", "fp32", "float32", "float", "full"), "'32-true'"),
+    **dict.fromkeys(("fp64", "float64", "double"), "'64-true'"),
+    **dict.fromkeys(("float16", "half"), "'16-mixed', or '16-true' for weights in float16, too"),
+    "bfloat16": "'bf16-mixed', or 'bf16-true' for weights in bfloat16, too",
+    **dict.fromkeys(
+        ("transformer-engine", "transformer-engine-float16", "te", "float8"), "'fp8', 'fp8-rowwise' or 'mxfp8'"
+    ),
+    "nvfp4": "'mxfp8', or 'fp8': numbers of 4 bits are not there",
+}
+"""Names of other trainers' and torch's precisions -> the equivalents here."""
+
 DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
     "Trainer": {
         "barebones": (False,),

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.arguments import options_of
 from trainer.callback import Callback, Logger, available_callbacks
-from trainer.checkpoint.storage import as_storage_path
-from trainer.compat.answers import is_default
-from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.config.classes import find_class, one_line_error
+from trainer.config.read import INVALID, Values
 from trainer.config.tree import (
-    Diagnostics,
     KeyPath,
     Node,
     Problem,
@@ -29,40 +22,27 @@ from trainer.config.tree import (
     canonical_class,
     dotted,
     entries,
+    named_source,
     repr_value,
+    sources_of,
+    with_source,
 )
 from trainer.config.types import (
-    Parameters,
     TypeMismatchError,
-    allowed,
     classes_in,
     constructor_parameters,
     items_of,
     objects_in,
-    reads_as_number,
     takes_mapping,
-    validate,
 )
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError, TrainerError, did_you_mean
+from trainer.errors import ConfigError, TrainerError
 from trainer.loop.changes_since_checkpoint import allowed_problems
-from trainer.loop.preflight_checks import checkpoint_may_exist
 from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule
-from trainer.settings import NONE_IS_DEFAULT, Settings
+from trainer.settings import Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
-
-SCHEDULER_OPTIONS = {
-    "interval": Literal["epoch", "step"],
-    "frequency": int,
-    "monitor": str | None,
-    "strict": bool,
-    "name": str | None,
-}
-"""Settings of a scheduler that are the trainer's, next to the scheduler's own arguments."""
-INVALID = object()
-"""Placeholder of a value that does not fit."""
 
 
 @dataclass
@@ -103,41 +83,17 @@ def instantiate(value: Any) -> Any:
     return [instantiate(item) for item in value] if isinstance(value, list) else value
 
 
-def named_source(message: str, sources: Mapping[str, Source]) -> Source | None:
-    """Return where the argument was given that a message is about: the first one that it names."""
-    return next((sources[name] for name in re.findall(r"\w+", message) if name in sources), None)
-
-
-def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[Problem]:
-    """Return problems with the trainer's arguments, each with the place where the argument that it names was given."""
-    found = []
-    for message in problems:
-        source = named_source(message, sources)
-        begins = "" if source is None else "trainer." if re.split(r"\W", message)[0] in sources else "trainer: "
-        found.append(Problem(source, f"{begins}{message}"))
-    return found
-
-
-class Checker:
+class Checker(Values):
     """Checks a configuration: its values against annotations, arguments against signatures. Problems go to `findings`.
 
     Nodes get the names and paths that mean the same from any folder.
     """
 
-    def __init__(self, findings: Diagnostics) -> None:
-        self.findings = findings
-
     # -- the keys of a configuration ----------------------------------------------------------------------------------
 
-    def module(self, node: Node | None, source: Source) -> ClassSpec | None:
-        """Return the module; `source`: of the configuration."""
-        if node is not None and node.value is not None:
-            return self.class_spec(node, (TrainModule,), ("module",))
-        self.findings.add(
-            source if node is None else node.source,
-            "there is no module. Add 'module: package.module.Class' (or file.py:Class) to the file, or --module NAME.",
-        )
-        return None
+    def module(self, node: Node) -> ClassSpec | None:
+        """Return the module."""
+        return self.class_spec(node, (TrainModule,), ("module",))
 
     def data(self, node: Node | None) -> ClassSpec | None:
         """Return the data module, if there is one."""
@@ -155,45 +111,11 @@ class Checker:
             return None
         return self.class_spec(node, (Optimizer,), ("optimizer",), provided=("params",))
 
-    def scheduler(self, node: Node | None, optimizer: Node | None) -> ClassSpec | None:
+    def scheduler(self, node: Node | None) -> ClassSpec | None:
         """Return the learning-rate scheduler of the optimizer; `interval` and the like are among its arguments."""
         if node is None or node.value is None:
             return None
-        if optimizer is None or optimizer.value is None:
-            self.findings.add(
-                node.source, "lr_scheduler: there is no optimizer in the configuration. Add optimizer: AdamW."
-            )
-            return None
         return self.class_spec(node, (LRScheduler,), ("lr_scheduler",), provided=("optimizer",))
-
-    def ckpt_path(self, node: Node | None) -> str | None:
-        """Return "last", "best" or the absolute path of a checkpoint that exists."""
-        value = None if node is None else self.value(node, str | None, ("ckpt_path",))
-        if node is None or not isinstance(value, str):
-            return None
-        if value not in ("last", "best"):
-            try:
-                path, there = as_storage_path(value), checkpoint_may_exist(value)
-            except ConfigError as error:
-                self.findings.add(node.source, f"ckpt_path: {error}")
-                return None
-            if not there:
-                close = did_you_mean(value, ["last", "best"])
-                allowed = "Allowed: last, best, or a checkpoint's folder."
-                self.findings.add(node.source, f"ckpt_path: there is no {value!r}.{close} {allowed}")
-            value = node.value = str(path.absolute())
-        return value
-
-    def weights(self, node: Node | None) -> str | None:
-        """Return the absolute path of pretrained weights; only a `fit` without a checkpoint needs them to be there."""
-        value = None if node is None else self.value(node, str | None, ("weights",))
-        if node is None or not isinstance(value, str):
-            return None
-        try:
-            node.value = str(as_storage_path(value).absolute())
-        except ConfigError as error:
-            self.findings.add(node.source, f"weights: {error}")
-        return str(node.value)
 
     def allow_changes(self, node: Node | None) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
@@ -210,10 +132,6 @@ class Checker:
         Objects are not made yet: `Trainer` checks them, and with them all that the command adds to these arguments.
         """
         if node is None or node.value is None:
-            return {}
-        if not isinstance(node.value, dict):
-            words = f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name."
-            self.findings.add(node.source, words)
             return {}
         values = self.arguments(node, Trainer, ("trainer",))
         valid = {name: value for name, value in values.items() if value is not INVALID}
@@ -288,33 +206,12 @@ class Checker:
             self.findings.add(named_at, f"{dotted(path)} ({cls.__name__}) {needs}: {fix}")
         return ClassSpec(cls, arguments, source, dotted(path), sources_of(node))
 
-    def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
-        """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
-        who = f"{dotted(path)} ({cls.__name__})" if path != ("trainer",) else "trainer"
-        parameters = constructor_parameters(cls)
-        values = {}
-        for name, child in entries(node).items():
-            if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
-                continue
-            if path == ("lr_scheduler",) and name in SCHEDULER_OPTIONS:
-                values[name] = self.value(child, SCHEDULER_OPTIONS[name], (*path, name))
-            elif name in parameters.named:
-                values[name] = self.value(child, parameters.named[name].annotation, (*path, name))
-            elif parameters.open:
-                values[name] = child.plain()
-            elif not is_default(cls.__name__, name, child.value):
-                hint = hint_for(str(name), parameters, cls)
-                self.findings.add(child.source, f"{who} has no argument {name!r}.{hint}")
-        return values
-
     # -- values -------------------------------------------------------------------------------------------------------
 
     def value(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
         if path == ("trainer", "strategy"):
             return self.strategy(node)
-        if path == ("trainer", "precision"):
-            annotation = str | int  # no file can hold a Precision; `Settings` knows the names
         objects, items = tuple(objects_in(annotation)), items_of(annotation)
         if isinstance(node.value, dict) and objects:
             structured = next((cls for cls in objects if dataclasses.is_dataclass(cls)), None)
@@ -325,13 +222,7 @@ class Checker:
                 return self.spec_of(structured, node, path, node.source, node.source)
         if isinstance(node.value, list) and items is not None:
             return [self.value(item, items, (*path, index)) for index, item in enumerate(node.value)]
-        try:
-            value = validate(node.plain(), annotation)
-        except TypeMismatchError as mismatch:
-            value = self.coerce(node, annotation, path, mismatch)
-        if isinstance(value, Path):
-            node.value = str(value.absolute())
-        return value
+        return super().value(node, annotation, path)
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return the class that a text names, or what was typed as text; if it is neither, report the mismatch."""
@@ -341,23 +232,7 @@ class Checker:
             return self.class_spec(node, objects, path) or INVALID
         if isinstance(node.value, str) and classes:
             return self.named_class(node, classes, {}, path) or INVALID
-        if node.text is not None and not isinstance(node.value, (dict, list)):
-            with suppress(TypeMismatchError):
-                value = validate(node.text, annotation)
-                node.value = node.text
-                return value
-        part, inner = node, path  # the part that does not fit
-        for step in mismatch.path:
-            children: dict[Any, Node] = dict(enumerate(part.value)) if isinstance(part.value, list) else entries(part)
-            if step in children:  # others are the names of union members
-                part, inner = children[step], (*inner, step)
-        inside = f" in {dotted(path)}" if inner != path else ""
-        self.findings.add(
-            part.source,
-            f"{dotted(inner)}: given {repr_value(part)}{unseen_type(part.value)}, "
-            f"allowed{inside}: {allowed(annotation)}.{quotes_hint(node, annotation)}",
-        )
-        return INVALID
+        return super().coerce(node, annotation, path, mismatch)
 
 
 def table_of(bases: tuple[type, ...]) -> dict[str, type]:
@@ -380,37 +255,6 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
     return table
 
 
-def sources_of(node: Node | None) -> dict[Any, Source]:
-    """Return the source of each entry of a mapping."""
-    return {name: child.source for name, child in entries(node).items()}
-
-
 def has_spec(value: Any) -> bool:
     """Whether an object is still to be made for this value (or it is an invalid one)."""
     return value is INVALID or isinstance(value, ClassSpec) or (isinstance(value, list) and any(map(has_spec, value)))
-
-
-def hint_for(name: str, parameters: Parameters, cls: type) -> str:
-    """Return a suggestion for an argument that does not exist; without a close one, those that do."""
-    known = sorted(parameters.named)
-    equivalents = TRAINER_ARGUMENTS if cls is Trainer else None
-    close = did_you_mean(name, [*known, "class_path", "init_args"], equivalents)
-    if close or not known:
-        return close or " It takes none."
-    return f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."
-
-
-def quotes_hint(node: Node, annotation: Any) -> str:
-    """Return what to type where quotes make the difference."""
-    if node.text is None and isinstance(node.value, str) and reads_as_number(node.value):
-        return " Remove the quotes."
-    if node.text is None and type(node.value) in (int, float) and str in options_of(annotation):
-        return " Put it in quotes."
-    return ""
-
-
-def unseen_type(value: Any) -> str:
-    """Return the type of a value where it cannot be seen from the value: " (text)" and the like."""
-    if isinstance(value, str):
-        return " (text)"
-    return " (a mapping)" if isinstance(value, dict) else ""

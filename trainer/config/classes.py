@@ -10,7 +10,7 @@ import pkgutil
 import sys
 import traceback
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,16 +55,13 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
     """
     if name in table:
         return ResolvedClass(table[name], name)
-    kind = _kind(bases)
-    if ":" not in name and "." not in name:
-        if table:
-            raise ConfigError(f"{unknown_name_error(kind, name, table)} Or package.module.Class, or file.py:Class.")
-        raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
+    check_short_name(name, _kind(bases), table)
     if name.endswith(".py") and ":" not in name:
         name += ":"  # a file, whose classes the message lists
     location, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if location.endswith(".py"):
-        module, where = _from_file(location, source)
+        file = find_file(location, source)
+        module, where = _import_file(file), f"{file}:"
     else:
         folder = None
         if ":" in name:  # folder:package.module.Class
@@ -72,6 +69,15 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
             location, _, attribute = attribute.rpartition(".")
         module, where = _from_package(location, name, folder, source)
     return ResolvedClass(_require_class(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
+
+
+def check_short_name(name: str, kind: str, known: Collection[str]) -> None:
+    """Raise a ConfigError for a name without a module that is not a known one."""
+    if ":" in name or "." in name or name in known:
+        return
+    if known:
+        raise ConfigError(f"{unknown_name_error(kind, name, known)} Or package.module.Class, or file.py:Class.")
+    raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
 
 
 def _kind(bases: tuple[type, ...]) -> str:
@@ -112,7 +118,12 @@ def _require_class(cls: Any, bases: tuple[type, ...]) -> type:
 # -- importing --------------------------------------------------------------------------------------------------------
 
 
-def _from_file(name: str, source: Source) -> tuple[ModuleType, str]:
+def find_file(name: str, source: Source) -> Path:
+    """Return the Python file of this name, beside the configuration or in the current folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
     folders = [folder for folder in (source.folder, Path.cwd()) if folder is not None]
     files = list(dict.fromkeys(Path(os.path.abspath(folder / local_path(name))) for folder in folders))
     file = next((file for file in files if file.is_file()), None)
@@ -120,7 +131,7 @@ def _from_file(name: str, source: Source) -> tuple[ModuleType, str]:
         siblings = [path.name for path in files[0].parent.glob("*.py")] if files[0].parent.is_dir() else []
         close = did_you_mean(files[0].name, siblings)
         raise ConfigError(f"there is no file {name!r} in {' or '.join(str(path.parent) for path in files)}.{close}")
-    return _import_file(file), f"{file}:"
+    return file
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trainer.config.check import SCHEDULER_OPTIONS, ClassSpec
+from trainer.config.check import ClassSpec
+from trainer.config.read import SCHEDULER_OPTIONS
 from trainer.module import TrainModule
 
 

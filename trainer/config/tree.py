@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -175,6 +177,26 @@ def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
 def entries(node: Node | None) -> dict[Any, Node]:
     """Return the entries of a mapping; none for anything else."""
     return node.value if node is not None and isinstance(node.value, dict) else {}
+
+
+def sources_of(node: Node | None) -> dict[Any, Source]:
+    """Return the source of each entry of a mapping."""
+    return {name: child.source for name, child in entries(node).items()}
+
+
+def named_source(message: str, sources: Mapping[str, Source]) -> Source | None:
+    """Return where the argument was given that a message is about: the first one that it names."""
+    return next((sources[name] for name in re.findall(r"\w+", message) if name in sources), None)
+
+
+def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[Problem]:
+    """Return problems with the trainer's arguments, each with the place where the argument that it names was given."""
+    found = []
+    for message in problems:
+        source = named_source(message, sources)
+        begins = "" if source is None else "trainer." if re.split(r"\W", message)[0] in sources else "trainer: "
+        found.append(Problem(source, f"{begins}{message}"))
+    return found
 
 
 def repr_value(node: Node) -> str:

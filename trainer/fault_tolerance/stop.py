@@ -160,7 +160,8 @@ class StopCoordinator:
         `uninstall`, so that it acts as outside of a run."""
         number, self._received = self._received, None
         if number is not None and exit_code(reason) == 0:
-            log.warning("%s came when training had ended: it takes effect now.", signal.Signals(number).name)
+            if self.rank == 0:  # a terminal and a scheduler send it to all processes
+                log.warning("%s came when training had ended: it takes effect now.", signal.Signals(number).name)
             signal.raise_signal(number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -21,7 +21,7 @@ from trainer.callback import (
     parameters_of,
 )
 from trainer.checkpoint.pretrained import weights_problem
-from trainer.checkpoint.storage import as_storage_path
+from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.compat.names import FORMER_HOOKS
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
@@ -127,14 +127,6 @@ def _deleted_folder() -> list[str]:
     except FileNotFoundError:
         return ["the working directory was deleted: change into one that exists (cd, or os.chdir), and start again."]
     return []
-
-
-def checkpoint_may_exist(ckpt_path: Any) -> bool:
-    """Return True if `ckpt_path` exists, or may exist: `.../last` and `.../best` are resolved later."""
-    if ckpt_path in (None, "last", "best"):
-        return True
-    path = as_storage_path(ckpt_path, "ckpt_path")
-    return path.exists() or (path.name in ("last", "best") and path.parent.exists())
 
 
 def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.cli.plug_names import precisions, strategies
+from trainer.config.plug_names import precisions, strategies
 
 LAYOUTS = {
     "one": ("strategy: single_device", "one process on one device"),

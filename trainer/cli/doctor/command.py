@@ -17,7 +17,6 @@ from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import (
     CommandParser,
-    check_without_torch,
     config_option,
     overrides_of,
     positive,
@@ -84,12 +83,15 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration | Non
     """Return the options and the checked configuration; None: none was given."""
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
-    check_without_torch(given.config, overrides, findings)
     if not given.config and not overrides:
+        findings.report()
         return given, None
+    from trainer.config.read import read
+
+    tree = read(given.config, overrides, findings)
     from trainer.config.load import load
 
-    return given, load(given.config, overrides)
+    return given, load(tree, findings)
 
 
 def _checks(

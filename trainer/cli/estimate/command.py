@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.report import NEEDED, SPLIT_ACTIVATIONS, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, check_without_torch, config_option, positive, quantity, reports_errors
+from trainer.cli.options import CommandParser, config_option, positive, quantity, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.memory import (
@@ -201,14 +201,16 @@ def _input_of_number(given: argparse.Namespace) -> EstimateInput:
 def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Configuration:
     if given.trainable is not None:
         raise ConfigError("--trainable goes with --params; a configuration's module says itself what is frozen.")
-    check_without_torch(given.config, overrides, findings)
-    from trainer.config.load import load
+    from trainer.config.read import read
 
     if given.precision is not None:
         overrides.append(("trainer.precision", Node(given.precision, COMMAND_LINE)))
     # The training need not run on this machine.
     overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
-    return load(given.config, overrides, findings)
+    tree = read(given.config, overrides, findings)
+    from trainer.config.load import load
+
+    return load(tree, findings)
 
 
 def _input_of_configuration(given: argparse.Namespace, configuration: Configuration) -> EstimateInput:

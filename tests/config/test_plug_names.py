@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from trainer.callback import Logger
+from trainer.callbacks import CALLBACKS
 from trainer.cli.config.draft import LAYOUTS, PRECISIONS, WITHOUT_LAYOUT
-from trainer.cli.plug_names import precisions, strategies
+from trainer.config.plug_names import callbacks, precisions, strategies
 from trainer.precision import PRECISIONS as TABLE
 from trainer.strategies import STRATEGIES
 
@@ -11,6 +13,8 @@ from trainer.strategies import STRATEGIES
 def test_the_names_are_those_of_the_tables() -> None:
     assert list(precisions()) == list(TABLE)
     assert set(strategies()) == set(STRATEGIES)
+    assert callbacks("Callback") == list(CALLBACKS)
+    assert callbacks("Logger") == [name for name, cls in CALLBACKS.items() if issubclass(cls, Logger)]
 
 
 def test_the_help_texts_are_those_of_the_table_and_the_docstrings() -> None:

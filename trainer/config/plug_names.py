@@ -1,8 +1,9 @@
-"""Names of the precisions and strategies, read from the source: importing their tables takes seconds, for torch."""
+"""Names of precisions, strategies and callbacks, read from the source: importing their tables means importing torch."""
 
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +39,24 @@ def strategies() -> dict[str, str]:
     return found
 
 
+@cache
+def callbacks(base: str) -> list[str]:
+    """Return the classes of `trainer.callbacks` that are derived from `base`: "Callback" or "Logger"."""
+    imports = [node for node in _source("trainer.callbacks").body if isinstance(node, ast.ImportFrom)]
+    exported = [(str(node.module), alias.name) for node in imports for alias in node.names]
+    texts = [
+        _path(module).read_text(encoding="utf-8") for module in dict(exported) if module.startswith("trainer.callback")
+    ]
+    bases = {
+        name: re.findall(r"\w+", of) for text in texts for name, of in re.findall(r"^class (\w+)\((.*)\):", text, re.M)
+    }
+
+    def is_derived(name: str) -> bool:
+        return name == base or any(map(is_derived, bases.get(name, ())))
+
+    return [name for module, name in exported if module.startswith("trainer.callbacks.") and is_derived(name)]
+
+
 def _name_of(kind: ast.ClassDef) -> str | None:
     """Return the value of the class attribute `name`."""
     for node in kind.body:
@@ -50,6 +69,9 @@ def _name_of(kind: ast.ClassDef) -> str | None:
 
 @cache
 def _source(module: str) -> ast.Module:
+    return ast.parse(_path(module).read_text(encoding="utf-8"))
+
+
+def _path(module: str) -> Path:
     path = Path(__file__).parent.parent.parent.joinpath(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

@@ -1,0 +1,271 @@
+"""Read files and command line into one tree, and check in it what needs no torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.arguments import options_of
+from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
+from trainer.compat.answers import is_default
+from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS, TRAINER_ARGUMENTS
+from trainer.config.classes import check_short_name, extend_sys_path, find_file
+from trainer.config.files import read_file
+from trainer.config.plug_names import callbacks, precisions, strategies
+from trainer.config.references import with_references
+from trainer.config.tree import (
+    CLASS_ROOTS,
+    COMMAND_LINE,
+    KEYS,
+    Diagnostics,
+    KeyPath,
+    Node,
+    canonical,
+    dotted,
+    entries,
+    from_override,
+    merge,
+    repr_value,
+    sources_of,
+    with_source,
+)
+from trainer.config.types import (
+    Parameters,
+    TypeMismatchError,
+    allowed,
+    constructor_parameters,
+    reads_as_number,
+    validate,
+)
+from trainer.errors import ConfigError, did_you_mean, unknown_name_error
+from trainer.settings import ARGUMENTS, NONE_IS_DEFAULT, Settings
+
+SCHEDULER_OPTIONS = {
+    "interval": Literal["epoch", "step"],
+    "frequency": int,
+    "monitor": str | None,
+    "strict": bool,
+    "name": str | None,
+}
+"""Settings of a scheduler that are the trainer's, next to the scheduler's own arguments."""
+INVALID = object()
+"""Placeholder of a value that does not fit."""
+
+
+def read(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: Diagnostics) -> Node:
+    """Lay the files over each other in order, and the command line over them; return the tree in canonical form.
+
+    Args:
+        overrides: dotted names and values, such as `("trainer.max_epochs", Node(3, COMMAND_LINE))`.
+        findings: problems found before, reported with those found here.
+
+    Raises:
+        ConfigError: lists all problems that can be found without importing any class, each with file and line.
+    """
+    tree = merged(files, overrides, findings)
+    before = len(findings.problems)
+    tree = with_references(tree, findings)
+    if len(findings.problems) == before:  # values that are not there would be reported as wrong ones
+        _check(tree, findings)
+    findings.report()
+    return tree
+
+
+def merged(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: Diagnostics) -> Node:
+    """Return the configuration in canonical form, with its references as they were written.
+
+    Raises:
+        ConfigError: lists all problems, if a file cannot be read.
+    """
+    trees = [tree for name in files if (tree := read_file(name, findings)) is not None]
+    unread = len(trees) < len(files)
+    extend_sys_path([tree.source for tree in trees])
+    # The shallow ones first, so that --module.lr 0.1 --module Other means the same as the other way round.
+    trees += [from_override(name, value) for name, value in sorted(overrides, key=lambda item: item[0].count("."))]
+    tree = Node({}, trees[0].source if trees else COMMAND_LINE)
+    for one in trees:
+        tree = merge(tree, canonical(one, findings), findings)
+    _check_names(tree, findings)
+    if unread:  # what the unread files hold would be reported as missing
+        findings.report()
+    return tree
+
+
+def _check(tree: Node, findings: Diagnostics) -> None:
+    given, values = entries(tree), Values(findings)
+    module, optimizer, scheduler = (given.get(key, Node(None, tree.source)) for key in ("module", *CLASS_ROOTS[2:]))
+    if module.value is None and not findings.problems:  # a misspelt option or key may be what should give it
+        words = "Add 'module: package.module.Class' (or file.py:Class) to the file, or --module NAME."
+        findings.add(module.source, f"there is no module. {words}")
+    if scheduler.value is not None and optimizer.value is None:
+        words = "lr_scheduler: there is no optimizer in the configuration. Add optimizer: AdamW."
+        findings.add(scheduler.source, words)
+    for path, node in _class_choices(tree):
+        _check_class_name(path, node, findings)
+    values.ckpt_path(given.get("ckpt_path"))
+    values.weights(given.get("weights"))
+    trainer = given.get("trainer")
+    arguments = values.arguments(trainer, Settings, ("trainer",))
+    valid = {name: value for name, value in arguments.items() if value is not INVALID}
+    problems = Settings(**valid).problems()
+    precision = valid.get("precision", "32")
+    known = [*precisions(), *SHORT_PRECISIONS]
+    if str(precision) not in known:
+        problems.append(str(unknown_name_error("precision", precision, known, OTHER_PRECISIONS)))
+    findings.problems += with_source(problems, sources_of(trainer))
+
+
+def _check_names(tree: Node, findings: Diagnostics) -> None:
+    """Check the names of a configuration's keys, and of the trainer's arguments."""
+    for key in [key for key in entries(tree) if key not in KEYS]:
+        hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else did_you_mean(str(key), KEYS)
+        words = f"unknown key {key!r}.{hint} Top-level keys: {', '.join(KEYS)}."
+        findings.add(entries(tree)[key].source, words)
+    parameters = constructor_parameters(Settings)
+    for name, child in entries(entries(tree).get("trainer")).items():
+        if name not in parameters.named and not is_default("Trainer", name, child.value):
+            words = f"trainer has no argument {name!r}.{hint_for(str(name), parameters, ('trainer',))}"
+            findings.add(child.source, words)
+
+
+def _class_choices(tree: Node) -> Iterator[tuple[KeyPath, Node]]:
+    """Yield each place of a configuration where a class is chosen, apart from arguments of other classes."""
+    given = entries(tree)
+    yield from (((key,), given[key]) for key in CLASS_ROOTS if key in given)
+    for name, node in entries(given.get("trainer")).items():
+        if isinstance(node.value, list):
+            yield from (((("trainer", name, number)), item) for number, item in enumerate(node.value))
+        else:
+            yield ("trainer", name), node
+
+
+def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
+    """Check the name of a class as far as that needs no import: a short one of a table, or that there is the file."""
+    name = entries(node).get("class_path")
+    if name is None or not isinstance(name.value, str):
+        return
+    tables = {
+        "strategy": lambda: [*strategies(), "auto"],
+        "callbacks": lambda: callbacks("Callback"),
+        "logger": lambda: callbacks("Logger"),
+    }
+    try:
+        if path[0] == "trainer" and path[1] in tables:
+            check_short_name(name.value, str(path[1]).removesuffix("s"), tables[str(path[1])]())
+        location, colon, _ = name.value.rpartition(":")
+        if location.endswith(".py") or (not colon and name.value.endswith(".py")):
+            find_file(location or name.value, name.source)
+    except ConfigError as error:
+        findings.add(name.source, f"{dotted(path)}: {error}")
+
+
+class Values:
+    """Checks values against annotations. Problems go to `findings`."""
+
+    def __init__(self, findings: Diagnostics) -> None:
+        self.findings = findings
+
+    def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
+        """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
+        who = f"{dotted(path)} ({cls.__name__})"
+        parameters = constructor_parameters(cls)
+        values = {}
+        for name, child in entries(node).items():
+            if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
+                continue
+            if path == ("lr_scheduler",) and name in SCHEDULER_OPTIONS:
+                values[name] = self.value(child, SCHEDULER_OPTIONS[name], (*path, name))
+            elif name in parameters.named:
+                values[name] = self.value(child, parameters.named[name].annotation, (*path, name))
+            elif parameters.open:
+                values[name] = child.plain()
+            elif path != ("trainer",) and not is_default(cls.__name__, name, child.value):
+                hint = hint_for(str(name), parameters, path)
+                self.findings.add(child.source, f"{who} has no argument {name!r}.{hint}")
+        return values
+
+    def value(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        """Return a value as its annotation wants it; `INVALID` when it does not fit."""
+        if path == ("trainer", "precision"):
+            annotation = str | int  # no file can hold a Precision
+        try:
+            value = validate(node.plain(), annotation)
+        except TypeMismatchError as mismatch:
+            value = self.coerce(node, annotation, path, mismatch)
+        if isinstance(value, Path):
+            node.value = str(value.absolute())
+        return value
+
+    def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
+        """Return what was typed as text; if that does not fit either, report the mismatch."""
+        if node.text is not None and not isinstance(node.value, (dict, list)):
+            with suppress(TypeMismatchError):
+                value = validate(node.text, annotation)
+                node.value = node.text
+                return value
+        part, inner = node, path  # the part that does not fit
+        for step in mismatch.path:
+            children: dict[Any, Node] = dict(enumerate(part.value)) if isinstance(part.value, list) else entries(part)
+            if step in children:  # others are the names of union members
+                part, inner = children[step], (*inner, step)
+        inside = f" in {dotted(path)}" if inner != path else ""
+        self.findings.add(
+            part.source,
+            f"{dotted(inner)}: given {repr_value(part)}{unseen_type(part.value)}, "
+            f"allowed{inside}: {allowed(annotation)}.{quotes_hint(node, annotation)}",
+        )
+        return INVALID
+
+    def ckpt_path(self, node: Node | None) -> None:
+        """Check that this is "last", "best" or a checkpoint that exists, whose path is made absolute."""
+        value = None if node is None else self.value(node, str | None, ("ckpt_path",))
+        if node is None or not isinstance(value, str) or value in ("last", "best"):
+            return
+        try:
+            path, there = as_storage_path(value), checkpoint_may_exist(value)
+        except ConfigError as error:
+            self.findings.add(node.source, f"ckpt_path: {error}")
+            return
+        if not there:
+            close = did_you_mean(value, ["last", "best"])
+            allowed = "Allowed: last, best, or a checkpoint's folder."
+            self.findings.add(node.source, f"ckpt_path: there is no {value!r}.{close} {allowed}")
+        node.value = str(path.absolute())
+
+    def weights(self, node: Node | None) -> None:
+        """Make the path of pretrained weights absolute; only a `fit` without a checkpoint needs them to be there."""
+        value = None if node is None else self.value(node, str | None, ("weights",))
+        if node is None or not isinstance(value, str):
+            return
+        try:
+            node.value = str(as_storage_path(value).absolute())
+        except ConfigError as error:
+            self.findings.add(node.source, f"weights: {error}")
+
+
+def hint_for(name: str, parameters: Parameters, path: KeyPath) -> str:
+    """Return a suggestion for an argument that does not exist; without a close one, those that do."""
+    known = sorted(parameters.named)
+    equivalents = TRAINER_ARGUMENTS if path == ("trainer",) else None
+    close = did_you_mean(name, [*known, "class_path", "init_args"], equivalents)
+    if close or not known:
+        return close or " It takes none."
+    return f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."
+
+
+def quotes_hint(node: Node, annotation: Any) -> str:
+    """Return what to type where quotes make the difference."""
+    if node.text is None and isinstance(node.value, str) and reads_as_number(node.value):
+        return " Remove the quotes."
+    if node.text is None and type(node.value) in (int, float) and str in options_of(annotation):
+        return " Put it in quotes."
+    return ""
+
+
+def unseen_type(value: Any) -> str:
+    """Return the type of a value where it cannot be seen from the value: " (text)" and the like."""
+    if isinstance(value, str):
+        return " (text)"
+    return " (a mapping)" if isinstance(value, dict) else ""
