@@ -213,11 +213,12 @@ def test_what_cannot_be_is_said_before_the_first_step(little_memory: Any) -> Non
 def test_the_limit_of_the_shell_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -v` is a memory limit as any other."""
     monkeypatch.setattr(auto_accumulation, "free_memory", lambda: None)
+    fit(Hungry(1), "auto", max_epochs=1)  # what a process's first run imports and its threads reserve is no batch's
     pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages + 500 * 2**20, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (pages + 1000 * 2**20, hard))
     try:
-        _, sizes = fit(Hungry(50), "auto", max_epochs=1)
+        _, sizes = fit(Hungry(100), "auto", max_epochs=1)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert max(sizes.sizes) == 6
