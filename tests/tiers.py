@@ -119,6 +119,7 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "callbacks/test_mlflow_logger.py::test_a_resumed_run_is_the_same_run_with_each_step_once": ("files",),
     "callbacks/test_wandb_logger.py::test_checkpoints_are_artifacts": ("all",),
+    "fault_tolerance/test_children.py::test_an_exception_in_a_forked_child_ends_the_child_alone": (),
     "checkpoint/test_pretrained.py::test_no_process_of_zero_3_holds_more_than_its_shard_and_two_tensors": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_run_has_the_same_bits": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_sharded_run_has_the_same_bits": (),

@@ -52,8 +52,9 @@ def expected_steps(settings: Settings) -> int | None:
     for limit in (settings.limit_train_batches, settings.overfit_batches or 1.0):
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     if settings.fast_dev_run:
-        return int(min(batches, int(settings.fast_dev_run), settings.max_steps or batches))
+        return int(min(batches, int(settings.fast_dev_run)))  # as in Lightning, in place of max_steps
     window = settings.accumulate_grad_batches
+    window = 1 if window == "auto" else window  # these batches fit
     epochs = 1000 if settings.max_epochs in (None, -1) else settings.max_epochs
     most = float("inf") if settings.max_steps in (None, -1) else settings.max_steps
     steps = min(most, -(-batches // window) * epochs)
