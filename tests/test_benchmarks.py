@@ -12,7 +12,7 @@ from benchmarks.chart import chart
 from tests.helpers.processes import ROOT, run_python
 
 
-@pytest.mark.parametrize("name", ["overhead", "dataloader", "accumulate", "validate"])
+@pytest.mark.parametrize("name", ["overhead", "dataloader", "accumulate", "validate", "average"])
 def test_contenders_do_the_work_and_the_report_is_complete(name: str, tmp_path: Path) -> None:
     if name == "validate":
         pytest.importorskip("torchmetrics")
@@ -51,6 +51,7 @@ def test_without_a_name_all_are_listed() -> None:
         "dataloader",
         "accumulate",
         "validate",
+        "average",
         "import",
         "startup",
         "ddp",

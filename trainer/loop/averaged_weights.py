@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
 """Changes averages, given with the weights of now and the number of updates so far."""
 
 TensorOrShard = torch.Tensor | Shard
+
+
+@dataclass
+class _Places:
+    """The tensors of an update."""
+
+    averages: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    """What is averaged, in the order of `averages`."""
+    differ: bool = False
+    """Some weights have another device or dtype than their averages."""
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """The averages of what is copied, such as integers, with their values."""
 
 
 class AveragedWeights:
@@ -37,32 +51,42 @@ class AveragedWeights:
         self._averages: dict[str, torch.Tensor] = {}
         self._trained: dict[str, TensorOrShard] | None = None
         """The weights of the training while the averages are in their place."""
-        self._current: dict[str, TensorOrShard] | None = None
-        self._copied: set[str] = set()
-        """Buffers that are not finite, such as masks of -inf: their mean would be NaN, so they are copied."""
+        self._places: _Places | None = None
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def update(self, change: Update) -> None:
         """Take the weights of now into the averages; the first time they are the averages."""
-        if self._current is None:
-            self._current = self._entries()
-            buffers = [name for name, b in self._strategy.module.named_buffers() if b.is_floating_point()]
-            known = {name: _local(self._current[name]) for name in buffers if name in self._current}
-            self._copied = {*not_finite(iter(known.items()))}
-        named = [(name, self._average_of(name, entry), _local(entry)) for name, entry in self._current.items()]
-        averaged = {name for name, average, _ in named if average.is_floating_point() and name not in self._copied}
-        floating = [(average, now.to(average.device)) for name, average, now in named if name in averaged]
-        averages, now = [average for average, _ in floating], [value.to(a.dtype) for a, value in floating]
+        if self._places is None:
+            self._places = self._find_places()
+        averages, now = self._places.averages, self._places.weights
+        if self._places.differ:
+            now = [weight.to(average.device, average.dtype) for average, weight in zip(averages, now, strict=True)]
         if self.count == 0:
             torch._foreach_copy_(averages, now)
         else:
             change(averages, now, self.count)
-        for name, average, value in named:
-            if name not in averaged:
-                average.copy_(value)
+        for average, value in self._places.copied:
+            average.copy_(value)
         self.count += 1
+
+    def _find_places(self) -> _Places:
+        entries = self._entries()
+        buffers = [name for name, b in self._strategy.module.named_buffers() if b.is_floating_point()]
+        known = {name: _local(entries[name]) for name in buffers if name in entries}
+        # Buffers that are not finite, such as masks of -inf, are copied: their mean would be NaN.
+        unknown = {*not_finite(iter(known.items()))}
+        places = _Places()
+        for name, entry in entries.items():
+            average, weight = self._average_of(name, entry), _local(entry)
+            if name in unknown or not average.is_floating_point():
+                places.copied.append((average, weight))
+                continue
+            places.averages.append(average)
+            places.weights.append(weight)
+            places.differ |= (average.device, average.dtype) != (weight.device, weight.dtype)
+        return places
 
     def keep_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
         """Keep values of buffers that belong to the averages."""
@@ -82,7 +106,7 @@ class AveragedWeights:
 
     def forget_places(self) -> None:
         """Look up anew where the weights are, before the next update: parameters may have been replaced or unfrozen."""
-        self._current = None
+        self._places = None
 
     def _average_of(self, name: str, entry: TensorOrShard) -> torch.Tensor:
         """Return the average of a weight, begun with its value."""
@@ -194,6 +218,7 @@ class AveragedWeights:
         """
         self.count, copies = count, {}
         self._averages = {name: value for name, value in self._averages.items() if name in stored}
+        self.forget_places()
         for name, entry in self._entries(stored).items():
             if name not in stored:
                 continue
