@@ -22,11 +22,11 @@ TensorOrShard = torch.Tensor | Shard
 
 @dataclass
 class _Places:
-    """The tensors of an update."""
+    """Tensors of an update."""
 
     averages: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
-    """What is averaged, in the order of `averages`."""
+    """The weights to average, in the order of `averages`."""
     differ: bool = False
     """Some weights have another device or dtype than their averages."""
     copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
