@@ -136,7 +136,7 @@ def _class_choices(tree: Node) -> Iterator[tuple[KeyPath, Node]]:
     yield from (((key,), given[key]) for key in CLASS_ROOTS if key in given)
     for name, node in entries(given.get("trainer")).items():
         if isinstance(node.value, list):
-            yield from (((("trainer", name, number)), item) for number, item in enumerate(node.value))
+            yield from ((("trainer", name, number), item) for number, item in enumerate(node.value))
         else:
             yield ("trainer", name), node
 
