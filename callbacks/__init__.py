@@ -11,8 +11,6 @@ if __name__ != "trainer.callbacks":
     )
 
 from trainer.callback import Callback as Callback
-from trainer.callback import Logger as Logger
-from trainer.callback import Tracker as Tracker
 from trainer.callbacks.advanced_profiler import AdvancedProfiler as AdvancedProfiler
 from trainer.callbacks.advanced_profiler import PassThroughProfiler as PassThroughProfiler
 from trainer.callbacks.advanced_profiler import Profiler as Profiler
@@ -52,6 +50,8 @@ from trainer.callbacks.torch_profiler import TorchProfiler as TorchProfiler
 from trainer.callbacks.wandb_logger import WandbLogger as WandbLogger
 from trainer.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
 from trainer.callbacks.weight_averaging import WeightAveraging as WeightAveraging
+from trainer.logger import Logger as Logger
+from trainer.logger import Tracker as Tracker
 
 CALLBACKS: dict[str, type[Callback]] = {
     name: kind

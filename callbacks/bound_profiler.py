@@ -18,7 +18,7 @@ from trainer.checkpoint.manifest import read_manifest
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError
 from trainer.loop.host_times import CALLBACKS, REST, SAVING, VALIDATION
-from trainer.profiling import DATA, LOGGING, TRANSFER
+from trainer.metrics.phases import DATA, LOGGING, TRANSFER
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
-from trainer.callback import DummyExperiment, FileLogger
 from trainer.checkpoint.disk import (
     complete_lines,
     flush_file,
@@ -21,6 +20,7 @@ from trainer.checkpoint.disk import (
 )
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
+from trainer.logger import DummyExperiment, FileLogger
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 
 log = logging.getLogger("trainer")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.arguments import NonNegativeFloat, make_folder
-from trainer.callback import FileLogger
 from trainer.checkpoint.disk import flush_file, replace_file, without_links, write_all
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
+from trainer.logger import FileLogger
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
 

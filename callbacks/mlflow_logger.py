@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.arguments import kept_path
-from trainer.callback import Tracker
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
+from trainer.logger import Tracker
 from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
 
 log = logging.getLogger("trainer")

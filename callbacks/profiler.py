@@ -13,7 +13,7 @@ import torch
 
 from trainer.arguments import check_clock, kept_path, make_folder
 from trainer.callbacks.advanced_profiler import Profiler
-from trainer.profiling import DATA
+from trainer.metrics.phases import DATA
 
 if TYPE_CHECKING:
     from trainer.data.loader import BatchLoader

@@ -15,7 +15,7 @@ from trainer.arguments import Limit, PositiveInt, check_clock
 from trainer.callback import Callback
 from trainer.distributed.devices import has_streams
 from trainer.distributed.sendable import sendable
-from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
+from trainer.metrics.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import SingleProcess

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from trainer.arguments import NonNegativeFloat, make_folder
-from trainer.callback import DummyExperiment, Logger, Overridable
 from trainer.checkpoint.disk import without_links
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
+from trainer.logger import DummyExperiment, Logger, Overridable
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 from trainer.strategy import eval_mode

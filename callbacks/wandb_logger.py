@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
 from trainer.arguments import kept_path, make_folder
-from trainer.callback import Tracker
 from trainer.errors import ConfigError, MissingPackageError, did_you_mean, shown
+from trainer.logger import Tracker
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 
 if TYPE_CHECKING:

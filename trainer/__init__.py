@@ -30,13 +30,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from trainer.callback import Callback, Logger
+    from trainer.callback import Callback
     from trainer.data.datamodule import DataModule
     from trainer.data.length_grouped_sampler import LengthGroupedSampler
     from trainer.data.packed_dataset import PackedDataset
     from trainer.engine import Engine
     from trainer.errors import CheckpointError, ConfigError
     from trainer.launchers.notebook import launch
+    from trainer.logger import Logger
     from trainer.module import TrainModule
     from trainer.precision import Precision
     from trainer.seed import seed_everything
@@ -51,7 +52,7 @@ _HOMES = {
     "DataModule": "trainer.data.datamodule",
     "Engine": "trainer.engine",
     "LengthGroupedSampler": "trainer.data.length_grouped_sampler",
-    "Logger": "trainer.callback",
+    "Logger": "trainer.logger",
     "PackedDataset": "trainer.data.packed_dataset",
     "Precision": "trainer.precision",
     "Strategy": "trainer.strategy",

@@ -30,7 +30,8 @@ from trainer.model.weights import MapLocation, load_weights, read_map_location
 from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
-    from trainer.callback import Callback, Logger
+    from trainer.callback import Callback
+    from trainer.logger import Logger
     from trainer.trainer import Trainer
 
 Reduction = Literal["mean", "sum", "min", "max"]

@@ -19,7 +19,8 @@ from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from trainer.callback import Callback, Logger
+    from trainer.callback import Callback
+    from trainer.logger import Logger
     from trainer.precision import Precision
     from trainer.strategy import Strategy
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.arguments import with_python_numbers
-from trainer.callback import Callback, CallbackList, Checkpoint, Logger, attach, callback_named, print_text
+from trainer.callback import Callback, Checkpoint, attach, callback_named
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
@@ -30,6 +30,7 @@ from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_err
 from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 from trainer.fault_tolerance.stop import exit_code
 from trainer.hyperparameters import with_plain_numbers
+from trainer.logger import Logger
 from trainer.loop.accumulation import (
     NO_DIVISOR,
     StepOutputs,
@@ -40,6 +41,7 @@ from trainer.loop.accumulation import (
 )
 from trainer.loop.bad_steps import BadStep, BadSteps
 from trainer.loop.call_arguments import Call, read_call
+from trainer.loop.callback_list import CallbackList
 from trainer.loop.compare_ranks import compare
 from trainer.loop.describe import PrintedText, describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
@@ -50,13 +52,14 @@ from trainer.loop.rewind import rewind
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import check_one_folder
 from trainer.loop.setup import start_run
+from trainer.loop.terminal import print_text
 from trainer.loop.training_state import check_states_storable, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
+from trainer.metrics.phases import DATA, each_wait
 from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.profiling import DATA, each_wait
 from trainer.seed import isolated_rng, seed_generators
 from trainer.settings import ARGUMENTS, Settings, wrong_names
 from trainer.strategy import SkippedBatch, Strategy, full_state_dict

@@ -26,7 +26,7 @@ from trainer.callbacks.bound_profiler import (
     exclusive_seconds,
     stragglers,
 )
-from trainer.profiling import DATA, TRANSFER
+from trainer.metrics.phases import DATA, TRANSFER
 
 LONG = 0.2
 

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
-from trainer.callback import CallbackList
 from trainer.callbacks import ModelCheckpoint, SimpleProfiler
 from trainer.callbacks.profiler import LOOP
-from trainer.profiling import (
+from trainer.loop.callback_list import CallbackList
+from trainer.metrics.phases import (
     BACKWARD,
     CHECKPOINT,
     DATA,

@@ -15,7 +15,7 @@ from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import LambdaCallback, SimpleProfiler, TorchProfiler
-from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
+from trainer.metrics.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
 
 
 def events(trace: Path) -> list[dict[str, Any]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainer.callback import Logger
 from trainer.callbacks import CALLBACKS
 from trainer.cli.config.draft import LAYOUTS, PRECISIONS, WITHOUT_LAYOUT
 from trainer.config.plug_names import callbacks, precisions, strategies
+from trainer.logger import Logger
 from trainer.precision import PRECISIONS as TABLE
 from trainer.strategies import STRATEGIES
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer
-from trainer.callback import Logger
 from trainer.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
+from trainer.logger import Logger
 
 PIECES = ("losses", "rates", "hooks", "module_hooks", "logged", "metrics", "weights", "end", "saved", "best", "noted")
 """Names of the compared fields of `Record`."""

@@ -12,9 +12,11 @@ import trainer.callback
 from tests.helpers.journal import Data, Journal, happened, make_module
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, DataModule, Trainer, TrainModule
-from trainer.callback import HOOKS, NOT_ON_MODULES, parameters_of
+from trainer.callback import HOOKS
 from trainer.callbacks import ModelCheckpoint
 from trainer.compat.names import FORMER_HOOKS
+from trainer.loop.callback_list import NOT_ON_MODULES
+from trainer.loop.hook_checks import parameters_of
 from trainer.loop.preflight_checks import MODULE_HOOKS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -40,8 +40,9 @@ def schema() -> dict[str, Any]:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from trainer.callback import Logger, available_callbacks
+    from trainer.callback import available_callbacks
     from trainer.config.check import table_of
+    from trainer.logger import Logger
     from trainer.strategy import available_strategies
     from trainer.trainer import Trainer
 

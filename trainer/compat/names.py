@@ -18,8 +18,8 @@ NAMES: dict[str, str] = {
     "DataModule": "trainer.data.datamodule:DataModule",
     "Trainer": "trainer.trainer:Trainer",
     "Callback": "trainer.callback:Callback",
-    "Logger": "trainer.callback:Logger",
-    "LightningLoggerBase": "trainer.callback:Logger",
+    "Logger": "trainer.logger:Logger",
+    "LightningLoggerBase": "trainer.logger:Logger",
     "Checkpoint": "trainer.callback:Checkpoint",
     "seed_everything": "trainer.seed:seed_everything",
     "isolate_rng": "trainer.seed:isolate_rng",
@@ -31,7 +31,7 @@ NAMES: dict[str, str] = {
     "rank_zero_debug": "trainer.distributed.rank_zero:rank_zero_debug",
     "rank_zero_deprecation": "trainer.distributed.rank_zero:rank_zero_warn",
     "rank_prefixed_message": "trainer.distributed.rank_zero:rank_prefixed_message",
-    "rank_zero_experiment": "trainer.callback:rank_zero_experiment",
+    "rank_zero_experiment": "trainer.logger:rank_zero_experiment",
     "WarningCache": "trainer.distributed.rank_zero:WarningCache",
     "STEP_OUTPUT": "typing:Any",
     "EVALUATE_OUTPUT": "trainer.compat.types:EVALUATE_OUTPUT",
@@ -190,7 +190,7 @@ NAMES: dict[str, str] = {
     "NeptuneLogger": "a Tracker of your own: twenty lines, see the page 'loggers'",
     "TestTubeLogger": "trainer.callbacks.CSVLogger or TensorBoardLogger",
     "LoggerCollection": "Trainer(logger=[...]), and trainer.loggers",
-    "DummyLogger": "trainer.callback:DummyLogger",
+    "DummyLogger": "trainer.logger:DummyLogger",
     "ExperimentWriter": "trainer.callbacks.CSVLogger, whose rows are in `metrics.csv`",
     # the rest
     "LightningCLI": "`trainer fit --config FILE`: see `trainer fit --help`; instead of a script with LightningCLI "
@@ -1029,7 +1029,7 @@ HOMES: dict[str, str] = {
     "Trainer": "trainer.trainer:Trainer",
     "Callback": "trainer.callback:Callback",
     "Checkpoint": "trainer.callback:Checkpoint",
-    "Logger": "trainer.callback:Logger",
+    "Logger": "trainer.logger:Logger",
     "PyTorchProfiler": "trainer.callbacks:TorchProfiler",
     "ParallelStrategy": "trainer.strategy:Strategy",
 }

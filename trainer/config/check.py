@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.callback import Callback, Logger, available_callbacks
+from trainer.callback import Callback, available_callbacks
 from trainer.config.classes import find_class, one_line_error
 from trainer.config.read import INVALID, Values
 from trainer.config.tree import (
@@ -37,6 +37,7 @@ from trainer.config.types import (
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError
+from trainer.logger import Logger
 from trainer.loop.changes_since_checkpoint import allowed_problems
 from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule

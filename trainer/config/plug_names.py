@@ -44,9 +44,7 @@ def callbacks(base: str) -> list[str]:
     """Return the classes of `trainer.callbacks` that are derived from `base`: "Callback" or "Logger"."""
     imports = [node for node in _source("trainer.callbacks").body if isinstance(node, ast.ImportFrom)]
     exported = [(str(node.module), alias.name) for node in imports for alias in node.names]
-    texts = [
-        _path(module).read_text(encoding="utf-8") for module in dict(exported) if module.startswith("trainer.callback")
-    ]
+    texts = [_path(module).read_text(encoding="utf-8") for module in dict(exported) if module.startswith("trainer.")]
     bases = {
         name: re.findall(r"\w+", of) for text in texts for name, of in re.findall(r"^class (\w+)\((.*)\):", text, re.M)
     }

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from trainer.arguments import is_mapping
-from trainer.callback import CallbackList
 from trainer.data.loader import Batch, Divisor
 from trainer.data.transfer import map_leaves
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
+from trainer.loop.callback_list import CallbackList
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 

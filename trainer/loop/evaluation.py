@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.callback import takes
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError
+from trainer.loop.hook_checks import takes
 from trainer.loop.host_times import VALIDATION
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
+from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, during, each_wait
 from trainer.metrics.state import preserve_torchmetrics
-from trainer.profiling import EVALUATION, EVALUATION_DATA, during, each_wait
 from trainer.seed import isolated_rng
 from trainer.strategy import eval_mode, synchronize_buffers
 

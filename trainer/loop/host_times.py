@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from trainer.callback import CallbackList
-from trainer.profiling import DATA, LOGGING, TRANSFER
+from trainer.loop.callback_list import CallbackList
+from trainer.metrics.phases import DATA, LOGGING, TRANSFER
 
 CALLBACKS = "callbacks"
 SAVING = "saving"

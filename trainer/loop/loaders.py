@@ -11,11 +11,12 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.arguments import is_mapping
-from trainer.callback import EVALUATION_ARGUMENTS, Callback, parameters_of, takes
+from trainer.callback import Callback
 from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError, raise_problems
+from trainer.loop.hook_checks import EVALUATION_ARGUMENTS, parameters_of, takes
 from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.settings import Settings

@@ -11,21 +11,21 @@ from typing import Any
 
 from torch import nn
 
-from trainer.callback import (
-    EVALUATION_ARGUMENTS,
-    AddsGroups,
-    called_by_others,
-    check_hooks,
-    check_signature,
-    is_like_a_hook,
-    parameters_of,
-)
+from trainer.callback import AddsGroups
 from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.compat.names import FORMER_HOOKS
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
 from trainer.loop.changes_since_checkpoint import allowed_problems
+from trainer.loop.hook_checks import (
+    EVALUATION_ARGUMENTS,
+    called_by_others,
+    check_hooks,
+    check_signature,
+    is_like_a_hook,
+    parameters_of,
+)
 from trainer.loop.loaders import micro_batch_of
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.model.optional_methods import METHODS

@@ -8,21 +8,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from trainer.arguments import describe_annotation, fits, hints_of, local_path, raise_if_raising
-from trainer.callback import (
-    DEFAULT_CALLBACKS,
-    PROFILERS,
-    Callback,
-    Checkpoint,
-    DummyLogger,
-    Logger,
-    callback_named,
-    callback_problems,
-)
+from trainer.callback import DEFAULT_CALLBACKS, PROFILERS, Callback, Checkpoint, callback_named
 from trainer.compat.plugins import read_plugins
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
 from trainer.errors import ConfigError, TrainerError, raise_problems
+from trainer.logger import DummyLogger, Logger
+from trainer.loop.hook_checks import callback_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.settings import DEFAULT_MAX_EPOCHS, Settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from trainer.callback import CallbackList
 from trainer.checkpoint.storage import as_storage_path
+from trainer.loop.callback_list import CallbackList
 from trainer.loop.run import Run
 from trainer.loop.training_state import load_training_state, load_weights, restore_training
 

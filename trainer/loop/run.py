@@ -16,15 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from trainer.callback import (
-    AccumulationSchedule,
-    Callback,
-    CallbackList,
-    Checkpoint,
-    StepGuard,
-    build_callback_list,
-    call_all,
-)
+from trainer.callback import AccumulationSchedule, Callback, Checkpoint, StepGuard
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
@@ -37,6 +29,7 @@ from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.hyperparameters import stored_hyperparameters
 from trainer.loop.bad_steps import BadSteps
+from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
 from trainer.loop.direct_backward import RefusingDirectBackward
 from trainer.loop.gradient_norms import GradientNorms, clipping_finds_it
 from trainer.loop.host_times import SAVING, HostTimes
@@ -50,10 +43,7 @@ from trainer.loop.trainable_parameters import NewParameters, TrainableParameters
 from trainer.loop.validation_clock import ValidationClock
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
-from trainer.model.hugging_face import processing_files
-from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
-from trainer.profiling import (
+from trainer.metrics.phases import (
     BACKWARD,
     CHECKPOINT,
     FORWARD,
@@ -65,6 +55,9 @@ from trainer.profiling import (
     phase_of,
     unheard,
 )
+from trainer.model.hugging_face import processing_files
+from trainer.module import TrainModule
+from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
 from trainer.seed import derive_seed, global_seed, seed_generators, set_rng_state
 from trainer.settings import Settings
 from trainer.strategy import StepConfig, inherits, keeps_batches, keeps_step

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from trainer.callback import CallbackList
 from trainer.data.loader import Batch, BatchLoader, Divisor
 from trainer.errors import ConfigError
+from trainer.loop.callback_list import CallbackList
 from trainer.loop.progress import Progress
 from trainer.module import TrainModule
 from trainer.seed import isolated_rng

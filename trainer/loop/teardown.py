@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from trainer.callback import call_all, print_text
 from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
@@ -22,7 +21,9 @@ from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_fai
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
+from trainer.loop.callback_list import call_all
 from trainer.loop.run import Run
+from trainer.loop.terminal import print_text
 from trainer.model.full_parameters import name_of_shard
 from trainer.model.parameter_access import copy_advice, stepping_optimizer
 

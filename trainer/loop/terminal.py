@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
+
+from trainer.callback import Callback
 
 GAP = 2
 """Spaces between two columns of a table."""
@@ -113,3 +117,16 @@ def _folded(row: list[str], room: int) -> list[list[str]]:
     first, *others = row
     parts = _lines_of(first, room, " ", break_long_words=True) or [first]
     return [[parts[0], *others], *([part, *[""] * len(others)] for part in parts[1:])]
+
+
+def print_text(callbacks: Iterable[Callback], text: str, file: TextIO | None = None, flush: bool = True) -> None:
+    """Print through the first callback that draws on the terminal, else to `file`."""
+    if any(callback.print_text(text, file) for callback in callbacks):
+        return
+    stream = sys.stdout if file is None else file
+    if stream is not None:
+        # Not `print`: Ray Train replaces it in its workers, by one that also logs, and all would be read twice.
+        with suppress(OSError):  # a training goes on where its output cannot be written
+            stream.write(text)
+            if flush:
+                stream.flush()

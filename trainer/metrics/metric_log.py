@@ -18,8 +18,8 @@ from trainer.distributed.sendable import sendable
 from trainer.errors import ConfigError
 from trainer.metrics.log_arguments import as_number, check_name, checked_weight, reduction_named
 from trainer.metrics.monitor import ValueKind
+from trainer.metrics.phases import LOGGING, Phase, unheard
 from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host, total_of
-from trainer.profiling import LOGGING, Phase, unheard
 
 GatherObjects = Callable[[Any], list[Any]]
 ReportNames = Callable[[dict[str, list[int]]], object]

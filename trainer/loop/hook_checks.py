@@ -1,0 +1,124 @@
+"""Check that the hooks of callbacks and modules have names and parameters with which they are called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from trainer.callback import DEFAULT_CALLBACKS, HOOKS, Callback
+from trainer.compat.answers import uncalled_overrides
+from trainer.compat.names import FORMER_HOOKS
+from trainer.errors import RENAMED, did_you_mean
+from trainer.logger import Logger
+
+OTHERS_HOOKS = {
+    "on_epoch_begin": "on_train_epoch_start",
+    "on_step_end": "on_train_step_end",
+    "on_train_begin": "on_train_start",
+}
+"""Names of hooks in other trainers -> the equivalent here."""
+
+EVALUATION_ARGUMENTS = ["batch", "batch_idx", "dataloader_idx=0"]
+"""The arguments of `validation_step`, `test_step` and `predict_step`; the last one where there are several loaders."""
+
+
+def callback_problems(callback: Callback) -> list[str]:
+    """Return a problem for each misspelt hook and each hook with wrong parameters."""
+    wrong = [
+        check_signature(callback, hook, parameters_of(getattr(Callback, hook)))
+        for hook in HOOKS
+        if is_overridden(callback, hook)
+    ]
+    problems = [*check_hooks(callback, HOOKS), *filter(None, wrong)]
+    if not isinstance(callback, Logger):
+        problems += uncalled_overrides(callback)
+    if hasattr(callback, "after_module"):
+        problems.append(
+            f"{type(callback).__name__}.after_module has no effect.{did_you_mean('after_module', ['runs_last'])}"
+        )
+    if callback.in_place_of not in (None, *DEFAULT_CALLBACKS):
+        allowed = ", ".join(map(repr, DEFAULT_CALLBACKS))
+        problems.append(f"{type(callback).__name__}.in_place_of={callback.in_place_of!r}: allowed are None, {allowed}.")
+    return problems
+
+
+def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
+    """Return a problem for each method of `plug` whose name looks like a hook, but which would never be called."""
+    known, helpers = set(known), called_by_others(type(plug))
+    problems = []
+    for name in dir(type(plug)):
+        if not is_like_a_hook(name, known) or name in helpers:
+            continue
+        without_on = f"on_{name}" in known
+        if callable(getattr(type(plug), name)):
+            renamed = OTHERS_HOOKS.get(name, f"on_{name}" if without_on else None)
+            advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
+            if name in FORMER_HOOKS:
+                advice = f" Use {FORMER_HOOKS[name]}."
+            if RENAMED.get(name, name) in set(HOOKS) - known:
+                advice = f" Callbacks have {RENAMED.get(name, name)!r}, and modules have not."
+            problems.append(
+                f"{type(plug).__name__}.{name} is not a hook, so it would never be called.{advice} "
+                "Every hook, in running order, stands at the top of trainer/callback.py."
+            )
+    return problems
+
+
+def is_like_a_hook(name: str, known: Collection[str]) -> bool:
+    """Whether a method of this name looks like a hook, of which `known` are the names, without being one."""
+    if name.startswith("on_"):
+        return name not in known
+    return f"on_{name}" in known and not name.endswith("_checkpoint")
+
+
+def called_by_others(kind: type) -> set[str]:
+    """Return the names that methods of the user's classes call in methods of other names: their own helpers."""
+    users = [one for one in kind.__mro__ if not one.__module__.startswith(("trainer.", "torch.", "builtins"))]
+    functions = [value for one in users for value in vars(one).values() if inspect.isfunction(value)]
+    return {name for one in functions for name in one.__code__.co_names if name != one.__code__.co_name}
+
+
+def is_overridden(callback: Callback, hook: str) -> bool:
+    method = getattr(callback, hook)
+    return method is not None and getattr(method, "__func__", None) is not getattr(Callback, hook)
+
+
+def check_signature(owner: object, name: str, expected: list[str]) -> str | None:
+    """Return the problem of calling the method `name` of `owner` with the arguments `expected`, by position; or None.
+
+    It may leave out `dataloader_idx`, which is given where there are several loaders.
+    """
+    method = getattr(owner, name)
+    where = f"{type(owner).__name__}.{name}"
+    if not callable(method):
+        return (
+            f"{where} is of type {type(method).__name__}, but the trainer calls a method of that name: "
+            f"{name}({', '.join(['self', *expected])}). Give yours another name."
+        )
+    least = [one for one in expected if one != "dataloader_idx=0"]
+    if takes(method, len(expected)) or takes(method, len(least)):
+        return None
+    return (
+        f"{where} takes {inspect.signature(method)}, but it is called with ({', '.join(expected)}): "
+        f"define {name}({', '.join(['self', *expected])})."
+    )
+
+
+def parameters_of(method: Callable[..., Any]) -> list[str]:
+    """Return the parameters of a method after `self`, as source: `["batch", "batch_idx"]`, `["dataloader_idx=0"]`."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+
+
+def takes(method: Callable[..., Any], number: int) -> bool:
+    """Whether a method can be called with so many positional arguments; True if its signature is not known."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):
+        return True  # written in C, or the like
+    try:
+        signature.bind(*[None] * number)
+    except TypeError:
+        return False
+    return True
