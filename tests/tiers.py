@@ -212,7 +212,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "test_precision_float8.py::test_checkpoints_go_between_precisions": ("single", "TP x2"),
     "test_precision_float8.py::test_layers_of_fitting_sizes_are_converted": ("single", "TP x2"),
     "test_precision_float8.py::test_losses_are_near_those_of_float32": ("single-*", "TP x2-*"),
-    "strategies/test_adapters.py::*": ("single",),
+    "strategies/test_adapters.py::*": ("single", "Lora-*", "IA3-*"),
     "strategies/test_changing_parameters.py::test_the_weights_are_those_of_a_hand_written_loop_*": (
         "DDP x2-*",
         "FSDP x2-*",

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
+from trainer.strategies.fsdp.adapters import styles_within, wrapped_layers
 from trainer.strategies.fsdp.experts import EXPERT_STYLES, add_up_gradients, takes_routing
 
 Style = str | ParallelStyle | None
@@ -156,6 +157,8 @@ def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, Style]]:
 def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, ParallelStyle]:
     """Return the style of each submodule that the plan names; of several patterns the last one counts.
 
+    A pattern that matches a layer that PEFT has wrapped stands for it, not for the parts that match as well.
+
     Args:
         parts: the number of processes among which layers are split.
 
@@ -163,10 +166,13 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
         ConfigError: a pattern matches nothing, a style is unknown, or a layer cannot be split by `parts`.
     """
     names = dict(module.named_modules())
+    wrapped = wrapped_layers(names)
     problems: list[str] = []
     found: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         matches = [name for name in names if name and fnmatchcase(name, pattern)]
+        around = tuple(f"{name}." for name in wrapped if name in matches)
+        matches = [name for name in matches if not name.startswith(around)]
         if not matches:
             problems.append(
                 f"tensor_parallel_plan: nothing matches {pattern!r}.{did_you_mean(pattern, filter(None, names))}"
@@ -185,13 +191,14 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
             if style is not None:
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
+    found = styles_within(names, found, wrapped)
     raise_problems(_no_layers(names, found), type(module).__name__)
     raise_problems([*_indivisible(names, found, parts), *_heads(module, parts)], type(module).__name__)
     return found
 
 
 def _no_layers(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> list[str]:
-    """Return a problem for each class of modules that torch's styles cannot split, such as PEFT's adapters."""
+    """Return a problem for each class of modules that torch's styles cannot split."""
     found = {
         type(names[name]).__name__ + f" from {type(names[name]).__module__}": name
         for name, style in styles.items()
@@ -200,8 +207,9 @@ def _no_layers(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyl
         and "_orig_mod" not in names[name]._modules
     }
     return [
-        f"tensor_parallel_plan: {name} is of class {kind}, and its style splits nn.Linear and nn.Embedding only: leave "
-        "it out with None, or use another option than tensor_parallel, which adapters go with."
+        f"tensor_parallel_plan: {name} is of class {kind}, and its style splits nn.Linear and nn.Embedding, also with "
+        "adapters of LoRA (without DoRA and other variants; of embeddings with 'rowwise' only): leave it out with "
+        "None, or use another option than tensor_parallel."
         for kind, name in found.items()
     ]
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
+from trainer.strategies.fsdp.adapters import FullInputs
 from trainer.strategies.fsdp.first_batch import tensors_in
 from trainer.strategies.fsdp.plan import SharedByHeads
 from trainer.strategies.fsdp.rehearsal import rehearsal, replaced_parameters
@@ -109,7 +110,7 @@ def _keeps_sequences(style: ParallelStyle) -> bool:
         return style.output_layouts == (Replicate(),) and style.use_local_output
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim != 1 and style.use_local_output
-    return isinstance(style, SharedByHeads)
+    return isinstance(style, (SharedByHeads, FullInputs))
 
 
 @contextmanager
