@@ -32,6 +32,7 @@ from trainer.model.activation_checkpointing import enable_activation_checkpointi
 from trainer.model.blocks import BlockPolicy
 from trainer.model.dispatched import dispatched_models, move_the_rest
 from trainer.model.full_parameters import Block, slots_of
+from trainer.model.gradients import with_dense_gradients
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import load_weights, move_module
 from trainer.module import TrainModule
@@ -352,7 +353,7 @@ class Strategy:
 
         An infinite norm clips nothing: the norm is only measured. None: it is known after the step only.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = with_dense_gradients(p for group in optimizer.param_groups for p in group["params"])
         if algorithm == "norm" and value == math.inf:
             return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if algorithm == "norm":

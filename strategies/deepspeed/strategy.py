@@ -21,6 +21,7 @@ from trainer.checkpoint.optimizer_state import matching_groups
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, install_command, raise_problems
 from trainer.model.blocks import BlockPolicy
+from trainer.model.gradients import refuse_sparse_gradients
 from trainer.model.init_device import InitDevice, build_context
 from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.module import TrainModule
@@ -233,6 +234,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
         self.teardown()
+        if for_training:
+            refuse_sparse_gradients(module, self.name)
         self._full = SwappedParameters(self, self._computing_full)
         self._refusing = RefusingEmptyParameters(module, self.name)
         former = self.master_weights if vars(self).get("module") is module else None

@@ -23,6 +23,7 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
+from trainer.model.gradients import refuse_sparse_gradients
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parallel_cost import bubble
 from trainer.model.parameter_access import ExplainingShards
@@ -299,6 +300,8 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         from trainer.strategies.fsdp.dtensors import set_values
 
+        if for_training:
+            refuse_sparse_gradients(module, self.name)
         self.module, self._full, self._gathered_at_start = module, SwappedParameters(self, self._computing_full), []
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         self._called.clear()

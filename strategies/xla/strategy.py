@@ -22,6 +22,7 @@ from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_xla_problem
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import BlockPolicy, find_blocks
+from trainer.model.gradients import refuse_sparse_gradients
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
@@ -155,6 +156,8 @@ class XlaStrategy(Strategy):
         self.module, self._full = module, SwappedParameters(self, lambda module: nullcontext())
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         refuse_meta_tensors(module)
+        if for_training:
+            refuse_sparse_gradients(module, self.name)
         if activation_checkpointing is not None:
             self._recompute(module, activation_checkpointing)
         self.precision.convert_module(module)

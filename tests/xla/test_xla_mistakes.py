@@ -129,6 +129,13 @@ def test_fused_optimizers_are_refused(strategy: Any) -> None:
         Trainer(strategy=strategy, **QUIET).fit(Fused(), DataLoader(MLP.data(16), 8))
 
 
+def test_sparse_gradients_are_refused() -> None:
+    module = MLP()
+    module.words = torch.nn.Embedding(3, 2, sparse=True)
+    with pytest.raises(ConfigError, match=r"MLP\.words makes sparse gradients .* strategy 'xla' does not take"):
+        Trainer(strategy="xla", **QUIET).fit(module, DataLoader(MLP.data(16), 8))
+
+
 def test_compilation_by_torch_is_refused() -> None:
     with pytest.raises(ConfigError, match="compile= has no effect on torch_xla's devices"):
         Trainer(strategy="xla", compile=True, **QUIET).fit(MLP(), DataLoader(MLP.data(16), 8))

@@ -1,9 +1,41 @@
-"""Norms of gradients."""
+"""Norms of gradients, and gradients that are sparse."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
+
+from trainer.errors import ConfigError
+
+
+def with_dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters, with a tensor in place of each that has a sparse gradient: its gradient is the values.
+
+    The memory is shared, so that clipping it clips the sparse gradient, which torch's functions for clipping refuse.
+    `nn.Embedding(sparse=True)` makes sparse gradients.
+    """
+    return [p if p.grad is None or not p.grad.is_sparse else _with_values_as_gradient(p) for p in parameters]
+
+
+def _with_values_as_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.coalesce()  # before, a row stands there once for each time that it was used
+    values = parameter.grad.values()
+    instead = torch.empty_like(values, requires_grad=True)
+    instead.grad = values
+    return instead
+
+
+def refuse_sparse_gradients(module: nn.Module, strategy: str) -> None:
+    """Raise ConfigError if a layer makes sparse gradients, for a strategy that takes none."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
+            raise ConfigError(
+                f"{type(module).__name__}.{name} makes sparse gradients (sparse=True), which strategy {strategy!r} "
+                "does not take: leave out sparse=True, or use strategy 'ddp' or 'single_device'."
+            )
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
@@ -13,9 +45,10 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     """
     order = float(norm_type)
     norms = {
-        f"grad_{order}_norm{group_separator}{name}": parameter.grad.detach().norm(order)
+        f"grad_{order}_norm{group_separator}{name}": one.grad.detach().norm(order)
         for name, parameter in module.named_parameters()
-        if parameter.grad is not None
+        for one in with_dense_gradients([parameter])
+        if one.grad is not None
     }
     if norms:
         norms[f"grad_{order}_norm_total"] = torch.stack([*norms.values()]).norm(order)
