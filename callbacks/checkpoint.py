@@ -200,6 +200,9 @@ class ModelCheckpoint(Checkpoint):
         self._last_time = time.monotonic()
         self._time_is_up = False
         """A checkpoint is due by `train_time_interval`, until one is written."""
+        self._step_of_due = -1
+        """The last step for which one was written inside an epoch: the epoch may have ended there, of data without a
+        length."""
         self._previous: tuple[dict[str, float | None], str | None, list[str], int] = ({}, None, [], -1)
         """`kept`, `last`, `nonfinite` and `saved_step` before the newest write, restored if that fails."""
         self._write_seconds: float | None = None
@@ -346,6 +349,7 @@ class ModelCheckpoint(Checkpoint):
                 self._rollback(self._error)
         due = self._is_up_now(trainer) if self.seconds is not None else self._step_is_due(trainer.global_step)
         if due and not self._waits(trainer):
+            self._step_of_due = trainer.global_step
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
@@ -353,14 +357,15 @@ class ModelCheckpoint(Checkpoint):
             return
         self._check_names(trainer)
         if self._is_due_after_validation(trainer):
+            self._step_of_due = trainer.global_step
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._check_names(trainer)
         validated = trainer.progress.validated_step == trainer.global_step
         due = self._epoch_is_due(trainer.current_epoch) and (self.save_on_train_epoch_end is not False or validated)
-        if due or self._step_is_due(trainer.global_step):
-            self._save(trainer)
+        if due or self._step_is_due(trainer.global_step) or self._step_of_due == trainer.global_step:
+            self._save(trainer, renew=self.monitor is not None or bool(self.names_in_filename))
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._finish_write(trainer)
@@ -473,12 +478,15 @@ class ModelCheckpoint(Checkpoint):
 
     # -- saving, in running order --------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer) -> None:
-        """Write a checkpoint, then delete those no longer kept; nothing if that of this step has its value already."""
+    def _save(self, trainer: Trainer, renew: bool = False) -> None:
+        """Write a checkpoint, then delete those no longer kept; nothing if that of this step has its value already.
+
+        With `renew` that of this step is replaced also then: the epoch's values have come since.
+        """
         metrics = trainer.read_metrics()
         value = self._value(trainer.run)
         again = self.saved_step == trainer.global_step
-        if again and (value is None or self.kept.get(self._newest() or "") is not None):
+        if again and not renew and (value is None or self.kept.get(self._newest() or "") is not None):
             return
         self._finish_write(trainer, due=True)
         if "" in self._to_delete(again, value, finite=True):

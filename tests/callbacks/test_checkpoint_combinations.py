@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,12 +45,14 @@ class Case:
     ends: list[int]
     interrupted: list[bool]
     fits_before: int
+    has_length: bool
+    """Of the training data; else nothing knows which step is an epoch's last before the next batch is asked for."""
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Case:
         length = draw.choice([2, 3, 4])
         ends = sorted(draw.sample(range(1, 3 * length + 1), draw.choice([1, 2, 2, 3])))
-        return cls(
+        case = cls(
             length=length,
             interval=draw.choice([1.0, 1.0, 0.5, *range(1, length + 1)]),
             check_every=draw.choice([1, 1, 2]),
@@ -65,7 +67,11 @@ class Case:
             ends=ends,
             interrupted=[draw.random() < 0.5 for _ in ends[1:]] + [False],
             fits_before=draw.choice([0, 0, 0, 1]),
+            has_length=draw.random() < 0.7,
         )
+        if case.interval == 0.5:
+            case.has_length = True
+        return case
 
     def validates(self, step: int) -> bool:
         batch = (step - 1) % self.length + 1
@@ -159,6 +165,16 @@ class Known(Toy):
         self.log("val", float(self.values[self.global_step]))
 
 
+class WithoutLength:
+    """The batches of a loader."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
 class Interrupt(Callback):
     """Send the process a signal in a step."""
 
@@ -201,7 +217,9 @@ def run(case: Case, folder: Path, clock: list[float], processes: int) -> ModelCh
         for again in range(case.fits_before + 1 if number == 0 else 1):
             with pytest.raises(SystemExit) if interrupted else nullcontext():
                 module, path = Known(case.values, tick), "last" if number else None
-                trainer.fit(module, loader(processes * case.length, 1), loader(2, 1), ckpt_path=path)
+                sized = loader(processes * case.length, 1)
+                data = sized if case.has_length else WithoutLength(loader(case.length, 1))
+                trainer.fit(module, data, loader(2, 1), ckpt_path=path)
             assert trainer.run_dir.name == f"version_{again}" or number
     return checkpoint
 
@@ -232,6 +250,26 @@ def test_a_random_combination(seed: int, tmp_path: Path, monkeypatch: pytest.Mon
     clock = [0.0]
     monkeypatch.setattr("trainer.callbacks.checkpoint.time", SimpleNamespace(monotonic=lambda: clock[0]))
     check(Case.drawn(random.Random(seed)), tmp_path, clock)
+
+
+@pytest.mark.parametrize("filename", ["{step}-{val:.0f}-{train:.2f}", "model"])
+@pytest.mark.parametrize("monitor", ["val", "train"])
+@pytest.mark.parametrize("trigger", ["steps", "time"])
+@pytest.mark.parametrize("interval", [1.0, 2])
+def test_without_a_length_a_checkpoint_of_an_epochs_last_step_has_the_values_of_the_epoch(
+    interval: float, trigger: str, monitor: str, filename: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, found = [0.0], []
+    monkeypatch.setattr("trainer.callbacks.checkpoint.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for has_length in (True, False):
+        case = Case(
+            *(4, interval, 1, trigger, 2, monitor, "min", -1, True, filename, [3, 5, 2, 7, 1, 4, 0, 6, 8]),
+            *([8], [False], 0, has_length),
+        )
+        checkpoint = run(case, tmp_path / str(has_length), clock, processes=1)
+        metrics = [read_manifest(Path(checkpoint._folder) / name).info["metrics"] for name in checkpoint.kept]  # type: ignore[arg-type]
+        found.append((checkpoint.kept, metrics))
+    assert found[1] == found[0]
 
 
 def _on_two(folder: str) -> None:
