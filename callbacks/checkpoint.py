@@ -213,6 +213,10 @@ class ModelCheckpoint(Checkpoint):
         """An error of the writer that the other processes do not know of yet."""
         self._unsaved: CheckpointError | None = None
         """The error of the newest write, if it left no checkpoint of that step."""
+        self._attempted_step = -1
+        """The step of the newest write, also of one that failed."""
+        self._uncertain_step: int | None = None
+        """The step of the newest checkpoint of which the storage did not say whether it was written."""
         self._undeleted: list[str] = []
         """Obsolete checkpoints that could not be deleted, and those whose writes failed; on rank 0."""
         self._pointed: str | None = None
@@ -284,10 +288,11 @@ class ModelCheckpoint(Checkpoint):
         return self._write_seconds
 
     @property
-    def unsaved(self) -> str | None:
+    def unsaved(self) -> WriteError | None:
         if self._unsaved is None:
             return None
-        return f"{_sentence(self._unsaved)} {self._last_checkpoint()}"
+        kind = UncertainWriteError if isinstance(self._unsaved, UncertainWriteError) else WriteError
+        return kind(f"{_sentence(self._unsaved)} {self._last_checkpoint()}")
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 
@@ -493,12 +498,14 @@ class ModelCheckpoint(Checkpoint):
             self._time_is_up = self._time_is_up and value is None  # else the next value decides
             return
         self._previous = self.kept, self.last, self.nonfinite, self.saved_step
+        self._attempted_step = trainer.global_step
         if self.trainable_only:
             self._find_base(trainer)
         try:
             decide = partial(self._decide, trainer, metrics, again, value)
             trainer.save_with(partial(self._write, trainer), decide, self.save_weights_only)
-        except WriteError as error:
+        except WriteError as failure:
+            error = self._with_earlier_doubt(failure)
             if isinstance(error, PointerError):
                 self.kept = self._remaining()
             if trainer.is_global_zero:
@@ -738,10 +745,20 @@ class ModelCheckpoint(Checkpoint):
         if path is not None:
             self._notify_saved(trainer, path)
         if error is not None:
-            self._error = error
+            self._error = error = self._with_earlier_doubt(error)
             self._warn(error)
             if isinstance(error, PointerError):
                 self._notify_saved(trainer, str(self._in_folder(self._newest() or "")))
+
+    def _with_earlier_doubt(self, error: CheckpointError) -> CheckpointError:
+        """Return the error of the newest write; an uncertain one if an earlier write of the same step was uncertain."""
+        if isinstance(error, UncertainWriteError):
+            self._uncertain_step = self._attempted_step
+        elif self._uncertain_step == self._attempted_step and not isinstance(error, PointerError):
+            uncertain = UncertainWriteError(f"{_sentence(error)} An earlier attempt may have written one of this step.")
+            uncertain.__cause__ = error
+            return uncertain
+        return error
 
     def _warn(self, error: CheckpointError) -> None:
         if self.on_write_error == "warn" and isinstance(error, PointerError):

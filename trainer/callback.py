@@ -99,6 +99,7 @@ from trainer.errors import ConfigError, unknown_name_error
 if TYPE_CHECKING:
     import torch
 
+    from trainer.checkpoint.disk import WriteError
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -330,8 +331,8 @@ class Checkpoint(Callback):
         return None
 
     @property
-    def unsaved(self) -> str | None:
-        """The reason why the last weights were not saved; None if they were saved or nothing was due."""
+    def unsaved(self) -> WriteError | None:
+        """The error that kept the last weights from being saved; None if they were saved or nothing was due."""
         return None
 
 

@@ -698,3 +698,24 @@ def test_a_run_does_not_say_that_nothing_was_written_after_the_commit(
     assert "PERHAPS NO CHECKPOINT WAS WRITTEN" in caplog.text
     assert "The last checkpoint is still step=2" in caplog.text
     assert CheckpointDirectory(late).resolve("last") == late / "step=4"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_that_ends_with_an_uncertain_write_says_so(
+    async_save: bool, late: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reset(self: Any, path: str, **more: Any) -> Any:
+        if path.endswith("step=4/manifest.json") and any("step=4/manifest" in name for name in self.store):
+            raise ConnectionResetError("reset")
+        return info(self, path, **more)
+
+    info = Late.info
+    with monkeypatch.context() as patch:
+        patch.setattr(Late, "info", reset)
+        checkpoint = steps(dirpath=str(late), async_save=async_save, on_write_error="warn")
+        with pytest.raises(
+            UncertainWriteError, match="last weights are PERHAPS NOT SAVED by 1 of 2 checkpoint callbacks: "
+        ):
+            fit([checkpoint, steps(dirpath=tmp_path)], 8, max_steps=4)
+    assert verify_checkpoint(late / "step=4") == []
+    assert there(str(tmp_path))[-1] == "step=4"

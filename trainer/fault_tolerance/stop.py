@@ -160,8 +160,9 @@ class StopCoordinator:
         `uninstall`, so that it acts as outside of a run."""
         number, self._received = self._received, None
         if number is not None and exit_code(reason) == 0:
-            if self.rank == 0:  # a terminal and a scheduler send it to all processes
-                log.warning("%s came when training had ended: it takes effect now.", signal.Signals(number).name)
+            # From each process, since the others can no longer be asked whether it was sent to them too.
+            who = f"rank {self.rank}: " if self.world_size > 1 else ""
+            log.warning("%s%s came when training had ended: it takes effect now.", who, signal.Signals(number).name)
             signal.raise_signal(number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

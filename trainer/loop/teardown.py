@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.disk import UncertainWriteError, WriteError
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
 from trainer.errors import CheckpointError, ConfigError, TrainerError, explain_torch_error
@@ -56,17 +56,24 @@ def _resume_advice(run: Run) -> str:
 def require_saved(run: Run) -> None:
     """Raise WriteError if the last weights could not be saved, so that the process does not exit with success.
 
-    For a run that is to be started again (exit code 75) it is only logged: that resumes from the checkpoint before.
+    For a run that is to be started again (exit code 75) it is only logged: that resumes from the newest checkpoint.
     """
-    problems = [callback.unsaved for callback in run.checkpoint_callbacks]
-    unsaved = "; ".join(problem for problem in problems if problem is not None)
-    if not unsaved:
+    problems = [problem for callback in run.checkpoint_callbacks if (problem := callback.unsaved) is not None]
+    if not problems:
         return
-    message = f"training has ended at step {run.progress.step}, and its last weights are NOT SAVED: {unsaved}"
+    uncertain = any(isinstance(problem, UncertainWriteError) for problem in problems)
+    number = len(run.checkpoint_callbacks)
+    by = f" by {len(problems)} of {number} checkpoint callbacks" if len(problems) < number else ""
+    message = (
+        f"training has ended at step {run.progress.step}, and its last weights are {'PERHAPS ' if uncertain else ''}"
+        f"NOT SAVED{by}: {'; '.join(map(str, problems))}"
+    )
     if exit_code(run.stop_reason) != EXIT_RETRY or not exit_code_is_free():
-        raise WriteError(message)
+        raise (UncertainWriteError if uncertain else WriteError)(message)
     if run.strategy.processes.is_global_zero:
-        log.error("%s The exit code stays %d: the run that is started again repeats these steps.", message, EXIT_RETRY)
+        log.error(
+            "%s The exit code stays %d: the run that is started again repeats what is not saved.", message, EXIT_RETRY
+        )
 
 
 def end_with_error(run: Run, error: BaseException) -> None:
