@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from trainer.arguments import check_constructor, with_python_numbers
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
-from trainer.checkpoint.shards import Loadable, Shard, materialize, read_when_used
+from trainer.checkpoint.shards import Loadable, Shard, in_memory, read_when_used
 from trainer.compat import accelerate
 from trainer.compat.answers import Absent, answer_members, argument_words, member_words, strategy_member
 from trainer.data.transfer import make_transfer, map_leaves
@@ -429,7 +429,7 @@ class Strategy:
         """
         copied = dict(self.module.named_parameters(remove_duplicate=False))
         # Parameters are read one at a time; other values, which a module may keep as they are, before.
-        values = {name: read_when_used(v) if name in copied else materialize(v) for name, v in state.items()}
+        values = {name: read_when_used(v) if name in copied else in_memory(v) for name, v in state.items()}
         load_weights(self.module, values, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

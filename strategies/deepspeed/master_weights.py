@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice
 from trainer.checkpoint.optimizer_state import has_own_dtype
-from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, materialize, read_slice
+from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, materialize, read_slice
 from trainer.errors import CheckpointError, ConfigError
-from trainer.model.weights import check_fit
+from trainer.model.weights import check_fit, is_extra_state
 from trainer.strategies.deepspeed.partitioning import (
     is_zero3_partitioned,
     load_partition,
@@ -337,7 +337,9 @@ def weights(module: nn.Module, master_weights: MasterWeights | None) -> dict[str
     for tensor in state.values():
         if id(tensor) in found:
             continue
-        if master_weights is not None and tensor in master_weights.pieces:
+        if not isinstance(tensor, torch.Tensor):  # a module's extra state
+            found[id(tensor)] = tensor
+        elif master_weights is not None and isinstance(tensor, nn.Parameter) and tensor in master_weights.pieces:
             found[id(tensor)] = master_weights.shard(tensor)
         elif is_zero3_partitioned(tensor):
             found[id(tensor)] = partition_shard(tensor)
@@ -358,17 +360,22 @@ def load_weights(
         CheckpointError: names or shapes differ from the module's.
     """
     own = module.state_dict(keep_vars=True)
-    check_fit(module, {name: shape_of(tensor) for name, tensor in own.items()}, state, strict)
+    shapes = {name: None if is_extra_state(name) else shape_of(tensor) for name, tensor in own.items()}
+    check_fit(module, shapes, state, strict)
     of_masters: dict[nn.Parameter, Loadable | Shard] = {}
+    extra: dict[str, Any] = {}
     for name, tensor in own.items():
         if name not in state:
             continue
-        if master_weights is not None and tensor in master_weights.pieces:
+        if is_extra_state(name):
+            extra[name] = in_memory(state[name])
+        elif master_weights is not None and tensor in master_weights.pieces:
             of_masters[tensor] = state[name]
         elif is_zero3_partitioned(tensor):
             load_partition(tensor, state[name])
         else:
             with torch.no_grad():
                 tensor.copy_(materialize(state[name]))
+    module.load_state_dict(extra, strict=False)
     if master_weights is not None:
         master_weights.write(of_masters)

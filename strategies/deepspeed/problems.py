@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Adam, AdamW, Optimizer
 
+from trainer.model.unsupported import unsupported
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.elementwise import is_elementwise
@@ -71,18 +72,18 @@ def module_problems(name: str, module: TrainModule, clip_by: str | None) -> list
             f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
             "norm gradient_clip_val of the start. Remove the method."
         )
-    scalars = [parameter for parameter, value in module.named_parameters() if value.dim() == 0]
-    if scalars:
-        problems.append(
-            f"strategy {name!r} cannot shard parameters without a dimension: {', '.join(scalars)}. Give them the "
-            "shape [1]: nn.Parameter(torch.ones(1))."
-        )
     if clip_by == "value":
         problems.append(
             f"gradient_clip_algorithm='value': strategy {name!r} cannot, since DeepSpeed clips by the norm. Use "
             "'norm', or strategy 'fsdp'."
         )
     return problems
+
+
+def unsupported_problems(name: str, stage: int, module: TrainModule) -> list[str]:
+    """Return which layers and parameters the engine cannot train, one sentence for each kind."""
+    sharding = ("empty", "script", "compiled") if stage == 3 else ()
+    return unsupported(module, name, "scalar", "complex", "sparse", *sharding)
 
 
 def norm_problems(name: str, module: TrainModule, precision: Precision, device_type: str) -> list[str]:

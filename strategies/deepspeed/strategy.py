@@ -21,9 +21,9 @@ from trainer.checkpoint.optimizer_state import matching_groups
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, install_command, raise_problems
 from trainer.model.blocks import BlockPolicy
-from trainer.model.gradients import refuse_sparse_gradients
 from trainer.model.init_device import InitDevice, build_context
 from trainer.model.parameter_tables import ParameterTables, describe_changes
+from trainer.model.unsupported import use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.deepspeed.config import (
@@ -71,6 +71,7 @@ from trainer.strategies.deepspeed.problems import (
     module_problems,
     norm_problems,
     optimizer_problems,
+    unsupported_problems,
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.swapped_parameters import (
@@ -179,6 +180,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if module is not None:
             clipped = config is not None and config.clip_value is not None
             problems += module_problems(self.name, module, config.clip_algorithm if config and clipped else None)
+            problems += unsupported_problems(self.name, self.stage, module)
             problems += norm_problems(self.name, module, precision, device_type)
         if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
@@ -235,7 +237,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     ) -> None:
         self.teardown()
         if for_training:
-            refuse_sparse_gradients(module, self.name)
+            raise_problems(unsupported_problems(self.name, self.stage, module), f"strategy {self.name!r}")
+            use_contiguous_parameters(module)
         self._full = SwappedParameters(self, self._computing_full)
         self._refusing = RefusingEmptyParameters(module, self.name)
         former = self.master_weights if vars(self).get("module") is module else None

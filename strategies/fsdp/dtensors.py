@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice, slice_of_box, slice_of_grid
-from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
+from trainer.checkpoint.shards import Loadable, Shard, in_memory, materialize, read_slice
 from trainer.distributed.sendable import sendable
-from trainer.model.weights import check_fit
+from trainer.model.weights import check_fit, is_extra_state
 
 
 def local_slice(tensor: DTensor) -> FlatSlice:
@@ -152,7 +152,8 @@ def load_sharded(
         CheckpointError: names or shapes differ from the module's.
     """
     own = module.state_dict(keep_vars=True)
-    check_fit(module, {name: getattr(value, "shape", None) for name, value in own.items()}, state, strict)
+    shapes = {name: None if is_extra_state(name) else getattr(value, "shape", None) for name, value in own.items()}
+    check_fit(module, shapes, state, strict)
     rest = {}
     for name, value in state.items():
         target = own.get(name)
@@ -161,7 +162,7 @@ def load_sharded(
         if isinstance(target, DTensor) or (isinstance(value, Shard) and isinstance(target, torch.Tensor)):
             set_values(target, value)
         elif name in own:
-            rest[name] = materialize(value) if isinstance(target, torch.Tensor) else value
+            rest[name] = in_memory(value)
     module.load_state_dict(rest, strict=False)
 
 

@@ -23,10 +23,10 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
-from trainer.model.gradients import refuse_sparse_gradients
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parallel_cost import bubble
 from trainer.model.parameter_access import ExplainingShards
+from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
@@ -301,7 +301,7 @@ class FSDPStrategy(DistributedStrategy):
         from trainer.strategies.fsdp.dtensors import set_values
 
         if for_training:
-            refuse_sparse_gradients(module, self.name)
+            raise_problems(unsupported(module, self.name, "sparse"), f"strategy {self.name!r}")
         self.module, self._full, self._gathered_at_start = module, SwappedParameters(self, self._computing_full), []
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         self._called.clear()
@@ -319,6 +319,7 @@ class FSDPStrategy(DistributedStrategy):
             self._list_units()
             return
         self._refuse(module)
+        use_contiguous_parameters(module)
         self.precision.convert_module(module)
         # Names alone: the state_dict would keep the full tensors while their shards are made.
         loaded = list(module.state_dict(keep_vars=True)) if self._will_load_checkpoint else []
@@ -373,12 +374,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def _refuse(self, module: TrainModule) -> None:
         raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
-        scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-        if scalars:
-            raise ConfigError(
-                f"strategy 'fsdp' cannot shard parameters without a dimension: {', '.join(scalars)}. Give them the "
-                "shape [1]: nn.Parameter(torch.ones(1))."
-            )
+        kinds = ("scalar", "empty", "script")
+        raise_problems(unsupported(module, self.name, *kinds), f"strategy {self.name!r}")
 
     def _split_model(self, module: TrainModule) -> dict[str, nn.Module]:
         """Split layers, sequences and blocks over the processes of one model; return the blocks of this process."""

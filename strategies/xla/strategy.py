@@ -22,8 +22,8 @@ from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_xla_problem
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import BlockPolicy, find_blocks
-from trainer.model.gradients import refuse_sparse_gradients
 from trainer.model.init_device import refuse_meta_tensors
+from trainer.model.unsupported import unsupported
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.swapped_parameters import SwappedParameters
@@ -156,8 +156,7 @@ class XlaStrategy(Strategy):
         self.module, self._full = module, SwappedParameters(self, lambda module: nullcontext())
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         refuse_meta_tensors(module)
-        if for_training:
-            refuse_sparse_gradients(module, self.name)
+        raise_problems(unsupported(module, self.name, "sparse"), f"strategy {self.name!r}")
         if activation_checkpointing is not None:
             self._recompute(module, activation_checkpointing)
         self.precision.convert_module(module)

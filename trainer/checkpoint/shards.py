@@ -54,6 +54,11 @@ def materialize(value: Loadable) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else value.read()
 
 
+def in_memory(value: Any) -> Any:
+    """Return a value of a checkpoint with its tensors read, also those inside: a module's extra state is any data."""
+    return tree_map_only(StoredTensor, lambda stored: stored.read(), value)
+
+
 class _ReadWhenUsed(torch.Tensor):
     """A tensor without memory: each operation on it, such as `parameter.copy_`, reads the stored tensor anew."""
 

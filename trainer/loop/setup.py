@@ -50,6 +50,7 @@ from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_
 from trainer.loop.terminal import columns_of, wrapped
 from trainer.loop.training_state import (
     check_storable,
+    check_weights_storable,
     choose_seed,
     load_training_state,
     restore_training,
@@ -59,6 +60,7 @@ from trainer.metrics.state import check_torchmetrics
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
 from trainer.model.compile import start_compiling
 from trainer.model.dispatched import refuse_dispatched
+from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, parse_optimizers
 from trainer.seed import set_deterministic
@@ -234,6 +236,8 @@ def build_module(
         module.configure_model()
         if run.config.sync_batchnorm and strategy.processes.world_size > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        refuse_lazy(module)
+        use_separate_elements(module)
         check_module(run)
         converts = strategy.precision.weights not in (None, torch.float32)
         refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
@@ -242,6 +246,8 @@ def build_module(
     if training:
         run.record_facts({"module": facts_of_module(module, strategy.precision)})
         check_torchmetrics(module)
+        if run.checkpoint_callbacks:
+            check_weights_storable(module)
     if checkpoint is not None:
         with lightning_keys(checkpoint):
             run.hooks.on_load_checkpoint(checkpoint)

@@ -127,6 +127,16 @@ def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig
     serialize([config.scheduler.state_dict() for config in schedulers], "schedulers")
 
 
+def check_weights_storable(module: torch.nn.Module) -> None:
+    """Check that a checkpoint can hold the module's weights, buffers and extra state, before the first step.
+
+    Raises:
+        CheckpointError: it cannot; the message names the entry.
+    """
+    state = module.state_dict().items()
+    serialize({name: value for name, value in state if not getattr(value, "is_meta", False)}, "model")
+
+
 _STEPS_TO_A_STATE = 10
 """Steps after which an optimizer without a state is taken for one that never has any. A first update may be left out:
 the loss scale is too large, or `training_step` steps another optimizer."""

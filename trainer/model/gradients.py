@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError
-
 
 def with_dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters, with a tensor in place of each that has a sparse gradient: its gradient is the values.
@@ -26,16 +24,6 @@ def _with_values_as_gradient(parameter: torch.Tensor) -> torch.Tensor:
     instead = torch.empty_like(values, requires_grad=True)
     instead.grad = values
     return instead
-
-
-def refuse_sparse_gradients(module: nn.Module, strategy: str) -> None:
-    """Raise ConfigError if a layer makes sparse gradients, for a strategy that takes none."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
-            raise ConfigError(
-                f"{type(module).__name__}.{name} makes sparse gradients (sparse=True), which strategy {strategy!r} "
-                "does not take: leave out sparse=True, or use strategy 'ddp' or 'single_device'."
-            )
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:

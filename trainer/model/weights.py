@@ -49,6 +49,11 @@ def read_map_location(map_location: MapLocation) -> torch.device | None:
         ) from error
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a module's `state_dict` is what its `get_extra_state` returned: data of any kind."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
     """Load weights and buffers by name.
 
@@ -68,7 +73,7 @@ def check_fit(module: nn.Module, shapes: Mapping[str, Any], state: Mapping[str, 
     """Compare the names and shapes of weights with those of the module.
 
     Args:
-        shapes: full shapes by the names of the module's `state_dict`; None for an entry without a shape.
+        shapes: full shapes by the names of the module's `state_dict`; None for a module's extra state.
 
     Raises:
         CheckpointError: shapes differ, or, with `strict`, names.
@@ -76,7 +81,7 @@ def check_fit(module: nn.Module, shapes: Mapping[str, Any], state: Mapping[str, 
     problems = [
         f"size mismatch for {name}: the checkpoint has {list(state[name].shape)}, the module {list(shape)}"
         for name, shape in shapes.items()
-        if name in state and shape is not None and tuple(shape) != tuple(state[name].shape)
+        if name in state and shape is not None and tuple(shape) != tuple(getattr(state[name], "shape", shape))
     ]
     missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
     if strict and missing:

@@ -1,0 +1,103 @@
+"""Layers and parameters that some strategies cannot train, in words; and memory that none can use as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainer.errors import ConfigError, first_of
+
+Found = Iterator[str]
+"""The names of layers or parameters."""
+
+
+def unsupported(module: nn.Module, strategy: str, *kinds: str) -> list[str]:
+    """Return a problem for each of these kinds, the keys of `KINDS`, of which the module has layers or parameters."""
+    problems = []
+    for kind in kinds:
+        find, cannot, advice = KINDS[kind]
+        if names := list(find(module)):
+            problems.append(f"strategy {strategy!r} cannot {cannot}: {first_of(names)}. {advice}")
+    return problems
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raise ConfigError for parameters without a shape, as `nn.LazyLinear` has before its first forward."""
+    if names := [name for name, value in module.named_parameters() if is_lazy(value)]:
+        raise ConfigError(
+            f"{type(module).__name__} has parameters without a shape: {first_of(names)}. Give the layer its input "
+            "size, or run an example through it in configure_model."
+        )
+
+
+def _sparse(module: nn.Module) -> Found:
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
+            yield name
+
+
+def _scripted(module: nn.Module) -> Found:
+    return (name for name, layer in module.named_modules() if isinstance(layer, torch.jit.ScriptModule))
+
+
+def _compiled(module: nn.Module) -> Found:
+    return (name for name, layer in module.named_modules() if type(layer).__name__ == "OptimizedModule")
+
+
+def _parameters(has: Callable[[nn.Parameter], bool]) -> Callable[[nn.Module], Found]:
+    return lambda module: (name for name, value in module.named_parameters() if not is_lazy(value) and has(value))
+
+
+KINDS: dict[str, tuple[Callable[[nn.Module], Found], str, str]] = {
+    "scalar": (
+        _parameters(lambda value: value.dim() == 0),
+        "shard parameters without a dimension",
+        "Give them the shape [1]: nn.Parameter(torch.ones(1)).",
+    ),
+    "empty": (
+        _parameters(lambda value: value.dim() > 0 and value.numel() == 0),
+        "shard parameters without elements",
+        "Leave them out, or make them buffers.",
+    ),
+    "complex": (
+        _parameters(torch.is_complex),
+        "train complex parameters",
+        "Keep real and imaginary part as real parameters (torch.view_as_complex), or use strategy 'ddp' or 'fsdp'.",
+    ),
+    "sparse": (
+        _sparse,
+        "take the sparse gradients of layers",
+        "Leave out sparse=True, or use strategy 'ddp' or 'single_device'.",
+    ),
+    "script": (
+        _scripted,
+        "add hooks to scripted layers",
+        "Give the layers from which torch.jit made them, or use strategy 'ddp'.",
+    ),
+    "compiled": (
+        _compiled,
+        "add hooks to compiled layers",
+        "Give them uncompiled, with Trainer(compile=...) if need be.",
+    ),
+}
+"""Kinds that a strategy may be unable to train -> a function that finds it, and the words around the names."""
+
+
+def use_contiguous_parameters(module: nn.Module) -> None:
+    """Give parameters of another memory format, such as channels_last, contiguous memory, which sharding needs."""
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def use_separate_elements(module: nn.Module) -> None:
+    """Give each element of a buffer memory of its own; elements that share it, by `expand`, cannot be loaded."""
+    for layer in module.modules():
+        for name, buffer in layer.named_buffers(recurse=False):
+            if buffer.layout == torch.strided and any(
+                stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                layer._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
