@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
-from trainer.strategies.fsdp.first_batch import refuse_left_tensors, tensors_in
+from trainer.strategies.fsdp.first_batch import refuse_left_in_evaluation, refuse_left_tensors, tensors_in
 from trainer.strategies.fsdp.rehearsal import rehearsal
 
 AttentionExchange = Literal["auto", "heads", "keys"]
@@ -173,11 +173,16 @@ class ContextParallel:
                 self._follows[name, training] = False
 
     def _left_checker(self, name: str) -> Callable[..., Any]:
+        waiting = [True]
+
         def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if name in self._unchecked and block.training and torch.is_grad_enabled():
                 self._unchecked.remove(name)
                 refuse_left_tensors("context_parallel", name, block, (args, kwargs))
                 self._refuse_different_buffers(name, block)
+            if waiting and not block.training and not torch.compiler.is_compiling():
+                waiting.clear()
+                refuse_left_in_evaluation("context_parallel", name, block, (args, kwargs))
 
         return check
 

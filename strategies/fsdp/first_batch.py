@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError, first_of
-from trainer.model.blocks import class_of
+from trainer.model.blocks import class_of, without_caches
+from trainer.strategies.fsdp.rehearsal import rehearsal
 
 
 class FirstBatch:
@@ -36,14 +37,16 @@ class FirstBatch:
         self._loss_checked = self._loss_checked or training
 
     def passer(self) -> Callable[..., Any]:
-        """Return the forward of a block of an earlier stage: its input, at first NaN, to find what else depends on it.
+        """Return the forward of a block of an earlier stage: its input, as NaN, to find what else depends on it.
 
+        In training this is known after the first step; in evaluation it stays NaN, and what is computed from it too.
         The input is no NaN by itself where the weights before the blocks are tied to others of this stage.
         """
 
         def pass_by(*args: Any, **kwargs: Any) -> Any:
             hidden = first_argument(args, kwargs)
-            if self._loss_checked or not (isinstance(hidden, torch.Tensor) and hidden.is_floating_point()):
+            known = self._loss_checked and torch.is_grad_enabled()
+            if known or not (isinstance(hidden, torch.Tensor) and hidden.is_floating_point()):
                 return hidden
             return hidden + self._passed.to(hidden.device, hidden.dtype)
 
@@ -71,10 +74,14 @@ class FirstBatch:
 
     def left_checker(self, name: str) -> Callable[..., Any]:
         """Return a forward hook for a block; see `refuse_left_tensors`."""
+        waiting = [True]
 
         def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._loss_checked:
                 refuse_left_tensors("pipeline_parallel", name, block, (args, kwargs))
+            if waiting and not block.training and not torch.compiler.is_compiling():
+                waiting.clear()
+                refuse_left_in_evaluation("pipeline_parallel", name, block, (args, kwargs))
 
         return check
 
@@ -131,9 +138,27 @@ def refuse_left_tensors(option: str, name: str, block: nn.Module, inputs: Any) -
                 place = ".".join(filter(None, (name, path, attribute)))
                 raise ConfigError(
                     f"{option}: {place} is a tensor with a gradient that {name} ({class_of(block).__name__}) keeps, "
-                    "and only what a block returns goes on to other processes: a loss that is computed from it would "
-                    "be wrong. Keep it with detach() if it is only logged; or use another strategy."
+                    "and only what a block returns goes on to other processes: what is computed from it, such as a "
+                    "loss, would be wrong. Keep it with detach() if it is only logged; or use another strategy."
                 )
+
+
+def refuse_left_in_evaluation(
+    option: str, name: str, block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+) -> None:
+    """Call a block's forward once more, with gradients, and raise ConfigError for what it keeps in evaluation."""
+    leaves, structure = torch.utils._pytree.tree_flatten(tuple(map(without_caches, inputs)))
+    tensors = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.requires_grad_(True)
+    args, kwargs = torch.utils._pytree.tree_unflatten(tensors, structure)
+    with rehearsal(block, tensors_in(inputs)[0].device), torch.enable_grad():
+        try:
+            block.forward(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            return  # it has no gradients, or runs once for its inputs only
+        refuse_left_tensors(option, name, block, (args, kwargs))
 
 
 def _comes_from(node: Any, begins: set[Any]) -> bool:

@@ -25,7 +25,7 @@ from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
-from trainer.strategies.fsdp.first_batch import refuse_collecting
+from trainer.strategies.fsdp.first_batch import FirstBatch, refuse_collecting
 from trainer.strategy import StepConfig
 
 TWO = ("TP x2", "CP x2", "PP x2")
@@ -489,6 +489,22 @@ class Twice(Small):
         return mse_loss(self(batch[0]), self(batch[0] + 1))
 
 
+class ReadsKept(Small):
+    """The validation, and nothing else, reads what its blocks keep."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.eval()(batch[0])  # as in a run
+        return torch.stack([block.kept.mean() for block in self.blocks]).sum()
+
+
+class KeepsInEvaluation(Attending):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if not self.training:
+            self.kept = output.square()
+        return output
+
+
 class Planned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
@@ -613,6 +629,7 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "attention by hand": (CP, Small, Eager, "scaled_dot_product_attention only"),
     "convolutions": (CP, Small, Convolved, "convolutions"),
     "a loss that blocks keep": (CP, AddingLosses, Keeping, "blocks.0.losses is a tensor with a gradient"),
+    "what blocks keep in evaluation": (CP, ReadsKept, KeepsInEvaluation, "blocks.0.kept is a tensor with a gradient"),
     "a last block that is skipped": (CP, SkippingLast, Attending, "has not called the last block"),
     "a skip connection": (PP, Skipping, Attending, "embed"),
     "kept outputs, with tied ends": (PP, TiedKept, Attending, "depends on the outputs of blocks of earlier stages"),
@@ -712,6 +729,16 @@ def test_what_models_collect_from_their_blocks_is_refused_and_so_is_generating()
         module["net"].generate(tokens)
 
 
+def test_outputs_of_earlier_stages_stay_nan_in_evaluation() -> None:
+    first = FirstBatch(nn.Linear(1, 1), 1, set())
+    pass_by, hidden = first.passer(), torch.ones(2)
+    assert pass_by(hidden).isnan().all()
+    first.end_forward(training=True)
+    assert pass_by(hidden) is hidden
+    with torch.no_grad():
+        assert pass_by(hidden).isnan().all()
+
+
 def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     module, trainer = kind(block(), block()), WAYS[way].trainer(max_steps=3)
@@ -750,6 +777,7 @@ def test_every_part_has_its_gradient(name: str, trained: Any) -> None:
 
 NOT_SENT: dict[str, tuple[type[Small], type[nn.Module], str]] = {
     "losses that blocks keep": (AddingLosses, Keeping, "blocks.0.losses is a tensor with a gradient"),
+    "what blocks keep in evaluation": (ReadsKept, KeepsInEvaluation, "blocks.0.kept is a tensor with a gradient"),
     "tuples": (Unpacking, Tuples, "returns a tuple, and what a stage sends is one tensor"),
     "blocks in another order": (Backwards, Attending, "in the order in which they are registered"),
 }
@@ -759,7 +787,8 @@ NOT_SENT: dict[str, tuple[type[Small], type[nn.Module], str]] = {
 def train_without_sending(name: str) -> None:
     kind, block, _ = NOT_SENT[name]
     trainer = Trainer(strategy=FSDPStrategy(**PP), devices=2, accelerator="cpu", max_steps=1, **QUIET)
-    trainer.fit(kind(block(), block()), DataLoader(TensorDataset(torch.randn(4, 8, 8)), 4))
+    loader = DataLoader(TensorDataset(torch.randn(4, 8, 8)), 4)
+    trainer.fit(kind(block(), block()), loader, loader if issubclass(kind, ReadsKept) else None)
 
 
 @pytest.mark.parametrize("name", NOT_SENT)
