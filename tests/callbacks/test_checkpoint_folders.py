@@ -61,17 +61,23 @@ def test_checkpoints_in_an_object_store(async_save: bool, memory: str, tmp_path:
         quiet().validate(Toy(), loader(2), ckpt_path=f"{memory}/none")
 
 
+class Begins(Callback):
+    """Record the steps at which runs begin."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
 @pytest.mark.parametrize("second_place", ["b", None], ids=["its own folder", "the run directory"])
 @pytest.mark.parametrize(("every", "step"), [((2, 3), 3), ((3, 2), 3), ((1, 1), 3), ((2, 2), 2)], ids=str)
 def test_the_newest_of_several_is_the_last(
     every: tuple[int, int], step: int, second_place: str | None, tmp_path: Path
 ) -> None:
     """After an error in the fourth step each goes on with all of its own checkpoints."""
-    begun: list[int] = []
-
-    class Begins(Callback):
-        def on_train_start(self, trainer: Trainer, module: Any) -> None:
-            begun.append(trainer.global_step)
+    begins = Begins()
 
     def fails(trainer: Trainer) -> None:
         raise ArithmeticError
@@ -90,8 +96,35 @@ def test_the_newest_of_several_is_the_last(
         run(At(step4=fails))
     for manifest in (tmp_path / "a").glob("*/manifest.json"):
         os.utime(manifest)  # committed after the other's, as an asynchronous one may be
-    run(Begins())
-    assert begun == [step]
+    run(begins)
+    assert begins.steps == [step]
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("places", ["ab", "a", "b"])
+@pytest.mark.parametrize("written", [True, False])
+def test_the_last_is_of_the_run_that_wrote_last_though_only_one_of_several_has(
+    written: bool, places: str, order: str, tmp_path: Path
+) -> None:
+    begins = Begins()
+
+    def run(*others: Callback, ckpt_path: Any) -> Trainer:
+        both = [
+            steps(dirpath=tmp_path / name if name in places else None, every_n_train_steps=every[name], save_top_k=-1)
+            for name in order
+        ]
+        return fit([*others, *both], default_root_dir=tmp_path / "runs", ckpt_path=ckpt_path)
+
+    def end(trainer: Trainer) -> None:
+        raise ArithmeticError
+
+    every = {"a": 2, "b": 3}
+    first = run(ckpt_path=None)
+    folder = tmp_path / "a" if "a" in places else first.run_dir / "checkpoints"
+    with pytest.raises(ArithmeticError):  # when only "b" has written, or none
+        run(At(**{"step4" if written else "step3": end}), ckpt_path=folder / "step=2")
+    run(begins, ckpt_path="last")
+    assert begins.steps == [3 if written else 6]
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
     for folder in folders:
         try:
             found = CheckpointDirectory(folder).resolve(ckpt_path)
-            return _newest_of_run(run, found) if ckpt_path == "last" else found
+            return _newest_of_run(run, _of_latest_run(run, found)) if ckpt_path == "last" else found
         except ReadError:
             raise
         except CheckpointError as error:
@@ -168,6 +168,22 @@ def check_one_folder(processes: SingleProcess, what: str, folder: StoragePath | 
     if not one:
         fix = "All processes write their shards into it, so it has to be one folder, on a disk that they share."
         compare(processes, iter([(what, named)]), fix)
+
+
+def _of_latest_run(run: Run, found: StoragePath) -> StoragePath:
+    """Return the last checkpoint, captured latest, of the folders that the ModelCheckpoints write in; or `found`.
+
+    A run that began from the path of a checkpoint may have ended when only one of them had written.
+    """
+    if len(run.checkpoint_callbacks) < 2:
+        return found
+    folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
+    lasts = [CheckpointDirectory(folder).pointer("last") for folder in dict.fromkeys(folders)]
+    if len(folders) < len(run.checkpoint_callbacks):
+        elsewhere = (CheckpointDirectory(folder).pointer("last") for folder in checkpoint_dirs(run)[len(folders) :])
+        lasts.append(next((one for one in elsewhere if one is not None), None))
+    latest = max((found, *(one for one in lasts if one is not None)), key=lambda one: _when(one)[1])
+    return found if latest == found else CheckpointDirectory(latest.parent).resolve("last")
 
 
 def _newest_of_run(run: Run, found: StoragePath) -> StoragePath:
