@@ -205,6 +205,25 @@ def test_what_hooks_see_of_stage_last_batch_and_a_value_of_the_epochs_start(tmp_
     assert ours == [(True, True), (False, None), (False, 3.0)]
 
 
+def test_the_hooks_of_a_finished_run(tmp_path: Path) -> None:
+    names = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end")
+
+    def define(library: Library, net: Any, record: Record) -> Any:
+        hooks = {name: lambda self, name=name: record.noted.append(name) for name in (*names, "on_fit_end")}
+        return type("Notes", (net,), hooks)
+
+    def again(trainer: Any, module: Any) -> None:
+        trainer.fit(module, loader())
+        saved = f"{trainer.default_root_dir}/saved"
+        trainer.save_checkpoint(saved)
+        trainer.fit(module, loader(), ckpt_path=saved)
+
+    scenario = Scenario("", define, {"max_steps": 2, "max_epochs": -1}, action=again)
+    theirs, ours = (run(library, scenario, tmp_path / library.name).noted for library in (LIGHTNING, OURS))
+    assert ours == [*names, "on_fit_end"] * 2
+    assert theirs == [*names, "on_fit_end", "on_fit_start", "on_fit_end"]
+
+
 def test_limits_that_the_trainer_names(tmp_path: Path) -> None:
     for library, sanity, limit in ((LIGHTNING, 0, 2), (OURS, -1, 1.0)):
 

@@ -188,6 +188,12 @@ _STEPS = (
         "`ckpt_path`",
     ),
     Difference(
+        "a finished run",
+        "`fit` from a checkpoint after which nothing is left to train calls only `on_fit_start` and `on_fit_end`",
+        "also `on_train_start` and `on_train_end`; and in the middle of an epoch, at `max_steps`, the hooks of its "
+        "start and end and the validation that was due, because the process may have ended before them",
+    ),
+    Difference(
         "seeds of ranks",
         "ranks have the same random numbers at the start of `fit`",
         "each rank has its own, derived from the seed; the initial weights are equal",
