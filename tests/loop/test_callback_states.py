@@ -158,6 +158,27 @@ def test_a_part_of_the_weights_is_resumed_and_tested(kind: Any, stage: str, tmp_
         getattr(quiet(max_steps=1), stage)(Adapter(), loader(2), ckpt_path=tmp_path / "saved")
 
 
+class Grown(Toy):
+    """A module with one trained layer more than the checkpoint's."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = torch.nn.Linear(4, 4)
+
+
+def test_a_resumed_run_with_another_trained_layer_is_refused_with_what_to_use(tmp_path: Path) -> None:
+    trainer = quiet(max_steps=1, default_root_dir=tmp_path)
+    trainer.fit(Toy(), loader(2))
+    trainer.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"\['added.bias', 'added.weight'\].*load_from_checkpoint.*strict=False"):
+        quiet(max_steps=2).fit(Grown(), loader(2), ckpt_path=tmp_path / "saved")
+    module = Grown.load_from_checkpoint(tmp_path / "saved")
+    assert module.layer.weight.equal(trainer.module.layer.weight)
+    quiet(max_steps=1).fit(module, loader(2))
+
+
 class Odd(torch.optim.SGD):
     """An optimizer whose state has something that a checkpoint cannot hold."""
 

@@ -192,7 +192,11 @@ def matching_groups(
     if sorted(map(sorted, names)) != sorted(map(sorted, saved)):
         ours, theirs = {n for group in names for n in group}, {n for group in saved for n in group}
         difference = sorted(ours ^ theirs)[:3] or "the grouping"
-        raise CheckpointError(f"the parameters of {kind} differ from the checkpoint's: {difference}.")
+        raise CheckpointError(
+            f"the parameters of {kind} differ from the checkpoint's: {difference}. A resumed run trains the same ones, "
+            "with strict_loading = False, too; to train others from these weights, use load_from_checkpoint, which "
+            "strict=False lets load what fits, and fit without ckpt_path."
+        )
     groups = []
     for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):
         group = next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names))
