@@ -179,6 +179,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "launchers/test_launcher.py::test_the_failing_process_decides_the_exit_code": ("raise*", "*SIGKILL"),
     "launchers/test_notebook.py::test_an_interrupt_during_a_fork_is_not_lost": ("1",),
     "launchers/test_multinode.py::test_a_launcher_is_killed_and_started_again_and_the_bits_are_the_same": (),
+    "launchers/test_ray.py::test_killed_workers_in_a_job_of_the_users_and_of_the_command": (),
     "lightning/test_rows.py::test_data_in_order_on_several_processes": (),
     "lightning/test_scripts.py::test_only_the_imports_change": (
         "classifiers-hydra_template",
