@@ -356,15 +356,6 @@ DEFAULT_CALLBACKS = {
 }
 """The Trainer's arguments that add a callback -> classes of `trainer.callbacks`."""
 
-PROFILERS = {
-    "simple": "SimpleProfiler",
-    "bound": "BoundProfiler",
-    "advanced": "AdvancedProfiler",
-    "torch": "TorchProfiler",
-    "pytorch": "TorchProfiler",
-}
-"""Names for `Trainer(profiler=)` -> classes of `trainer.callbacks`."""
-
 
 def available_callbacks() -> Mapping[str, type[Callback]]:
     """Return the classes of `trainer.callbacks` by name."""

@@ -221,6 +221,14 @@ ARGUMENTS = tuple(field.name for field in dataclasses.fields(Settings))
 
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+PROFILERS = {
+    "simple": "SimpleProfiler",
+    "bound": "BoundProfiler",
+    "advanced": "AdvancedProfiler",
+    "torch": "TorchProfiler",
+    "pytorch": "TorchProfiler",
+}
+"""Names for `Trainer(profiler=)` -> classes of `trainer.callbacks`."""
 NONE_IS_DEFAULT = (
     "precision",
     *_LIMITS,
@@ -356,6 +364,9 @@ def _wrong_times(settings: Settings) -> list[str]:
 
 def _contradictions(settings: Settings) -> list[str]:
     problems = []
+    if isinstance(settings.profiler, str) and settings.profiler not in PROFILERS:
+        names = ", ".join(map(repr, PROFILERS))
+        problems.append(f"profiler={settings.profiler!r}: allowed are None, {names}, or a callback.")
     for unit in ("epochs", "steps"):
         minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
         if isinstance(minimum, int) and isinstance(maximum, int) and 0 <= maximum < minimum:

@@ -11,8 +11,9 @@ import pytest
 
 import trainer.callbacks
 from trainer import Callback, ConfigError, Trainer
-from trainer.callback import DEFAULT_CALLBACKS, PROFILERS, Checkpoint, callback_named
+from trainer.callback import DEFAULT_CALLBACKS, Checkpoint, callback_named
 from trainer.callbacks import CALLBACKS
+from trainer.settings import PROFILERS
 
 
 def test_every_callback_of_the_folder_is_in_the_table() -> None:

@@ -290,7 +290,7 @@ def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
         ([], 2, "usage: trainer checkpoint"),
         (["lst", "x"], 2, "invalid choice: 'lst'. Did you mean 'list'?"),
         (["export", "runs/version_0", "new", "--dtype", "bf17"], 2, "invalid choice: 'bf17'. Known: float32"),
-        (["ls"], 2, "required: PATH"),
+        (["ls"], 2, "PATH is missing. For example: trainer checkpoint ls runs/digits\n"),
         (["ls", "nowhere"], 1, "there is no checkpoint or folder 'nowhere'"),
         (["show", "runs/version_O"], 1, "Did you mean 'version_0'?"),
         (["show", "runs/version_0", "--ckpt", "bets"], 1, "Did you mean 'best'? There are: step=10, step=20, step=30"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from tests.tiers import Inputs
 
@@ -404,6 +405,28 @@ def test_one_mistake_on_the_command_line(arguments_expected: tuple[list[str], st
     assert (code, out) == (2, "")
     assert expected in err
     assert arguments == [] or err.count("\n") <= 6
+
+
+def test_names_are_checked_before_torch_is_imported(project: Path) -> None:
+    Path("run.yaml").write_text(
+        NET + "optimizer: Adamm\nlr_scheduler: StepLRR\n"
+        "trainer:\n  profiler: simpel\n  strategy: dpd\n  callbacks: [Nothing]\n  logger: CSVLoger\n  precision: x\n"
+    )
+    code = "import sys\nfrom trainer.__main__ import main\n"
+    ended = run_python(f"{code}print(main(['fit', '--config', 'run.yaml']), 'torch' in sys.modules)")
+    assert ended.stdout == "2 False\n", ended.stderr
+    assert ended.stderr.startswith("error: 7 problems in the configuration:"), ended.stderr
+
+
+def test_what_is_missing_is_shown_by_an_example(command: Command) -> None:
+    """Whatever command and subcommand the parser of argparse finds incomplete."""
+    lines = [["plan"], ["plot"], ["migrate"], ["completion"], ["runs"], ["runs", "ls"]]
+    for line in [*lines, *(["checkpoint", name] for name in ("ls", "show", "verify", "export", "import"))]:
+        code, out, err = command(*line)
+        assert (code, out) == (2, "")
+        message, _, example = err.partition(" missing. For example: ")
+        assert message.startswith("error: ")
+        assert example.startswith(f"trainer {' '.join(line)} "), err
 
 
 def test_all_mistakes_come_at_once_file_by_file_from_top_to_bottom(command: Command) -> None:

@@ -175,7 +175,8 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
     [
         (["runs/empty"], "runs/empty has no metrics.csv or metrics.jsonl with values below it"),
         (["runs/a", "--output", "taken.png"], "--output taken.png: it cannot be written: Is a directory."),
-        (["nowhere"], "nowhere does not exist"),
+        (["nowhere"], "there is no 'nowhere'. Give the directory of a run, or a folder with runs below."),
+        (["runs/aa"], "there is no 'runs/aa'. Did you mean 'a'?"),
         (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),
         (["runs/a", "--output", "curves.gif"], ".gif is none of .png, .svg, .pdf, .html"),
         (["runs/a", "--output", "nowhere/curves.png"], "there is no folder nowhere"),

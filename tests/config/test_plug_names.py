@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from trainer.callbacks import CALLBACKS
 from trainer.cli.config.draft import LAYOUTS, PRECISIONS, WITHOUT_LAYOUT
-from trainer.config.plug_names import callbacks, precisions, strategies
+from trainer.config.check import table_of
+from trainer.config.plug_names import callbacks, optimizers, precisions, schedulers, strategies
 from trainer.logger import Logger
 from trainer.precision import PRECISIONS as TABLE
 from trainer.strategies import STRATEGIES
@@ -15,6 +19,8 @@ def test_the_names_are_those_of_the_tables() -> None:
     assert set(strategies()) == set(STRATEGIES)
     assert callbacks("Callback") == list(CALLBACKS)
     assert callbacks("Logger") == [name for name, cls in CALLBACKS.items() if issubclass(cls, Logger)]
+    assert set(optimizers()) == set(table_of((Optimizer,)))
+    assert set(schedulers()) == set(table_of((LRScheduler,)))
 
 
 def test_the_help_texts_are_those_of_the_table_and_the_docstrings() -> None:

@@ -83,10 +83,19 @@ class CommandParser(argparse.ArgumentParser):
             message = f"{choice[1]}: {choice[2]}.{hint} Known: {', '.join(known)}."
         elif number := re.fullmatch(r"(argument \S+): invalid (?:int|float) value: (.*)", message):
             message = f"{number[1]}: {number[2]}: give a number"
-        elif message.endswith("required: COMMAND"):
+        elif missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-            message += f" (one of {', '.join(name for action in commands for name in action.choices)})"
+            one_of = (
+                f" (one of {', '.join(name for action in commands for name in action.choices)})" if commands else ""
+            )
+            is_are = "are" if ", " in missing[1] else "is"
+            message = f"{missing[1]}{one_of} {is_are} missing. For example: {self._example()}"
         raise ConfigError(message)
+
+    def _example(self) -> str:
+        """Return the first of the examples in the help, without what is said beside it."""
+        lines = [line.strip() for line in (self.epilog or "").splitlines()]
+        return next(re.split(" {2,}", line)[0] for line in lines if line.startswith(f"{self.prog} "))
 
     def parse_with_overrides(
         self, arguments: list[str], findings: Diagnostics

@@ -71,7 +71,12 @@ def curves_of(paths: list[str]) -> Curves:
         runs = sorted(run_directories(path)) if path.is_dir() else []
         found = {str(one): metrics for one in runs if (metrics := read_metrics(one))}
         if not found:
-            why = "has no metrics.csv or metrics.jsonl with values below it" if path.is_dir() else "does not exist"
+            if not path.exists():
+                close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
+                raise ConfigError(
+                    f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below."
+                )
+            why = "has no metrics.csv or metrics.jsonl with values below it"
             raise ConfigError(f"{text} {why}. CSVLogger or JSONLLogger writes one: Trainer(logger=[CSVLogger()]).")
         for name, metrics in found.items():
             for metric, points in metrics.items():

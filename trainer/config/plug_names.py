@@ -1,10 +1,11 @@
-"""Names of precisions, strategies and callbacks, read from the source: importing their tables means importing torch."""
+"""Names of precisions, strategies, callbacks and optimizers, read from the source: importing them takes seconds."""
 
 from __future__ import annotations
 
 import ast
 import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -53,6 +54,26 @@ def callbacks(base: str) -> list[str]:
         return name == base or any(map(is_derived, bases.get(name, ())))
 
     return [name for module, name in exported if module.startswith("trainer.callbacks.") and is_derived(name)]
+
+
+@cache
+def optimizers() -> list[str]:
+    """Return the optimizers that torch.optim exports."""
+    return sorted({*re.findall(r"\b([A-Z]\w+) as \1\b", _torch_text("optim", "__init__.py"))} - {"Optimizer"})
+
+
+@cache
+def schedulers() -> list[str]:
+    """Return the classes of torch.optim.lr_scheduler that are schedulers."""
+    found = re.findall(r"^class ([A-Z]\w*)\(", _torch_text("optim", "lr_scheduler.py"), re.M)
+    return [name for name in found if name != "LRScheduler"]
+
+
+def _torch_text(*parts: str) -> str:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent.joinpath(*parts).read_text(encoding="utf-8")
 
 
 def _name_of(kind: ast.ClassDef) -> str | None:

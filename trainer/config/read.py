@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from trainer.compat.answers import is_default
 from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS, TRAINER_ARGUMENTS
 from trainer.config.classes import check_short_name, extend_sys_path, find_file
 from trainer.config.files import read_file
-from trainer.config.plug_names import callbacks, precisions, strategies
+from trainer.config.plug_names import callbacks, optimizers, precisions, schedulers, strategies
 from trainer.config.references import with_references
 from trainer.config.tree import (
     CLASS_ROOTS,
@@ -146,14 +146,17 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     name = entries(node).get("class_path")
     if name is None or not isinstance(name.value, str):
         return
-    tables = {
-        "strategy": lambda: [*strategies(), "auto"],
-        "callbacks": lambda: callbacks("Callback"),
-        "logger": lambda: callbacks("Logger"),
+    tables: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {
+        "strategy": ("strategy", lambda: [*strategies(), "auto"]),
+        "callbacks": ("callback", lambda: callbacks("Callback")),
+        "logger": ("logger", lambda: callbacks("Logger")),
+        "optimizer": ("optimizer", optimizers),
+        "lr_scheduler": ("scheduler", schedulers),
     }
     try:
-        if path[0] == "trainer" and path[1] in tables:
-            check_short_name(name.value, str(path[1]).removesuffix("s"), tables[str(path[1])]())
+        if (key := str(path[1] if path[0] == "trainer" else path[0])) in tables:
+            kind, known = tables[key]
+            check_short_name(name.value, kind, list(known()))
         location, colon, _ = name.value.rpartition(":")
         if location.endswith(".py") or (not colon and name.value.endswith(".py")):
             find_file(location or name.value, name.source)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from trainer.arguments import describe_annotation, fits, hints_of, local_path, raise_if_raising
-from trainer.callback import DEFAULT_CALLBACKS, PROFILERS, Callback, Checkpoint, callback_named
+from trainer.callback import DEFAULT_CALLBACKS, Callback, Checkpoint, callback_named
 from trainer.compat.plugins import read_plugins
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
@@ -18,7 +18,7 @@ from trainer.logger import DummyLogger, Logger
 from trainer.loop.hook_checks import callback_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
-from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
+from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings
 from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy, unknown_methods
 
 
@@ -117,9 +117,6 @@ def _unknown_choices(settings: Settings) -> list[str]:
     problems += wrong + _error_of(lambda: resolve_precision(precision))
     problems += compile_problems(settings.compile)
     problems += _error_of(lambda: choose_accelerator(settings.accelerator))
-    if settings.profiler not in (None, *PROFILERS) and not isinstance(settings.profiler, Callback):
-        names = ", ".join(map(repr, PROFILERS))
-        problems.append(f"profiler={settings.profiler!r}: allowed are None, {names}, or a callback.")
     return problems
 
 
