@@ -51,14 +51,19 @@ def _parameters(has: Callable[[nn.Parameter], bool]) -> Callable[[nn.Module], Fo
     return lambda module: (name for name, value in module.named_parameters() if not is_lazy(value) and has(value))
 
 
+def _shape(value: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of the full parameter, which ZeRO-3 keeps where it has partitioned it."""
+    return tuple(getattr(value, "ds_shape", value.shape))
+
+
 KINDS: dict[str, tuple[Callable[[nn.Module], Found], str, str]] = {
     "scalar": (
-        _parameters(lambda value: value.dim() == 0),
+        _parameters(lambda value: _shape(value) == ()),
         "shard parameters without a dimension",
         "Give them the shape [1]: nn.Parameter(torch.ones(1)).",
     ),
     "empty": (
-        _parameters(lambda value: value.dim() > 0 and value.numel() == 0),
+        _parameters(lambda value: 0 in _shape(value)),
         "shard parameters without elements",
         "Leave them out, or make them buffers.",
     ),
