@@ -90,3 +90,10 @@ def test_a_damaged_state_and_an_unknown_mode_are_refused() -> None:
         combined("sequential").load_state_dict({"lengths": ["many"]})
     with pytest.raises(ConfigError, match=r"Did you mean 'max_size'\?"):
         CombinedLoader([], "maxsize")  # type: ignore[arg-type]
+
+
+def test_loaders_nested_without_end_are_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ConfigError, match="nested without end: give one loader"):
+        CombinedLoader(endless)

@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.loader import Batch, BatchLoader
-from trainer.errors import unknown_name_error
+from trainer.errors import ConfigError, unknown_name_error
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
@@ -63,7 +63,12 @@ class CombinedLoader:
 
 
 def _flatten(iterables: Any) -> tuple[list[Any], TreeSpec]:
-    return tree_flatten(iterables, is_leaf=lambda one: not isinstance(one, (dict, list, tuple)))
+    try:
+        return tree_flatten(iterables, is_leaf=lambda one: not isinstance(one, (dict, list, tuple)))
+    except RecursionError:
+        raise ConfigError(
+            "the loaders are nested without end: give one loader, or a list, tuple or dict of loaders."
+        ) from None
 
 
 def combined_length(lengths: Sequence[int], mode: str) -> int:
