@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.arguments import PositiveInt, kept_path, make_folder
+from trainer.arguments import PositiveInt, kept_path, local_path, make_folder
 from trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Profiler(Callback):
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
-        self.filename = filename
+        self.filename = None if filename is None else str(local_path(filename, "filename"))
 
     def start(self, action_name: str) -> None:
         """Begin an action."""
@@ -126,5 +126,6 @@ class AdvancedProfiler(Profiler):
         if self.dirpath is None:
             show(self.summary())
             return
-        make_folder(self.dirpath, "AdvancedProfiler(dirpath=...)")
-        (self.dirpath / f"{self.filename or 'profile'}.txt").write_text(self.summary())
+        file = self.dirpath / f"{self.filename or 'profile'}.txt"
+        make_folder(file.parent, "AdvancedProfiler(dirpath=..., filename=...)")
+        file.write_text(self.summary())

@@ -362,11 +362,15 @@ def _wrong_times(settings: Settings) -> list[str]:
     return problems
 
 
+def unknown_profiler(given: object) -> str:
+    """Return the problem of a value of `profiler` that is none of its names, and no callback."""
+    return f"profiler={given!r}: allowed are None, {', '.join(map(repr, PROFILERS))}, or a callback."
+
+
 def _contradictions(settings: Settings) -> list[str]:
     problems = []
     if isinstance(settings.profiler, str) and settings.profiler not in PROFILERS:
-        names = ", ".join(map(repr, PROFILERS))
-        problems.append(f"profiler={settings.profiler!r}: allowed are None, {names}, or a callback.")
+        problems.append(unknown_profiler(settings.profiler))
     for unit in ("epochs", "steps"):
         minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
         if isinstance(minimum, int) and isinstance(maximum, int) and 0 <= maximum < minimum:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
+from trainer import ConfigError
 from trainer.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, TensorBoardLogger
 
 FILES = {CSVLogger: "metrics.csv", JSONLLogger: "metrics.jsonl", TensorBoardLogger: "events.out.tfevents.*"}
@@ -42,3 +43,11 @@ def test_a_new_run_does_not_write_over_another(kind: type, tmp_path: Path) -> No
 def test_a_folder_is_a_text(tmp_path: Path) -> None:
     for logger in (CSVLogger(tmp_path), TensorBoardLogger(tmp_path)):
         assert logger.log_dir + "/x" == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize("argument", ["name", "version"])
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", "x" * 300])
+def test_a_folder_that_no_file_system_has_is_refused(argument: str, text: str) -> None:
+    for kind in (CSVLogger, TensorBoardLogger):
+        with pytest.raises(ConfigError, match=f"{argument}="):
+            kind("runs", **{argument: text})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
-from trainer.callbacks import ModelCheckpoint, SimpleProfiler
+from trainer.callbacks import AdvancedProfiler, ModelCheckpoint, SimpleProfiler
 from trainer.callbacks.profiler import LOOP
 from trainer.loop.callback_list import CallbackList
 from trainer.metrics.phases import (
@@ -292,3 +293,12 @@ def test_mistakes() -> None:
         SimpleProfiler(clock=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"profiler='smple'.*'simple', 'bound', 'advanced', 'torch', 'pytorch', or a"):
         Trainer(profiler="smple")
+
+
+@pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])
+def test_a_filename_may_have_folders_and_is_checked_at_the_start(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="filename="):
+        kind(dirpath=tmp_path, filename="\ud800")
+    trainer = quiet(max_steps=1, callbacks=[kind(dirpath=tmp_path / "a", filename="b/c")])
+    trainer.fit(Toy(), loader())
+    assert (tmp_path / "a" / "b" / "c.txt").read_text()

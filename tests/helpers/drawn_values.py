@@ -191,13 +191,12 @@ def _is_one(value: Any, option: Any) -> bool:
     return isinstance(option, type) and isinstance(value, option)
 
 
-def is_a_number(value: Any) -> bool:
-    """Whether no number in a value is nan."""
+def is_a_number(value: Any, depth: int = 10) -> bool:
+    """Whether no number in a value, which may contain itself, is nan."""
     if isinstance(value, (float, np.floating)):
         return not math.isnan(value)
-    if isinstance(value, dict):
-        return all(map(is_a_number, value.values()))
-    return not isinstance(value, (list, tuple)) or all(map(is_a_number, value))
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return depth == 0 or all(is_a_number(item, depth - 1) for item in items)
 
 
 def shown(value: Any) -> str:

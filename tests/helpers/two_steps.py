@@ -59,6 +59,10 @@ def refused(error: TrainerError, names: list[str]) -> str:
     return REFUSED
 
 
+OTHERS_OPTIONS = ("console_kwargs",)
+"""Arguments whose contents are another library's."""
+
+
 def check_types(given: dict[str, Any], known: dict[str, Any]) -> None:
     """Raise WrongError for a value that was taken though it is of another type, or no finite number.
 
@@ -67,5 +71,5 @@ def check_types(given: dict[str, Any], known: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None and not conforms(value, known[name].annotation):
             raise WrongError(f"{name} is annotated {known[name].annotation}, and was taken")
-        if known[name].annotation is not Any and not is_a_number(value):
+        if known[name].annotation is not Any and name not in OTHERS_OPTIONS and not is_a_number(value):
             raise WrongError(f"{name} is not a number, and was taken")

@@ -145,25 +145,29 @@ class RemotePath:
             raise OSError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, argument: str = "") -> None:
     """Check that fsspec supports this kind of URL; open no connection.
+
+    Args:
+        argument: the name of the argument whose value the URL is, for messages.
 
     Raises:
         ConfigError: the scheme is unknown, or its package is not installed.
     """
-    _store(url)
+    _store(url, argument)
 
 
-def _store(url: str) -> tuple[Any, str]:
+def _store(url: str, argument: str = "") -> tuple[Any, str]:
+    given = f"{argument}={url!r}" if argument else repr(url)
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise ConfigError(f"{url!r} is a URL, which needs the package fsspec. Install it: pip install fsspec") from None
+        raise ConfigError(f"{given} is a URL, which needs the package fsspec. Install it: pip install fsspec") from None
     try:
         # Cached listings would not show the files that other processes write.
         store, path = url_to_fs(url, use_listings_cache=False)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{url!r}: fsspec cannot open it: {error}") from None
+        raise ConfigError(f"{given}: fsspec cannot open it: {error}") from None
     return store, str(path)
 
 

@@ -45,7 +45,7 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
         return local_path(path, argument)
     if url["scheme"] in ("file", "local"):
         return Path(url["rest"])
-    check_url(str(path))
+    check_url(str(path), argument)
     return RemotePath(str(path).rstrip("/"))
 
 

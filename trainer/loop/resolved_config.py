@@ -18,7 +18,7 @@ from trainer.logger import DummyLogger, Logger
 from trainer.loop.hook_checks import callback_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
-from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings
+from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings, unknown_profiler
 from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy, unknown_methods
 
 
@@ -117,6 +117,8 @@ def _unknown_choices(settings: Settings) -> list[str]:
     problems += wrong + _error_of(lambda: resolve_precision(precision))
     problems += compile_problems(settings.compile)
     problems += _error_of(lambda: choose_accelerator(settings.accelerator))
+    if not isinstance(settings.profiler, (str, Callback, type(None))):
+        problems.append(unknown_profiler(settings.profiler))
     return problems
 
 

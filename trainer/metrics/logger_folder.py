@@ -28,6 +28,9 @@ class LoggerFolder:
     ) -> None:
         self.files = files
         self.given = None if save_dir is None else kept_path(save_dir, "save_dir")
+        for argument, value in {"name": name, "version": version}.items():
+            if isinstance(value, str):
+                local_path(value, argument)  # raises where no file system has such a folder
         self.name, self.version = name, version
         self.sub_dir = None if sub_dir is None else str(local_path(sub_dir, "sub_dir"))
         self.number: int | None = None
