@@ -429,11 +429,13 @@ def test_templates_are_text_on_the_command_line(command: Command, bare: list[str
 
 
 def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:
-    wrong = ["--optimizer", "SGD", "--lr-scheduler", "StepLr", "--trainer.callbacks.patience", "3"]
-    code, _, err = command("fit", *bare, *wrong)
-    assert code == 2
-    assert "unknown scheduler 'StepLr'. Did you mean 'StepLR'?" in err
-    assert "Elements of a list are numbered: trainer.callbacks.0.NAME." in err
+    for wrong, words in {
+        ("--lr-scheduler", "StepLr"): "unknown scheduler 'StepLr'. Did you mean 'StepLR'?",
+        ("--trainer.callbacks.patience", "3"): "Elements of a list are numbered: trainer.callbacks.0.NAME.",
+    }.items():
+        code, _, err = command("fit", *bare, "--optimizer", "SGD", *wrong)
+        assert code == 2
+        assert words in err
 
 
 def test_words_of_the_checkpoint_command(command: Command, project: Path, bare: list[str]) -> None:

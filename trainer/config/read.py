@@ -155,8 +155,9 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     }
     try:
         if (key := str(path[1] if path[0] == "trainer" else path[0])) in tables:
-            kind, known = tables[key]
-            check_short_name(name.value, kind, list(known()))
+            kind, names = tables[key]
+            if known := list(names()):
+                check_short_name(name.value, kind, known)
         location, colon, _ = name.value.rpartition(":")
         if location.endswith(".py") or (not colon and name.value.endswith(".py")):
             find_file(location or name.value, name.source)
