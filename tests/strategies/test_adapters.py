@@ -106,7 +106,8 @@ def test_adapters_are_those_of_one_process(way: str, runs: tuple[Path, dict[str,
     skip_if_missing(way)
     folder, _ = runs
     expected, found = (read_checkpoint(locate(folder / one / "full" / "last"))["model"] for one in (SINGLE, way))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # Adam divides by the gradients' sizes, so that an update moves by more than their rounding where they are small.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("way", NAMES)
