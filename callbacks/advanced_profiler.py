@@ -56,6 +56,13 @@ class Profiler(Callback):
         if text := self.summary():
             print(text)
 
+    def write_results(self, text: str) -> None:
+        """Write the file of results, for a profiler with a `dirpath`."""
+        assert self.dirpath is not None
+        file = self.dirpath / f"{self.filename or 'profile'}.txt"
+        make_folder(file.parent, f"{type(self).__name__}(dirpath=..., filename=...)")
+        file.write_text(text)
+
 
 class PassThroughProfiler(Profiler):
     """Measure nothing."""
@@ -126,6 +133,4 @@ class AdvancedProfiler(Profiler):
         if self.dirpath is None:
             show(self.summary())
             return
-        file = self.dirpath / f"{self.filename or 'profile'}.txt"
-        make_folder(file.parent, "AdvancedProfiler(dirpath=..., filename=...)")
-        file.write_text(self.summary())
+        self.write_results(self.summary())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.arguments import check_clock, kept_path, local_path, make_folder
+from trainer.arguments import check_clock
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.metrics.phases import DATA
 
@@ -63,8 +63,7 @@ class SimpleProfiler(Profiler):
         self.calls: dict[str, int] = {}
         """Number of times each part was entered."""
         self.synchronize = synchronize
-        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
-        self.filename = None if filename is None else str(local_path(filename, "filename"))
+        super().__init__(dirpath, filename)
         self._clock = clock
         self._running = False
         self._inside: list[str] = []
@@ -146,9 +145,7 @@ class SimpleProfiler(Profiler):
         self._count_time()
         self._running = False
         if trainer.is_global_zero and self.dirpath is not None:
-            file = self.dirpath / f"{self.filename or 'profile'}.txt"
-            make_folder(file.parent, "SimpleProfiler(dirpath=..., filename=...)")
-            file.write_text(self.table() + "\n")
+            self.write_results(self.table() + "\n")
         elif trainer.is_global_zero:
             trainer.print(self.table())
             hint = self._hint(trainer.train_loader)

@@ -59,6 +59,7 @@ from trainer.loop.setup import configure_logging, start_processes
 from trainer.loop.training_state import SHARDED_KEYS, counterpart, place_in_epoch
 from trainer.model.dispatched import refuse_dispatched
 from trainer.model.parameter_tables import ParameterTables, describe_changes
+from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, zero_grad_fast
 from trainer.precision import NULL_CONTEXT, Precision
@@ -269,6 +270,9 @@ class Engine:
         problems = strategy.problems(config.precision, config.device_type, config.num_processes, steps, adapter)
         raise_problems([*problems, *wrapping_problems(adapter, strategy)], f"engine.setup({type(module).__name__})")
         check_parameters([*optimizers], module, shared=False)
+        if optimizers:
+            refuse_lazy(module)
+        use_separate_elements(module)
         facts = [(name, f"{list(p.shape)}, {p.dtype}, {p.requires_grad}") for name, p in module.named_parameters()]
         compare(strategy.processes, iter(facts), "Build the same module on all processes.")
         converts = strategy.precision.weights not in (None, torch.float32)

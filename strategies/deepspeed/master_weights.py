@@ -376,6 +376,7 @@ def load_weights(
         else:
             with torch.no_grad():
                 tensor.copy_(materialize(state[name]))
-    module.load_state_dict(extra, strict=False)
+    if extra:
+        module.load_state_dict(extra, strict=False)
     if master_weights is not None:
         master_weights.write(of_masters)

@@ -156,7 +156,8 @@ class XlaStrategy(Strategy):
         self.module, self._full = module, SwappedParameters(self, lambda module: nullcontext())
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         refuse_meta_tensors(module)
-        raise_problems(unsupported(module, self.name, "sparse"), f"strategy {self.name!r}")
+        if for_training:
+            raise_problems(unsupported(module, self.name, "sparse"), f"strategy {self.name!r}")
         if activation_checkpointing is not None:
             self._recompute(module, activation_checkpointing)
         self.precision.convert_module(module)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.toy import quiet
-from trainer import CheckpointError, ConfigError, TrainModule
+from trainer import CheckpointError, ConfigError, Engine, TrainModule
 from trainer.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 STRATEGIES = ("single_device", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
@@ -36,6 +36,9 @@ class Unusual(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.last(self.first(batch[0])).square().mean()
         return loss if self.extra is None else loss + self.extra.abs().sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -128,6 +131,41 @@ def test_extra_state_goes_from_every_strategy_to_every_other(strategy: str, tmp_
         fit(module, tmp_path / "run", other, 2 * step)
         assert isinstance(module.first, Counting)
         assert module.first.calls == 2 * step
+
+
+@pytest.mark.parametrize("first", ["fit", "validate"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_module_of_an_earlier_run_is_trained(strategy: str, first: str, tmp_path: Path) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    module = Unusual()
+    module.register_buffer("seen", torch.zeros(2))
+    batches = DataLoader(TensorDataset(torch.randn(16, 4)), 8)
+    if first == "validate":
+        quiet(strategy=strategy, devices=1).validate(module, batches)
+    else:
+        fit(module, tmp_path / "first", strategy, 2)
+    fit(module, tmp_path / "second", strategy, 2)
+    assert module.trainer.global_step == 2
+
+
+def test_a_lazy_layer_gets_its_shape_in_an_evaluation() -> None:
+    module = Lazy()
+    quiet().validate(module, DataLoader(TensorDataset(torch.randn(16, 4)), 8))
+    assert module.first.weight.shape == (4, 4)
+
+
+def test_an_expanded_buffer_that_no_checkpoint_holds_stays_as_it_is(tmp_path: Path) -> None:
+    module = Unusual()
+    module.register_buffer("mask", torch.zeros(1).expand(5), persistent=False)
+    fit(module, tmp_path / "run", "single_device", 2)
+    assert module.mask.stride() == (0,)
+
+
+def test_a_loop_of_ones_own_refuses_lazy_layers() -> None:
+    layer = nn.LazyLinear(4)
+    with Engine(accelerator="cpu") as engine, pytest.raises(ConfigError, match="Give the layer its input size"):
+        engine.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
 
 
 class Lazy(Unusual):

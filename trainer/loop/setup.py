@@ -49,8 +49,8 @@ from trainer.loop.save_pretrained import gather_to_save
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
 from trainer.loop.terminal import columns_of, wrapped
 from trainer.loop.training_state import (
+    check_buffers_storable,
     check_storable,
-    check_weights_storable,
     choose_seed,
     load_training_state,
     restore_training,
@@ -236,7 +236,8 @@ def build_module(
         module.configure_model()
         if run.config.sync_batchnorm and strategy.processes.world_size > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        refuse_lazy(module)
+        if training or strategy.shards_state:
+            refuse_lazy(module)
         use_separate_elements(module)
         check_module(run)
         converts = strategy.precision.weights not in (None, torch.float32)
@@ -247,7 +248,7 @@ def build_module(
         run.record_facts({"module": facts_of_module(module, strategy.precision)})
         check_torchmetrics(module)
         if run.checkpoint_callbacks:
-            check_weights_storable(module)
+            check_buffers_storable(module)
     if checkpoint is not None:
         with lightning_keys(checkpoint):
             run.hooks.on_load_checkpoint(checkpoint)

@@ -1,4 +1,4 @@
-"""Text and tables in the width of a terminal: numbers and names are not cut, columns are left out."""
+"""Text and tables on a terminal, in its width: numbers and names are not cut, columns are left out."""
 
 from __future__ import annotations
 

@@ -127,14 +127,23 @@ def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig
     serialize([config.scheduler.state_dict() for config in schedulers], "schedulers")
 
 
-def check_weights_storable(module: torch.nn.Module) -> None:
-    """Check that a checkpoint can hold the module's weights, buffers and extra state, before the first step.
+def check_buffers_storable(module: torch.nn.Module) -> None:
+    """Check that a checkpoint can hold the module's buffers and extra state, before the first step.
+
+    Left out is what only the strategy can say: weights, of which an earlier run may have left shards, and buffers that
+    have no values yet.
 
     Raises:
         CheckpointError: it cannot; the message names the entry.
     """
-    state = module.state_dict().items()
-    serialize({name: value for name, value in state if not getattr(value, "is_meta", False)}, "model")
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    others = {name: value for name, value in module.state_dict().items() if name not in weights}
+    known = {
+        name: value
+        for name, value in others.items()
+        if not isinstance(value, torch.Tensor) or (type(value) is torch.Tensor and not value.is_meta)
+    }
+    serialize(known, "model")
 
 
 _STEPS_TO_A_STATE = 10

@@ -88,7 +88,7 @@ KINDS: dict[str, tuple[Callable[[nn.Module], Found], str, str]] = {
         "Give them uncompiled, with Trainer(compile=...) if need be.",
     ),
 }
-"""Kinds that a strategy may be unable to train -> a function that finds it, and the words around the names."""
+"""Kinds that a strategy may be unable to train -> a function that finds them, and the words around the names."""
 
 
 def use_contiguous_parameters(module: nn.Module) -> None:
@@ -99,10 +99,13 @@ def use_contiguous_parameters(module: nn.Module) -> None:
 
 
 def use_separate_elements(module: nn.Module) -> None:
-    """Give each element of a buffer memory of its own; elements that share it, by `expand`, cannot be loaded."""
+    """Give each element of a persistent buffer memory of its own; what shares it, by `expand`, cannot be loaded."""
     for layer in module.modules():
         for name, buffer in layer.named_buffers(recurse=False):
-            if buffer.layout == torch.strided and any(
-                stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
-            ):
+            persistent = name not in layer._non_persistent_buffers_set
+            if persistent and buffer.layout == torch.strided and _shares_elements(buffer):
                 layer._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+
+
+def _shares_elements(buffer: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
