@@ -352,6 +352,8 @@ class ModelCheckpoint(Checkpoint):
             self._poll_writer(trainer)
             if self._error is not None:
                 self._rollback(self._error)
+        if self.every_n_train_steps is None and self.seconds is None:
+            return
         due = self._is_up_now(trainer) if self.seconds is not None else self._step_is_due(trainer.global_step)
         if due and not self._waits(trainer):
             self._step_of_due = trainer.global_step

@@ -117,7 +117,8 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._update(batch_idx + 1)
+        if time.monotonic() >= self._next:  # here, because a call in each step costs more than the question
+            self._update(batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         done, metrics = trainer.progress.batch, self._metrics()
@@ -151,7 +152,8 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         self._evaluated += 1
-        self._update(self._evaluated)
+        if time.monotonic() >= self._next:
+            self._update(self._evaluated)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -192,7 +194,7 @@ class ProgressBar(Callback):
         self._draw(lambda display: display.finish(self._evaluated, metrics, report))
 
     def _update(self, done: int) -> None:
-        if time.monotonic() >= self._next and done % self.refresh_rate == 0:
+        if done % self.refresh_rate == 0:
             metrics = self._metrics()
             self._draw(lambda display: display.update(done, metrics))
 

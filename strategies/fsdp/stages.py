@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import describe_blocks
-from trainer.model.parallel_cost import cut_blocks
+from trainer.model.pipeline_stages import cut_blocks
 
 
 def split_blocks(module: nn.Module, blocks: dict[str, nn.Module], stages: int) -> dict[str, int]:

@@ -24,8 +24,8 @@ from trainer.errors import ConfigError, raise_problems
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
-from trainer.model.parallel_cost import bubble
 from trainer.model.parameter_access import ExplainingShards
+from trainer.model.pipeline_stages import bubble
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients

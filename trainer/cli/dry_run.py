@@ -210,7 +210,7 @@ def window_of(arguments: dict[str, Any]) -> int:
 def _bubble(configuration: Configuration, strategy: Strategy) -> Iterator[CheckResult]:
     """Report how long the stages of a pipeline wait for each other."""
     from trainer.cli.estimate.layouts import layout_of
-    from trainer.model.parallel_cost import bubble
+    from trainer.model.pipeline_stages import bubble
 
     stages, window = layout_of(strategy).pipeline, window_of(configuration.trainer)
     if stages > 1:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from trainer.model.memory import DtypeSizes
+from trainer.model.pipeline_stages import cut_blocks
 
 REDUCED = 4
 """Bytes of a number in the sums of gradients: they are float32."""
@@ -210,29 +210,6 @@ class ProcessMemory:
 # -- which stage has what ----------------------------------------------------------------------------------------------
 
 
-def cut_blocks(sizes: Sequence[int], stages: int) -> list[int]:
-    """Return where each stage ends: the largest sum of a stage is as small as it can be, and no stage is empty."""
-    return list(_cut_blocks(tuple(sizes), stages))
-
-
-@lru_cache(maxsize=256)
-def _cut_blocks(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    count, sums = len(sizes), [0]
-    for size in sizes:
-        sums.append(sums[-1] + size)
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for stage in range(1, stages + 1):
-        best = {
-            end: min(
-                (max(largest, sums[end] - sums[start]), (*ends, end))
-                for start, (largest, ends) in best.items()
-                if start < end
-            )
-            for end in range(stage, count - (stages - stage) + 1)
-        }
-    return best[count][1]
-
-
 def stages_of(model: Architecture, stages: int) -> list[Stage]:
     """Return the stages, of which the largest has as few parameters as possible, as `FSDPStrategy` makes them."""
     sizes = [model.sharded + model.full] * model.layers
@@ -243,11 +220,6 @@ def stages_of(model: Architecture, stages: int) -> list[Stage]:
         Stage(number, end - start, number == 0, number == stages - 1)
         for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
     ]
-
-
-def bubble(stages: int, window: int) -> float:
-    """Return the share of a step in which a stage of a 1F1B pipeline waits (https://arxiv.org/abs/2006.09503)."""
-    return (stages - 1) / (window + stages - 1)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from trainer.model.parallel_cost import (
     ProcessMemory,
     Stage,
     Work,
-    bubble,
     collectives,
     process_memory,
     stages_of,
     step_flops,
 )
+from trainer.model.pipeline_stages import bubble
 
 LARGEST_MICRO_BATCH = 16
 LATENCY = 1e-5
