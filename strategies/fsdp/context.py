@@ -66,6 +66,8 @@ class ContextParallel:
         As in the first forward that was compared: in a later one other dimensions may have the sequence's length."""
         self._outputs: list[_Output] = []
         """The gathered outputs of the step in progress."""
+        self._sent: torch.Tensor | None = None
+        """What this stage of a pipeline sends in the step in progress, which is all that it computes."""
         first, *_, last = [*blocks, *blocks]
         after = [*blocks][[*blocks].index([*here][-1]) + 1 :]
         blocks[first].register_forward_pre_hook(self._measure, with_kwargs=True)
@@ -80,7 +82,7 @@ class ContextParallel:
 
     def begin(self) -> None:
         """Prepare for a step, after one that may have ended with an error."""
-        self._is_split, self._given = False, None
+        self._is_split, self._given, self._sent = False, None, None
         self._outputs.clear()
 
     def end(self, outputs: Any) -> None:
@@ -88,7 +90,8 @@ class ContextParallel:
         self.check_end()
         blocks = [one for one in self._outputs if self._follows.get(one.block)]
         self._outputs.clear()
-        roots = [one.grad_fn for one in tensors_in(outputs) if one.grad_fn is not None]
+        roots = [one.grad_fn for one in tensors_in((outputs, self._sent)) if one.grad_fn is not None]
+        self._sent = None
         uses = _count_uses(roots) if blocks and roots else None
         for one in blocks if uses is not None else blocks[-1:]:  # without a graph only the last one may be in use
             self._follows[one.block] = uses is not None and uses[one.node] < 2
@@ -138,9 +141,9 @@ class ContextParallel:
         """Cut what a stage of a pipeline sends, in front of the first block after its own ones."""
         hidden, args, kwargs = split_hidden(block, args, kwargs)
         self._compare_given(hidden, block.training)
-        sent = hidden if self._is_split else Cut.apply(hidden, 1, self.group)
+        self._sent = hidden if self._is_split else Cut.apply(hidden, 1, self.group)
         self._is_split = False
-        return (sent, *args), kwargs
+        return (self._sent, *args), kwargs
 
     def _joiner(self, name: str, is_last: bool) -> Callable[..., Any]:
         def join(block: nn.Module, args: Any, output: Any) -> Any:
