@@ -67,7 +67,7 @@ class ContextParallel:
         self._outputs: list[_Output] = []
         """The gathered outputs of the step in progress."""
         self._sent: torch.Tensor | None = None
-        """What this stage of a pipeline sends in the step in progress, which is all that it computes."""
+        """The tensor that this stage of a pipeline sends in the step in progress."""
         first, *_, last = [*blocks, *blocks]
         after = [*blocks][[*blocks].index([*here][-1]) + 1 :]
         blocks[first].register_forward_pre_hook(self._measure, with_kwargs=True)

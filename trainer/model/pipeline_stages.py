@@ -1,4 +1,4 @@
-"""How a pipeline cuts blocks into stages, and how long its stages wait."""
+"""Cut blocks into the stages of a pipeline, and compute how long its stages wait."""
 
 from __future__ import annotations
 
