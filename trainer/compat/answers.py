@@ -63,15 +63,13 @@ class NotToSet(Absent):
 def answer_members(kind: Class, lightning: str) -> Class:
     """Give a class an answer for each member of Lightning's class `lightning` that it does not have."""
     absent = NotToSet if lightning == "Trainer" else Absent
-    for name, path in ALIASES.get(lightning, {}).items():
-        if name not in dir(kind):
-            setattr(kind, name, Alias(name, path))
-    for name, words in _words_of(lightning).items():
-        if name.isidentifier() and name not in dir(kind):
-            setattr(kind, name, absent(name, words))
-    for name, words in _former(lightning).items():
-        if name not in dir(kind):
-            setattr(kind, name, Former(name, words))
+    answers: dict[str, object] = {name: Former(name, words) for name, words in _former(lightning).items()}
+    answers |= {name: absent(name, words) for name, words in _words_of(lightning).items() if name.isidentifier()}
+    answers |= {name: Alias(name, path) for name, path in ALIASES.get(lightning, {}).items()}
+    own = set(dir(kind))
+    for name, answer in answers.items():
+        if name not in own:
+            setattr(kind, name, answer)
     for name, found in [*vars(kind).items()] if lightning == "Trainer" else ():
         if isinstance(found, property) and found.fset is None:
             setattr(kind, name, found.setter(partial(_refuse_to_set, name)))
