@@ -138,16 +138,16 @@ class BadStepGuard(StepGuard):
             "in_a_row": self._in_a_row,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state. In a run that went back, the steps left out since and the count of bad steps stay."""
         kinds = {"losses": [[NUMBER]], "left_out": [[Integer()]], "furthest": Integer(-1), "in_a_row": Integer()}
-        require(state, kinds, "BadStepGuard")
-        windows, reader = state["losses"], 0 if self._trainer is None else self._trainer.reader
+        require(state_dict, kinds, "BadStepGuard")
+        windows, reader = state_dict["losses"], 0 if self._trainer is None else self._trainer.reader
         self.losses.losses.clear()
         self.losses.losses.extend(windows[reader % len(windows)] if windows else [])
-        self.left_out |= {(epoch, batch) for epoch, batch in state["left_out"]}
-        if state["furthest"] > self._furthest:
-            self._furthest, self._in_a_row = state["furthest"], state["in_a_row"]
+        self.left_out |= {(epoch, batch) for epoch, batch in state_dict["left_out"]}
+        if state_dict["furthest"] > self._furthest:
+            self._furthest, self._in_a_row = state_dict["furthest"], state_dict["in_a_row"]
 
 
 def _newest(callbacks: Iterable[Checkpoint]) -> str | None:

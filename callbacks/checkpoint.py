@@ -130,20 +130,21 @@ class ModelCheckpoint(Checkpoint):
         dirpath: str | Path | None = None,
         filename: str | None = None,
         monitor: str | None = None,
-        mode: Literal["min", "max"] | None = None,
-        save_top_k: Annotated[int, Limit("from", -1), "0: none, -1: all"] = 1,
+        verbose: bool = False,
         save_last: bool | Literal["link"] | None = True,
+        save_top_k: Annotated[int, Limit("from", -1), "0: none, -1: all"] = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] | None = None,
+        auto_insert_metric_name: bool = True,
         every_n_train_steps: Interval | None = None,
-        every_n_epochs: Interval | None = None,
         train_time_interval: str | timedelta | dict[str, float] | float | None = None,
+        every_n_epochs: Interval | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        *,
         async_save: bool = False,
         on_write_error: Literal["raise", "warn"] = "raise",
-        save_on_exception: bool = False,
-        auto_insert_metric_name: bool = True,
-        verbose: bool = False,
         trainable_only: bool = False,
-        save_weights_only: bool = False,
-        save_on_train_epoch_end: bool | None = None,
     ) -> None:
         problems = [
             *_contradictions(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval),
@@ -810,29 +811,29 @@ class ModelCheckpoint(Checkpoint):
         state["monitor"] = self._monitored()
         return {**state, "nonfinite": list(self.nonfinite)} if self.nonfinite else state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the list of checkpoints, without those that no longer exist.
 
         Raises:
             CheckpointError: the state is not one of a ModelCheckpoint.
         """
-        require(state, STATE, "ModelCheckpoint")
-        for name in state["kept"]:
+        require(state_dict, STATE, "ModelCheckpoint")
+        for name in state_dict["kept"]:
             if not name or name.startswith(".") or "/" in name or "\0" in name:
                 raise CheckpointError(f"ModelCheckpoint: {name!r} is not the name of a checkpoint")
-        self.saved_step = state["saved_step"]
-        if (monitored := state.get("monitor")) not in (None, self._monitored()):
+        self.saved_step = state_dict["saved_step"]
+        if (monitored := state_dict.get("monitor")) not in (None, self._monitored()):
             log.warning(
                 "ModelCheckpoint: the former run chose checkpoints by monitor=%r, mode=%r, this run by monitor=%r, "
                 "mode=%r, and begins anew; the former run's checkpoints stay, and are not deleted later.",
                 *[*monitored, None, None][:2],
                 *self._monitored(),
             )
-            state = {**state, "kept": {}, "best": None, "nonfinite": []}
-        self._restored_best = state["best"], state["kept"].get(state["best"])
-        self.kept = {name: value for name, value in state["kept"].items() if is_committed(self._in_folder(name))}
-        self.last = state["last"] if state["last"] in self.kept else None
-        self.nonfinite = [name for name in state.get("nonfinite", ()) if name in self.kept]
+            state_dict = {**state_dict, "kept": {}, "best": None, "nonfinite": []}
+        self._restored_best = state_dict["best"], state_dict["kept"].get(state_dict["best"])
+        self.kept = {name: value for name, value in state_dict["kept"].items() if is_committed(self._in_folder(name))}
+        self.last = state_dict["last"] if state_dict["last"] in self.kept else None
+        self.nonfinite = [name for name in state_dict.get("nonfinite", ()) if name in self.kept]
         if self.last is not None:
             # Those after which the run was resumed from the last finite one, which does not know of them.
             later = CheckpointDirectory(self._in_folder(self.last).parent).nonfinite_after(self.last)

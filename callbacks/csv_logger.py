@@ -54,6 +54,7 @@ class CSVLogger(FileLogger):
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: PositiveInt | None = None,
+        *,
         flush_seconds: NonNegativeFloat = 5.0,
     ) -> None:
         self.place = LoggerFolder(self.file_name, save_dir, name, version)
@@ -77,11 +78,11 @@ class CSVLogger(FileLogger):
         row, columns = dict(self._file.row or {}), list(self._file.columns)
         return {"step": self._file.step, "row": row, "columns": columns, **self.place.state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kind = {"step?": Integer(-1), "row?": {str: str}, "columns?": [str], "version?": Integer()}
-        require(state, kind, "CSVLogger")
-        self.place.number = state.get("version")
-        self._resumed = state
+        require(state_dict, kind, "CSVLogger")
+        self.place.number = state_dict.get("version")
+        self._resumed = state_dict
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

@@ -95,13 +95,13 @@ class EarlyStopping(Callback):
         monitor: str,
         min_delta: float = 0.0,
         patience: PositiveInt = 3,
+        verbose: bool = False,
         mode: Literal["min", "max"] | None = None,
         strict: bool = True,
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
         check_on_train_epoch_end: bool | None = None,
-        verbose: bool = False,
         log_rank_zero_only: bool = False,
     ) -> None:
         if not monitor:
@@ -150,16 +150,16 @@ class EarlyStopping(Callback):
             "stopped_epoch": self.stopped_epoch,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        require(state, STATE, self.state_key)
-        self._best = state["best_score"]
-        self.last_score = state["last_score"]
-        self.wait_count = state["wait_count"]
-        self._value_step = state.get("value_step", -1)  # earlier versions have neither this nor the two below
-        self.stopping_reason_message = state.get("stopping_reason")
-        self.stopped_epoch = state.get("stopped_epoch", 0)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        require(state_dict, STATE, self.state_key)
+        self._best = state_dict["best_score"]
+        self.last_score = state_dict["last_score"]
+        self.wait_count = state_dict["wait_count"]
+        self._value_step = state_dict.get("value_step", -1)  # earlier versions have neither this nor the two below
+        self.stopping_reason_message = state_dict.get("stopping_reason")
+        self.stopped_epoch = state_dict.get("stopped_epoch", 0)
         if self.check_on_train_epoch_end is None:
-            self._checked_at = state["place"]
+            self._checked_at = state_dict["place"]
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":

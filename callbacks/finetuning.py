@@ -179,10 +179,10 @@ class BaseFinetuning(AddsGroups):
             "tracking": [name for name, one in named if isinstance(one, _BatchNorm) and one.track_running_stats],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kinds = {"epoch": Integer(-1), "trained": [str], "tracking": [str]}
-        require({name: state[name] for name in kinds if name in state}, kinds, type(self).__name__)
-        self._last_epoch, self._restored = state["epoch"], state
+        require({name: state_dict[name] for name in kinds if name in state_dict}, kinds, type(self).__name__)
+        self._last_epoch, self._restored = state_dict["epoch"], state_dict
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -270,7 +270,7 @@ class BackboneFinetuning(BaseFinetuning):
         state = super().state_dict()
         return {**state, "backbone_lr": self.previous_backbone_lr} if state else state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        require({"backbone_lr": state.get("backbone_lr")}, {"backbone_lr": (NUMBER, None)}, "BackboneFinetuning")
-        self.previous_backbone_lr = state["backbone_lr"]
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        require({"backbone_lr": state_dict.get("backbone_lr")}, {"backbone_lr": (NUMBER, None)}, "BackboneFinetuning")
+        self.previous_backbone_lr = state_dict["backbone_lr"]
+        super().load_state_dict(state_dict)

@@ -51,10 +51,10 @@ class JSONLLogger(FileLogger):
     def state_dict(self) -> dict[str, Any]:
         return {} if self._file is None else {"lines": self._file.lines, **self.place.state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        require(state, {"lines?": Integer(), "version?": Integer()}, "JSONLLogger")
-        self._resumed = state
-        self.place.number = state.get("version")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        require(state_dict, {"lines?": Integer(), "version?": Integer()}, "JSONLLogger")
+        self._resumed = state_dict
+        self.place.number = state_dict.get("version")
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

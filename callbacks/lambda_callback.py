@@ -19,9 +19,10 @@ class LambdaCallback(Callback):
             be called.
     """
 
-    def __init__(self, **hooks: Callable[..., Any]) -> None:
-        raise_problems([problem for name, call in hooks.items() for problem in _problems(name, call)], "LambdaCallback")
-        for name, call in hooks.items():
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        given = {name: call for name, call in hooks.items() if call is not None}
+        raise_problems([problem for name, call in given.items() for problem in _problems(name, call)], "LambdaCallback")
+        for name, call in given.items():
             setattr(self, name, call)
 
 

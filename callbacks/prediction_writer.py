@@ -74,7 +74,7 @@ class PredictionWriter(Callback):
     def write_on_batch_end(
         self,
         trainer: Trainer,
-        module: TrainModule,
+        pl_module: TrainModule,
         prediction: Any,
         batch: Any,
         batch_idx: int,
@@ -84,7 +84,7 @@ class PredictionWriter(Callback):
         assert self._parts is not None
         self._parts.add(prediction, batch_idx, dataloader_idx)
 
-    def write_on_epoch_end(self, trainer: Trainer, module: TrainModule, predictions: list[list[Any]]) -> None:
+    def write_on_epoch_end(self, trainer: Trainer, pl_module: TrainModule, predictions: list[list[Any]]) -> None:
         """Write all predictions of this process, one list per loader; with `write_interval="epoch"`."""
         assert self._parts is not None
         for dataloader_idx, of_loader in enumerate(predictions):
@@ -146,7 +146,7 @@ class BasePredictionWriter(Callback):
     def write_on_batch_end(
         self,
         trainer: Trainer,
-        module: TrainModule,
+        pl_module: TrainModule,
         prediction: Any,
         batch_indices: Any,
         batch: Any,
@@ -158,7 +158,9 @@ class BasePredictionWriter(Callback):
         Empty if the loader is no plain DataLoader, which alone knows them.
         """
 
-    def write_on_epoch_end(self, trainer: Trainer, module: TrainModule, predictions: Any, batch_indices: Any) -> None:
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: TrainModule, predictions: Any, batch_indices: Any
+    ) -> None:
         """Write all predictions of this process: a list, of several loaders a list for each. Likewise the indices."""
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:

@@ -51,11 +51,12 @@ class SimpleProfiler(Profiler):
 
     def __init__(
         self,
-        synchronize: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
         dirpath: str | Path | None = None,
         filename: str | None = None,
         extended: bool = True,
+        *,
+        synchronize: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         check_clock("SimpleProfiler(clock", clock)
         self.seconds: dict[str, float] = {}

@@ -44,7 +44,7 @@ class ProgressBar(Callback):
     number_format = ".4g"
     """The format of the values."""
 
-    def __init__(self, refresh_rate: NonNegativeInt = 1, leave: bool = False) -> None:
+    def __init__(self, *, refresh_rate: NonNegativeInt = 1, leave: bool = False) -> None:
         self.refresh_rate = refresh_rate
         self.leave = leave
         self._display: Display | None = None
@@ -88,7 +88,7 @@ class ProgressBar(Callback):
         """Return the display for a terminal or a notebook."""
         return _Bars(stream, self.leave)
 
-    def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
+    def get_metrics(self, trainer: Trainer, pl_module: TrainModule) -> dict[str, Any]:
         """Return the values to show, numbers or texts by name. A subclass may leave some out, and add its own."""
         return dict(self._values)
 
@@ -312,7 +312,7 @@ class TQDMProgressBar(ProgressBar):
     def __init__(
         self, refresh_rate: NonNegativeInt = 1, process_position: NonNegativeInt = 0, leave: bool = False
     ) -> None:
-        super().__init__(refresh_rate, leave)
+        super().__init__(refresh_rate=refresh_rate, leave=leave)
 
 
 class _Bars:

@@ -55,7 +55,7 @@ class RichProgressBar(ProgressBar):
         theme: RichProgressBarTheme = RichProgressBarTheme(),
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(refresh_rate, leave)
+        super().__init__(refresh_rate=refresh_rate, leave=leave)
         self.theme, self.number_format = theme, theme.metrics_format
         self.console_kwargs = dict(console_kwargs or {})
 

@@ -162,11 +162,11 @@ class StochasticWeightAveraging(AveragingCallback):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "latest_update_epoch": self.latest_update_epoch, "rates": list(self._rates)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kinds = {"latest_update_epoch": Integer(-1), "rates": [NUMBER]}
-        require(state, kinds, "StochasticWeightAveraging")
-        self.latest_update_epoch, self._rates = state["latest_update_epoch"], list(state["rates"])
-        super().load_state_dict(state)
+        require(state_dict, kinds, "StochasticWeightAveraging")
+        self.latest_update_epoch, self._rates = state_dict["latest_update_epoch"], list(state_dict["rates"])
+        super().load_state_dict(state_dict)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         # Here, because a callback that stops the training may come after this one in `on_train_epoch_end`.

@@ -66,6 +66,7 @@ class TensorBoardLogger(Logger):
         default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | Path | None = None,
+        *,
         flush_seconds: NonNegativeFloat = 5.0,
     ) -> None:
         self.place = LoggerFolder("events.out.tfevents.*", save_dir, name, version, sub_dir)
@@ -133,14 +134,14 @@ class TensorBoardLogger(Logger):
     def state_dict(self) -> dict[str, Any]:
         return {**self._newest, **self.place.state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kinds = (
             {"step": Integer(), "values": {str: NUMBER}, "version?": Integer()},
             {"step?": None, "version?": Integer()},
         )
-        require(state, kinds, "TensorBoardLogger")
-        self._newest = {name: value for name, value in state.items() if name != "version"}
-        self.place.number = state.get("version")
+        require(state_dict, kinds, "TensorBoardLogger")
+        self._newest = {name: value for name, value in state_dict.items() if name != "version"}
+        self.place.number = state_dict.get("version")
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class ThroughputMonitor(Callback):
         self,
         batch_size_fn: Callable[[Any], int] | None = None,
         length_fn: Callable[[Any], int] | None = None,
+        *,
         window_size: PositiveInt = 100,
         items_per_batch: PositiveInt | Callable[[Any], int] | None = None,
         items_name: str | None = None,

@@ -70,9 +70,9 @@ class Timer(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        require(state, {"elapsed": dict.fromkeys(STAGES, NUMBER)}, "Timer")
-        self._before = dict(state["elapsed"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        require(state_dict, {"elapsed": dict.fromkeys(STAGES, NUMBER)}, "Timer")
+        self._before = dict(state_dict["elapsed"])
         now = time.monotonic()
         self._since = dict.fromkeys(self._since, now)
 

@@ -50,6 +50,8 @@ class TorchProfiler(Profiler):
 
     def __init__(
         self,
+        dirpath: str | Path | None = None,
+        *,
         wait: NonNegativeInt = 5,
         warmup: NonNegativeInt = 2,
         active: PositiveInt = 3,
@@ -58,7 +60,6 @@ class TorchProfiler(Profiler):
         profile_memory: bool = False,
         with_stack: bool = False,
         with_flops: bool = False,
-        dirpath: str | Path | None = None,
         rows: PositiveInt = 30,
     ) -> None:
         self.wait, self.warmup, self.active, self.repeat, self.rows = wait, warmup, active, repeat, rows

@@ -86,9 +86,9 @@ class AveragingCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self._count if self._weights is None else self._weights.count}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        require(state, {"updates": Integer()}, type(self).__name__)
-        self._count = state["updates"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        require(state_dict, {"updates": Integer()}, type(self).__name__)
+        self._count = state_dict["updates"]
         if self._weights is not None:  # the run goes back to a checkpoint
             self._load_stored()
 
@@ -187,11 +187,14 @@ class WeightAveraging(AveragingCallback):
         latest = {"latest_update_step": self.latest_update_step, "latest_update_epoch": self.latest_update_epoch}
         return {**super().state_dict(), **latest}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kinds = {"latest_update_step": Integer(), "latest_update_epoch": Integer(-1)}
-        require(state, kinds, type(self).__name__)
-        self.latest_update_step, self.latest_update_epoch = state["latest_update_step"], state["latest_update_epoch"]
-        super().load_state_dict(state)
+        require(state_dict, kinds, type(self).__name__)
+        self.latest_update_step, self.latest_update_epoch = (
+            state_dict["latest_update_step"],
+            state_dict["latest_update_epoch"],
+        )
+        super().load_state_dict(state_dict)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from trainer.compat.answers import argument_words, is_default
+from trainer.compat.answers import argument_words, by_name, is_default
 from trainer.errors import ArgumentError, ConfigError, TrainerError, did_you_mean, raise_problems
 
 LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
@@ -81,12 +81,14 @@ def check_constructor(cls: type) -> None:
         return
     signature = inspect.signature(init)
     known = list(signature.parameters)[1:]
+    own = [one.name for one in signature.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
     takes_others = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     words = argument_words(cls.__name__)
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         args, options = with_python_numbers(args), with_python_numbers(options)
+        args, options = args[: len(own)], by_name(cls.__name__, own, args, options)
         options = {name: value for name, value in options.items() if not is_default(cls.__name__, name, value)}
         refused = (name for name in options if name not in known and (name in words or not takes_others))
         if (unknown := next(refused, None)) is not None:

@@ -141,7 +141,7 @@ class Callback:
         """Return data to save in a checkpoint; an empty dict saves nothing."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
 
     def problems(self, config: Any, module: TrainModule, stage: str) -> list[str]:
@@ -259,6 +259,7 @@ HOOKS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
 )
 """The names of all hooks, in the order of `Callback`."""
+answer_members(Callback, "Callback")
 
 
 class AccumulationSchedule(Callback):

@@ -462,18 +462,18 @@ class Tracker(Logger):
             return {}
         return {"run": self.opened_run_id(), "unsent": self._calls.unfinished()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         values = {"step": Integer(), "values": {str: NUMBER}}
-        require(state, {"run?": (str, None), "unsent?": [values]}, type(self).__name__)
+        require(state_dict, {"run?": (str, None), "unsent?": [values]}, type(self).__name__)
         fits = self._trainer is not None and self._trainer.stage == "fit"
-        run, open_run = state.get("run"), None if self._client is None else self.opened_run_id()
+        run, open_run = state_dict.get("run"), None if self._client is None else self.opened_run_id()
         if run is None or self.given_run_id not in (None, run) or run == open_run or (open_run and not fits):
             return
         if open_run is not None:
             log.info("%s: going on with run %s of the checkpoint, instead of %s", type(self).__name__, run, open_run)
             self._leave_run()
         self._resumed_run = run
-        self._resumed_unsent = tuple(state.get("unsent", ())) if fits else ()
+        self._resumed_unsent = tuple(state_dict.get("unsent", ())) if fits else ()
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

@@ -170,6 +170,8 @@ class Trainer:
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+        *,
         allow_changes: Sequence[str] = (),
         weights: str | Path | None = None,
         **others: Any,
@@ -185,6 +187,7 @@ class Trainer:
             ckpt_path: the checkpoint to resume from: a folder, "best", or "last", which starts a new training if there
                 is no checkpoint yet, so that one command both starts and restarts a job. A run directory stands for
                 its last checkpoint.
+            weights_only: has no effect, because no checkpoint contains code.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
                 of `trainer.loop.changes_since_checkpoint.CHANGES`, such as "dataset", "shuffle", "optimizers".
             weights: pretrained weights to start from, unless a checkpoint is there to resume from: a folder that
@@ -214,6 +217,7 @@ class Trainer:
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
         **others: Any,
     ) -> list[dict[str, float]]:
         """Run `validation_step` over the validation loaders; return the logged values, reduced over all processes.
@@ -230,6 +234,7 @@ class Trainer:
             ckpt_path: the checkpoint whose weights to use: a folder, "best" or "last"; None: the module's weights.
             verbose: print the values.
             datamodule: provides the loaders instead.
+            weights_only: has no effect, because no checkpoint contains code.
             others: Lightning's further names of these arguments.
 
         Raises:
@@ -248,6 +253,7 @@ class Trainer:
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
         **others: Any,
     ) -> list[dict[str, float]]:
         """Run `test_step` over the test loaders; arguments, results and errors are those of `validate`."""
@@ -263,6 +269,7 @@ class Trainer:
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
         **others: Any,
     ) -> list[Any] | None:
         """Run `predict_step` over the prediction loaders; return the outputs of this process, of each batch.
@@ -271,7 +278,7 @@ class Trainer:
         batch; with one, or with `return_predictions=False`, none are kept in memory, and None is returned.
 
         Args:
-            module, dataloaders, datamodule, ckpt_path, others: as in `validate`.
+            module, dataloaders, datamodule, ckpt_path, weights_only, others: as in `validate`.
             return_predictions: keep the outputs. Default: unless a callback takes them.
 
         Raises:

@@ -51,8 +51,8 @@ class History(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"accuracies": self.accuracies}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.accuracies = state["accuracies"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.accuracies = state_dict["accuracies"]
 
 
 def train(max_epochs: int, root: str) -> Trainer:

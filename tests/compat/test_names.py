@@ -16,7 +16,15 @@ from torch import nn
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, DataModule, Engine, Trainer, TrainModule
-from trainer.callbacks import ModelCheckpoint, StochasticWeightAveraging, TQDMProgressBar
+from trainer.callback import Callback
+from trainer.callbacks import (
+    AdvancedProfiler,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
 from trainer.compat.names import (
     ALIASES,
     COLLECTIVES,
@@ -90,6 +98,65 @@ def test_hooks_of_callbacks_take_lightnings_arguments_by_name(name: str) -> None
         given = inspect.signature(theirs).parameters if inspect.isfunction(theirs) else ()
         if "pl_module" in given and own is not None:
             inspect.signature(own).bind_partial(**dict.fromkeys(one for one in given if one.strip("_")))
+
+
+OTHER_PLACES = {
+    "Logger.log_text": "the second is a text, or the columns, by the others' types",
+    "Profiler.setup": "a hook of a callback: profilers are callbacks",
+    "Profiler.teardown": "the same",
+}
+"""Methods whose arguments have other places than Lightning's, and why."""
+
+
+def by_place(function: Any) -> list[str]:
+    """Return the names of the arguments that a method takes by position; none where it takes any number."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return []
+    return [
+        "model" if one.name == "module" else one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in classes() if name != "ParallelStrategy" and ours(name) is not None])
+def test_arguments_by_position_are_lightnings(name: str) -> None:
+    theirs, here = classes()[name], ours(name)
+    excused = {row.partition(".")[2] for row in OTHER_PLACES if issubclass(here, ours(row.partition(".")[0]))}
+    for method in names_of(theirs) - excused:
+        expected, own = getattr(theirs, method), getattr(here, method, None)
+        if inspect.isfunction(expected) and inspect.isfunction(own) and (places := by_place(own)):
+            assert places[: len(by_place(expected))] == by_place(expected), method
+    expected, own = by_place(theirs.__init__), by_place(here.__init__)
+    assert own == expected[: len(own)]
+    if issubclass(here, Callback) and here.__init__ is not object.__init__:
+        with pytest.raises(ConfigError):  # by its type or its name
+            here(*[object()] * len(expected or [1]))
+        with pytest.raises(ConfigError, match="by position"):
+            here(*[None] * (len(expected) + 1))
+
+
+def test_arguments_beyond_those_here_have_lightnings_names(tmp_path: Path) -> None:
+    assert LambdaCallback(None, None, print).on_fit_start is print
+    stopping = EarlyStopping("val_loss", 0.0, 3, True, "max")
+    assert (stopping.verbose, stopping.mode) == (True, "max")
+    assert ModelCheckpoint(tmp_path, None, "val_loss", True, None, 2, False, False, "max").save_top_k == 2
+    AdvancedProfiler(tmp_path, "name", 1.0, False)
+    with pytest.raises(ArgumentError, match=r"argument 'dump_stats'. Use"):
+        AdvancedProfiler(tmp_path, "name", 1.0, True)
+    with pytest.raises(ArgumentError, match="got dump_stats twice"):
+        AdvancedProfiler(tmp_path, "name", 1.0, False, dump_stats=True)
+    with pytest.raises(
+        ArgumentError, match=r"takes \(dirpath, filename, .*\), give others as name=value by position; 5"
+    ):
+        AdvancedProfiler(tmp_path, "name", 1.0, False, 1)
+    with pytest.raises(ArgumentError, match=r"TrainModule\(\) takes no argument by position; 2 were given"):
+        TrainModule(1, 2)
+    with pytest.raises(ArgumentError, match=r"DataModule\(\) takes no argument by position; 1 were given"):
+        DataModule(1)
+    for call in (quiet(max_steps=1).validate, quiet(max_steps=1).test):
+        call(Toy(), loader(2), None, False, None, True)
+    assert quiet(max_steps=1).predict(Toy(), loader(2), None, False, None, True) is None
+    quiet(max_steps=1).fit(Toy(), loader(2), None, None, None, False)
 
 
 def is_answered(name: str, row: str, kind: Any) -> bool:
@@ -169,6 +236,12 @@ def test_words_are_given_for_arguments_of_constructors(name: str) -> None:
         if row.startswith("("):
             with pytest.raises(ArgumentError, match=re.escape(f"argument {row[1:-1]!r}. Use {words}.")):
                 ours(name)(**{row[1:-1]: object()})
+
+
+def test_hooks_of_earlier_versions_are_answered_by_callbacks() -> None:
+    for one, hook in [(one, hook) for one in (Callback(), ModelCheckpoint()) for hook in FORMER_HOOKS]:
+        with pytest.raises(AttributeError, match=re.escape(f"has no attribute {hook!r}. Use {FORMER_HOOKS[hook]}.")):
+            getattr(one, hook)
 
 
 @pytest.mark.parametrize("hook", ["configure_apex", "training_end", "on_hpc_save", "validation_end"])

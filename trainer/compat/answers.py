@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from inspect import getattr_static, signature
 from operator import attrgetter
@@ -15,10 +16,12 @@ from trainer.compat.names import (
     EARLIER_NAMES,
     FORMER_HOOKS,
     FORMER_MEMBERS,
+    SURFACE,
     THEIRS,
     TRAINER_ARGUMENTS,
     WORDS,
 )
+from trainer.errors import ArgumentError
 
 Class = TypeVar("Class", bound=type)
 
@@ -94,8 +97,7 @@ def member_words(lightning: str, name: str) -> str | None:
 
 def former_words(lightning: str, name: str) -> str | None:
     """Return what to use instead of a member that Lightning's class had in version 0 or 1."""
-    hooks = FORMER_HOOKS if lightning == "LightningModule" else {}
-    return {**hooks, **_former(lightning)}.get(name)
+    return _former(lightning).get(name)
 
 
 def strategy_member(strategy: Any, name: str) -> Any:
@@ -144,9 +146,34 @@ def argument_words(lightning: str) -> dict[str, str]:
     return {**TRAINER_ARGUMENTS, **of_class} if lightning == "Trainer" else of_class
 
 
+def by_name(kind: str, own: Sequence[str], given: Sequence[object], options: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` with the arguments given by position beyond those of the constructor of the class `kind`.
+
+    Their names are those that Lightning's class has at these places.
+
+    Args:
+        own: the arguments that the constructor takes by position.
+        given: the arguments by position.
+
+    Raises:
+        ArgumentError: Lightning's class takes none at such a place, or the argument is in `options` too.
+    """
+    rows = SURFACE.get(THEIRS.get(kind, kind), "").split()
+    theirs = [row[1:-1] for row in rows if row.startswith("(")]
+    for place, value in enumerate(given[len(own) :], len(own)):
+        if place >= len(theirs):
+            taken = f"({', '.join(own)}), give others as name=value" if own else "no argument"
+            raise ArgumentError(f"{kind}() takes {taken} by position; {len(given)} were given.")
+        if theirs[place] in options:
+            raise ArgumentError(f"{kind}() got {theirs[place]} twice, by position and by name: give it once.")
+        options[theirs[place]] = value
+    return options
+
+
 def _former(lightning: str) -> dict[str, str]:
+    hooks = FORMER_HOOKS if lightning in ("LightningModule", "Callback") else {}
     groups = FORMER_MEMBERS.get(lightning, {})
-    return {name: words for words, names in groups.items() for name in names.split()}
+    return {**hooks, **{name: words for words, names in groups.items() for name in names.split()}}
 
 
 def _words_of(lightning: str) -> dict[str, str]:

@@ -1534,6 +1534,12 @@ DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
         "enable_version_counter": (True,),
         **dict.fromkeys(("filepath", "prefix", "period", "every_n_val_epochs", "save_function"), (None,)),
     },
+    "AdvancedProfiler": {"dump_stats": (False,)},
+    "PyTorchProfiler": {
+        **dict.fromkeys(("filename", "sort_by_key", "table_kwargs"), (None,)),
+        **dict.fromkeys(("group_by_input_shapes", "emit_nvtx"), (False,)),
+        **dict.fromkeys(("export_to_chrome", "record_module_names"), (True,)),
+    },
 }
 """Lightning's class -> an argument that is not here -> values with which it may be given, because they change nothing.
 """

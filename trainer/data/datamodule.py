@@ -103,7 +103,7 @@ class DataModule(OptionalMethods, HasHyperparameters):
         position in the data itself."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
     # -- Lightning's further names -------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def read_call(
     """Return the call that the arguments mean.
 
     Args:
-        others: further arguments by Lightning's names; `weights_only` has no effect: no checkpoint contains code.
+        others: further arguments by Lightning's names.
         last: the last run of the trainer.
         best: path of its best checkpoint; empty without one.
 
@@ -62,7 +62,7 @@ def read_call(
             module = value
         elif part in data:
             data[part] = value if data[part] is None else data[part]
-        elif name != "weights_only":
+        else:
             known = [
                 "module",
                 "model",

@@ -51,7 +51,7 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
         if not is_like_a_hook(name, known) or name in helpers:
             continue
         without_on = f"on_{name}" in known
-        if callable(getattr(type(plug), name)):
+        if callable(getattr(type(plug), name, None)):
             renamed = OTHERS_HOOKS.get(name, f"on_{name}" if without_on else None)
             advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
             if name in FORMER_HOOKS:
