@@ -920,6 +920,14 @@ def values(*by_epoch: float) -> Any:
     return define
 
 
+def notes_saves(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            record.noted.append(self.trainer.global_step)
+
+    return Module
+
+
 def values_at_steps(by_step: dict[int, float]) -> Any:
     """Define a module whose validation logs these values, by the number of completed steps."""
 
@@ -1354,6 +1362,20 @@ SCENARIOS = [
         values(2.0, 1.0, 3.0, 2.5),
         {"max_epochs": 4},
         checkpoint(monitor="val_loss", mode="max", save_top_k=2),
+    ),
+    Scenario(
+        "saves",
+        notes_saves,
+        {"max_epochs": 3},
+        checkpoint(every_n_train_steps=3, save_top_k=-1, save_last="link"),
+        differs={"saved": "copy of the newest checkpoint"},
+    ),
+    Scenario(
+        "saves with a copy",
+        notes_saves,
+        {"max_epochs": 3},
+        checkpoint(save_last=True, save_top_k=-1),
+        differs=dict.fromkeys(("noted", "saved"), "copy of the newest checkpoint"),
     ),
     Scenario(
         "all checkpoints", values(2.0, 1.0, 3.0), {"max_epochs": 3}, checkpoint(monitor="val_loss", save_top_k=-1)

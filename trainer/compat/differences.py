@@ -407,6 +407,11 @@ _CHECKPOINTS = (
         "`last_model_path` is the newest in either case",
     ),
     Difference(
+        "copy of the newest checkpoint",
+        "`ModelCheckpoint(save_last=True)` writes the newest checkpoint twice, and calls `on_save_checkpoint` each time",
+        'once, as with `save_last="link"`: `last` is a pointer',
+    ),
+    Difference(
         "epochs without a validation",
         "`ModelCheckpoint` saves at validations only, unless `val_check_interval` and `check_val_every_n_epoch` are 1, "
         "so never where validations are left out",
