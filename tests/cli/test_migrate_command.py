@@ -55,7 +55,7 @@ from .lightning import own
 
 
 class Net(TrainModule):
-    def other(self, net: 'TrainModule', also: "pl.LightningModule") -> TrainModule:
+    def other(self, net: 'TrainModule', also: "pl.TrainModule") -> TrainModule:
         return  net   # two spaces
 
 
@@ -131,6 +131,38 @@ def test_without_write_a_diff_is_shown_and_nothing_changed(command: Command, tmp
 def test_imports_and_names(command: Command, tmp_path: Path, before: str, after: str) -> None:
     found, _ = written(command, tmp_path / "p", a__py=before)
     assert found["a__py"] == after
+
+
+QUOTED = """import pytorch_lightning, lightning.pytorch as L, other.lightning as o
+from lightning import pytorch as pl
+from typing import TYPE_CHECKING, Optional
+
+def f(a: "pytorch_lightning.Trainer", b: Optional["pl.LightningModule"]) -> "dict[str, pytorch_lightning.callbacks.Timer]": ...
+
+class A:
+    net: 'Optional[L.LightningDataModule]' = None
+    own: "o.LightningModule | trainer_of.pytorch_lightning | lightningish.Trainer" = "pytorch_lightning.Trainer"
+"""  # noqa: E501
+
+
+def test_quoted_annotations(command: Command, tmp_path: Path) -> None:
+    found, listed = written(command, tmp_path / "p", a__py=QUOTED)
+    expected = """import trainer, trainer as L, other.lightning as o
+import trainer as pl
+from typing import TYPE_CHECKING, Optional
+
+def f(a: "trainer.Trainer", b: Optional["pl.TrainModule"]) -> "dict[str, trainer.callbacks.Timer]": ...
+
+class A:
+    net: 'Optional[L.DataModule]' = None
+    own: "o.LightningModule | trainer_of.pytorch_lightning | lightningish.Trainer" = "pytorch_lightning.Trainer"
+"""
+    assert found["a__py"] == expected
+    assert listed.count("the name of a package in a string") == 1
+    assert ":9: " in listed
+    before = QUOTED.replace("class A", "trainer = 1\nclass A")
+    found, _ = written(command, tmp_path / "q", a__py=before)
+    assert 'f(a: "pytorch_lightning.Trainer", b' in found["a__py"]
 
 
 def test_a_name_that_another_file_imports_is_kept(command: Command, tmp_path: Path) -> None:

@@ -408,7 +408,8 @@ _CHECKPOINTS = (
     ),
     Difference(
         "copy of the newest checkpoint",
-        "`ModelCheckpoint(save_last=True)` writes the newest checkpoint twice, and calls `on_save_checkpoint` each time",
+        "`ModelCheckpoint(save_last=True)` writes the newest checkpoint twice, and calls `on_save_checkpoint` "
+        "each time",
         'once, as with `save_last="link"`: `last` is a pointer',
     ),
     Difference(

@@ -65,7 +65,7 @@ def decisions(wrapper: MetadataWrapper, rewritten: Collection[tuple[int, str]]) 
     """Return what a person must decide.
 
     Args:
-        rewritten: line and name of arguments that are rewritten.
+        rewritten: line and name of arguments that are rewritten, and line and text of annotations.
     """
     finder = _DecisionFinder(rewritten)
     wrapper.visit(finder)
@@ -177,7 +177,8 @@ class _DecisionFinder(cst.CSTVisitor):
                 self._add(node, f"torch.load(...)[{key!r}]", f"a checkpoint is a folder here: use {words}")
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        if MODULE_NAME.fullmatch(node.raw_value):
+        line = self.get_metadata(PositionProvider, node).start.line
+        if MODULE_NAME.fullmatch(node.raw_value) and (line, node.value) not in self.rewritten:
             self._add(
                 node, node.value, "the name of a package in a string: write the one of this package if it is meant"
             )

@@ -40,7 +40,7 @@ def migrate_python(source: bytes, kept: Collection[str] = ()) -> tuple[bytes, li
     wrapper.module.visit(names)
     rewriter = _Rewriter(names, kept)
     changed = wrapper.visit(rewriter)
-    found = [*rewriter.findings, *decisions(wrapper, rewriter.rewritten_arguments)]
+    found = [*rewriter.findings, *decisions(wrapper, rewriter.rewritten)]
     return changed.bytes, sorted(set(found))
 
 
@@ -53,6 +53,8 @@ class _NamesOfTheFile(cst.CSTVisitor):
         """Names in `__all__`."""
         self.modules: list[str] = []
         """Modules of `import a.b`, without `as`."""
+        self.packages: set[str] = set()
+        """Names of Lightning's packages, as in `import pytorch_lightning as pl`."""
 
     def visit_Name(self, node: cst.Name) -> None:
         self.used.add(node.value)
@@ -67,12 +69,18 @@ class _NamesOfTheFile(cst.CSTVisitor):
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         self.used |= {alias.evaluated_alias or "" for alias in _aliases(node.names)}
+        module = get_full_name_for_node(node.module) if node.module else None
+        self._add_packages((f"{module}.{alias.evaluated_name}", alias) for alias in _aliases(node.names))
         return False
 
     def visit_Import(self, node: cst.Import) -> bool:
         self.modules += [alias.evaluated_name for alias in node.names if alias.asname is None]
         self.used |= {alias.evaluated_alias or "" for alias in node.names}
+        self._add_packages((alias.evaluated_name, alias) for alias in node.names)
         return False
+
+    def _add_packages(self, imported: Iterable[tuple[str, cst.ImportAlias]]) -> None:
+        self.packages |= {alias.evaluated_alias or path.partition(".")[0] for path, alias in imported if path in ROOTS}
 
     def visit_Assign(self, node: cst.Assign) -> None:
         if any(isinstance(one.target, cst.Name) and one.target.value == "__all__" for one in node.targets):
@@ -86,8 +94,8 @@ class _Rewriter(cst.CSTTransformer):
     def __init__(self, names: _NamesOfTheFile, kept: Collection[str]) -> None:
         super().__init__()
         self.findings: list[Finding] = []
-        self.rewritten_arguments: set[tuple[int, str]] = set()
-        """Line and name of each argument that has another name or value now."""
+        self.rewritten: set[tuple[int, str]] = set()
+        """Line and name of each argument that has another name or value now, and line and text of each annotation."""
         kept = names.exported | set(kept)
         self.renamed = {old: new for old, new in RENAMED.items() if new not in names.used and old not in kept}
         """Classes that are imported under their new names."""
@@ -97,6 +105,7 @@ class _Rewriter(cst.CSTTransformer):
         """Packages that are imported under their own names, and that are here."""
         self.as_trainer = "trainer" not in names.used
         """The file has no name `trainer` of its own, so that the package may have it."""
+        self.packages = names.packages
         self.annotations = 0
 
     # ------------------------------------------------------------------ imports
@@ -194,11 +203,22 @@ class _Rewriter(cst.CSTTransformer):
         return updated_node
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
-        value = updated_node.value
-        if self.annotations:
-            for old, new in self.renamed.items():
-                value = re.sub(rf"(?<![\w.]){old}\b", new, value)
+        if not self.annotations:
+            return updated_node
+        value = re.sub(r"(?<![\w.])[a-zA-Z_][\w.]*", lambda found: self._quoted(found[0]), updated_node.value)
+        if value != updated_node.value:
+            self.rewritten.add((self.get_metadata(PositionProvider, original_node).start.line, updated_node.value))
         return updated_node.with_changes(value=value)
+
+    def _quoted(self, written: str) -> str:
+        """Return a name in a quoted annotation as it is here."""
+        top, dot, _ = written.partition(".")
+        if not dot:
+            return self.renamed.get(written, written)
+        if top in self.imported_roots and self.as_trainer and (root := lightning_root(written)):
+            written = ROOTS[root] + written.removeprefix(root)
+        before, _, name = written.rpartition(".")
+        return f"{before}.{RENAMED.get(name, name)}" if top in self.packages | self.imported_roots else written
 
     # ------------------------------------------------------------------ arguments
 
@@ -213,7 +233,7 @@ class _Rewriter(cst.CSTTransformer):
             new = _argument(kind, arg, given)
             if new is not None and original.keyword is not None:
                 line = self.get_metadata(PositionProvider, original).start.line
-                self.rewritten_arguments.add((line, original.keyword.value))
+                self.rewritten.add((line, original.keyword.value))
             args += new or [arg]
         return updated_node.with_changes(args=args)
 
