@@ -14,19 +14,20 @@ import pstats
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks import _ours
-from benchmarks._task import Task, hand_written
+from benchmarks._task import Task, hand_written, hand_written_validation
 from benchmarks._turns import Clock
 
 FEW = 100
 """Steps of the short run: the difference to a longer one leaves out what a run does once."""
 SHARE = 0.05
 """Calls per step from which a function is listed: what is done at every flush is above, what is done once is not."""
-LOOPS = ("hand_written", "_train_epoch", "train_with")
+LOOPS = ("hand_written", "_train_epoch", "train_with", "hand_written_validation", "run_batches")
 """The functions, called once, that are a loop over the steps: their own time counts."""
 
 Function = tuple[str, int, str]
@@ -45,7 +46,21 @@ def all_on(task: Task, clock: Clock, folder: Path) -> None:
     next(c for c in _ours.training(task) if "all on" in c.name).run(clock, folder)
 
 
-WORKS: dict[str, Work] = {"off": off, "log": one_log, "on": all_on}
+def validation(task: Task, clock: Clock, folder: Path) -> None:
+    _ours.validation(replace(task, classes=10))[0].run(clock, folder)
+
+
+def loop_of_validation(task: Task, clock: Clock, folder: Path) -> None:
+    hand_written_validation(replace(task, classes=10), clock, folder)
+
+
+WORKS: dict[str, tuple[Work, Work]] = {
+    "off": (hand_written, off),
+    "log": (hand_written, one_log),
+    "on": (hand_written, all_on),
+    "validate": (loop_of_validation, validation),
+}
+"""The loop written by hand, and ours."""
 
 
 def per_step(work: Work, steps: int, accumulate: int, loader: bool) -> dict[Function, tuple[float, float]]:
@@ -93,10 +108,10 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("trainer").setLevel(logging.ERROR)
-    for work in (hand_written, WORKS[options.what]):  # caches, lazy imports
+    works = WORKS[options.what]
+    for work in works:  # caches, lazy imports
         _profiled(work, Task(FEW, options.accumulate, options.loader))
-    loop = per_step(hand_written, options.steps, options.accumulate, options.loader)
-    ours = per_step(WORKS[options.what], options.steps, options.accumulate, options.loader)
+    loop, ours = (per_step(work, options.steps, options.accumulate, options.loader) for work in works)
     bias = profiler_time()
     print("| calls a step beyond the loop's | microseconds in all | function |\n|---|---|---|")
     rows = []
