@@ -10,11 +10,17 @@ import sys
 import tarfile
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 
 import pytest
+import torch
 import yaml
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.tensor import DTensor
 
 import trainer
 import trainer.callbacks
@@ -121,12 +127,16 @@ def test_a_type_checker_of_another_project_finds_the_editable_install(tmp_path: 
 # -- private names of torch ------------------------------------------------------------------------------------------
 
 
+@cache
+def product_trees() -> list[ast.Module]:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return [ast.parse(path.read_text()) for path in files if not any(parent.is_symlink() for parent in path.parents)]
+
+
 def test_private_names_of_torch_are_those_of_the_list() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Private interfaces of torch")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(torch\.\S+)` \|", text, re.MULTILINE))
-    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    own = [path for path in files if not any(parent.is_symlink() for parent in path.parents)]
-    assert {name for path in own for name in private_names(ast.parse(path.read_text()))} == listed
+    assert {name for tree in product_trees() for name in private_names(tree)} == listed
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
@@ -152,6 +162,75 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 def _private_part(name: str) -> str | None:
     found = re.match(r"torch(\.[a-zA-Z]\w*)*?\._[a-zA-Z]\w*", name)
     return re.sub(r"(torch\._foreach_)\w+", r"\1*", found[0]) if found else None
+
+
+def test_private_attributes_of_foreign_objects_are_those_of_the_list() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("### Private attributes")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", text, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(_\w+)`", row)}
+    own = {name for tree in product_trees() for name in defined(tree)}
+    assert {name for tree in product_trees() for name in private_attributes(tree, own)} == listed
+
+
+OF_PYTHON = {"_actions", "_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"}
+OF_TORCH = {
+    name
+    for one in (
+        nn.Module(),
+        torch.optim.SGD([torch.zeros(1)]),
+        torch.zeros(1),
+        torch.utils.data.DataLoader([1]),
+        DTensor,
+        DeviceMesh,
+        LocalElasticAgent,
+        nn.parallel.DistributedDataParallel,
+    )
+    for name in dir(one)
+}
+
+
+def private_attributes(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Yield the private attributes in a file that the product does not define, or torch's objects have as well."""
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    here = set(defined(tree))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=name):
+                pass
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[value, ast.Constant(value=str(name)), *_]
+            ):
+                pass
+            case ast.Subscript(
+                value=ast.Call(func=ast.Name(id="vars"), args=[value]), slice=ast.Constant(value=str(name))
+            ):
+                pass
+            case _:
+                continue
+        if not re.match("_[a-zA-Z]", name) or name in OF_PYTHON or ast.unparse(value).partition(".")[0] in imported:
+            continue
+        inherited = ast.unparse(value) == "super()"
+        if (name in OF_TORCH and (inherited or name not in here)) or name not in own:
+            yield name
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of functions, classes, variables and attributes that a file defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
+            case ast.Dict(keys=keys):  # of an object that is made by updating its __dict__
+                yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+            case ast.Subscript(slice=ast.Constant(value=str(name)), ctx=ast.Store()):
+                yield name
 
 
 # -- two things of one name ------------------------------------------------------------------------------------------

@@ -37,12 +37,12 @@ class RefusingEmptyParameters(ParameterAccess):
                     source = source if view_of is None else view_of
         result = func(*args, **(kwargs or {}))
         if source is not None:
-            result._empty_parameter = source
+            result.empty_parameter = source
         return result
 
     def _check(self, func: Any, tensor: Any) -> Any:
         """Refuse to compute with an empty parameter; return it if the function makes only another view."""
-        parameter = tensor.__dict__.get("_empty_parameter", tensor)
+        parameter = tensor.__dict__.get("empty_parameter", tensor)
         status = parameter.__dict__.get("ds_status")
         if status is None or status is not type(status).NOT_AVAILABLE or func in _ALLOWED or not from_user_code():
             return None

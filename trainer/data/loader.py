@@ -53,7 +53,7 @@ class BatchLoader(ABC):
     """A line for the user to read at the start of the run, or None."""
     _loader: Any
     """The loader that is iterated."""
-    _iterator: weakref.ref[Any] | None = None
+    _newest: weakref.ref[Any] | None = None
     """The newest iterator of the loader, if that may have workers."""
 
     def __init__(
@@ -180,7 +180,7 @@ class BatchLoader(ABC):
 
     def close(self) -> None:
         """End the worker processes; the next `iterate` starts new ones."""
-        _end_workers(None if self._iterator is None else self._iterator())
+        _end_workers(None if self._newest is None else self._newest())
         for one in data_loaders_in(self._loader):
             _end_workers(iterator := vars(one).get("_iterator"))
             one._iterator = None if one.persistent_workers else iterator
@@ -190,7 +190,7 @@ class BatchLoader(ABC):
         iterator: Iterator[Any] = iter(self._loader)
         if hasattr(iterator, "_shutdown_workers"):
             # A weak one: the workers of an iterator that is dropped before its end go with it.
-            self._iterator = weakref.ref(iterator)
+            self._newest = weakref.ref(iterator)
         return iterator
 
 
