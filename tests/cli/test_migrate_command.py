@@ -161,8 +161,9 @@ class A:
     assert listed.count("the name of a package in a string") == 1
     assert ":9: " in listed
     before = QUOTED.replace("class A", "trainer = 1\nclass A")
-    found, _ = written(command, tmp_path / "q", a__py=before)
+    found, listed = written(command, tmp_path / "q", a__py=before)
     assert 'f(a: "pytorch_lightning.Trainer", b' in found["a__py"]
+    assert listed.count("the name of a package in a string") == 1
 
 
 def test_a_name_that_another_file_imports_is_kept(command: Command, tmp_path: Path) -> None:

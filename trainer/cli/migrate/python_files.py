@@ -105,7 +105,7 @@ class _Rewriter(cst.CSTTransformer):
         """Packages that are imported under their own names, and that are here."""
         self.as_trainer = "trainer" not in names.used
         """The file has no name `trainer` of its own, so that the package may have it."""
-        self.packages = names.packages
+        self.packages, self.bound = names.packages, names.used | self.imported_roots
         self.annotations = 0
 
     # ------------------------------------------------------------------ imports
@@ -206,7 +206,7 @@ class _Rewriter(cst.CSTTransformer):
         if not self.annotations:
             return updated_node
         value = re.sub(r"(?<![\w.])[a-zA-Z_][\w.]*", lambda found: self._quoted(found[0]), updated_node.value)
-        if value != updated_node.value:
+        if value != updated_node.value or updated_node.raw_value.partition(".")[0] in self.bound:
             self.rewritten.add((self.get_metadata(PositionProvider, original_node).start.line, updated_node.value))
         return updated_node.with_changes(value=value)
 
