@@ -110,7 +110,7 @@ OTHER_PLACES = {
 
 def by_place(function: Any) -> list[str]:
     """Return the names of the arguments that a method takes by position; none where it takes any number."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = [one for one in inspect.signature(function).parameters.values() if one.name not in ("self", "cls")]
     if any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return []
     return [
@@ -124,7 +124,7 @@ def test_arguments_by_position_are_lightnings(name: str) -> None:
     excused = {row.partition(".")[2] for row in OTHER_PLACES if issubclass(here, ours(row.partition(".")[0]))}
     for method in names_of(theirs) - excused:
         expected, own = getattr(theirs, method), getattr(here, method, None)
-        if inspect.isfunction(expected) and inspect.isfunction(own) and (places := by_place(own)):
+        if inspect.isroutine(expected) and inspect.isroutine(own) and (places := by_place(own)):
             assert places[: len(by_place(expected))] == by_place(expected), method
     expected, own = by_place(theirs.__init__), by_place(here.__init__)
     assert own == expected[: len(own)]
