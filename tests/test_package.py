@@ -180,6 +180,7 @@ OF_TORCH = {
         torch.optim.SGD([torch.zeros(1)]),
         torch.zeros(1),
         torch.utils.data.DataLoader([1]),
+        torch.amp.GradScaler("cpu"),
         DTensor,
         DeviceMesh,
         LocalElasticAgent,
@@ -191,11 +192,12 @@ OF_TORCH = {
 
 def private_attributes(tree: ast.Module, own: set[str]) -> Iterator[str]:
     """Yield the private attributes in a file that the product does not define, or torch's objects have as well."""
-    imported = {
+    imported = {  # of torch, whose names are in the other list, and of Python
         (alias.asname or alias.name).partition(".")[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
+        if getattr(node, "module", alias.name).partition(".")[0] in {"torch", *sys.stdlib_module_names}
     }
     here = set(defined(tree))
     for node in ast.walk(tree):
@@ -215,7 +217,8 @@ def private_attributes(tree: ast.Module, own: set[str]) -> Iterator[str]:
         if not re.match("_[a-zA-Z]", name) or name in OF_PYTHON or ast.unparse(value).partition(".")[0] in imported:
             continue
         inherited = ast.unparse(value) == "super()"
-        if (name in OF_TORCH and (inherited or name not in here)) or name not in own:
+        asked = isinstance(node, ast.Call)  # as it may be missing, which is not so of names of our own
+        if asked or (name in OF_TORCH and (inherited or name not in here)) or name not in own:
             yield name
 
 

@@ -21,8 +21,8 @@ def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     frozen = [
         f"{prefix}.{key}".removeprefix(".")
         for prefix, owner in module.named_modules(remove_duplicate=False)
-        for key, parameter in owner._parameters.items()
-        if parameter is not None and not parameter.requires_grad
+        for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if not parameter.requires_grad
     ]
     return [name for name in dict.fromkeys(frozen) if name in state]
 

@@ -102,7 +102,7 @@ class KeptBuffers:
     def restore(self) -> None:
         """Put back the values that were kept."""
         for (owner, name), (buffer, version, values) in self._kept.items():
-            owner._buffers[name] = buffer
+            setattr(owner, name, buffer)
             if buffer._version != version or isinstance(owner, _NormBase):
                 buffer.copy_(values)
 

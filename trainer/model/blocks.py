@@ -324,7 +324,8 @@ def _around(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
 
 def _number_of_owners(module: nn.Module) -> Counter[int]:
     """Count the submodules that hold each parameter directly; a tied weight has more than one."""
-    return Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
+    tables = (child.named_parameters(recurse=False, remove_duplicate=False) for child in module.modules())
+    return Counter(id(parameter) for table in tables for _, parameter in table)
 
 
 def _tied(block: nn.Module, owners: Counter[int]) -> bool:

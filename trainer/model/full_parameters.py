@@ -50,8 +50,7 @@ def slots_of(module: nn.Module, root: nn.Module) -> list[ParameterSlot]:
         ParameterSlot(f"{prefix}.{key}".removeprefix("."), owner, key)
         for prefix, owner in root.named_modules(remove_duplicate=False)
         if id(owner) in inside
-        for key, parameter in owner._parameters.items()
-        if parameter is not None
+        for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False)
     ]
 
 

@@ -104,7 +104,7 @@ def use_separate_elements(module: nn.Module) -> None:
         for name, buffer in layer.named_buffers(recurse=False):
             persistent = name not in layer._non_persistent_buffers_set
             if persistent and buffer.layout == torch.strided and _shares_elements(buffer):
-                layer._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+                setattr(layer, name, buffer.clone(memory_format=torch.contiguous_format))
 
 
 def _shares_elements(buffer: torch.Tensor) -> bool:
