@@ -418,6 +418,23 @@ def test_names_are_checked_before_torch_is_imported(project: Path) -> None:
     assert ended.stderr.startswith("error: 7 problems in the configuration:"), ended.stderr
 
 
+def test_names_of_accelerators_and_of_arguments_are_checked_without_torch(command: Command) -> None:
+    Path("net.py").write_text("raise SystemExit('imported')")
+    trainer = "accelerator: gpuu, strategy: {class_path: fsdp, init_args: {sharding: 1}}"
+    plugs = "callbacks: [{class_path: ModelCheckpoint, init_args: {save_topk: 3}}]"
+    plugs += ", logger: {class_path: CSVLogger, init_args: {dirr: x}}"
+    Path("run.yaml").write_text(f"module: net.py:Net\ntrainer: {{{trainer}, {plugs}}}\n")
+    code = "import sys\nfrom trainer.__main__ import main\n"
+    ended = run_python(f"{code}print(main(['fit', '--config', 'run.yaml']), 'torch' in sys.modules)")
+    assert ended.stdout == "2 False\n", ended.stderr
+    assert "unknown accelerator 'gpuu'. Did you mean 'gpu'?" in ended.stderr
+    assert (
+        "trainer.callbacks.0 (ModelCheckpoint) has no argument 'save_topk'. Did you mean 'save_top_k'?" in ended.stderr
+    )
+    assert "trainer.logger (CSVLogger) has no argument 'dirr'." in ended.stderr
+    assert "trainer.strategy (FSDPStrategy) has no argument 'sharding'." in ended.stderr
+
+
 def test_what_is_missing_is_shown_by_an_example(command: Command) -> None:
     """Whatever command and subcommand the parser of argparse finds incomplete."""
     lines = [["plan"], ["plot"], ["migrate"], ["completion"], ["runs"], ["runs", "ls"]]

@@ -1,4 +1,4 @@
-"""Names of precisions, strategies, callbacks and optimizers, read from the source: importing them takes seconds."""
+"""Names of precisions, plugs, their arguments and optimizers, read from the source: importing them takes seconds."""
 
 from __future__ import annotations
 
@@ -54,6 +54,44 @@ def callbacks(base: str) -> list[str]:
         return name == base or any(map(is_derived, bases.get(name, ())))
 
     return [name for module, name in exported if module.startswith("trainer.callbacks.") and is_derived(name)]
+
+
+@cache
+def arguments_of(package: str, name: str) -> tuple[str, list[str]] | None:
+    """Return the class that has a name in "callbacks" or "strategies", and its arguments; None where it takes any."""
+    for node in _source(f"trainer.{package}").body:
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            module = str(node.module)  # type: ignore[attr-defined]
+            if not module.startswith(f"trainer.{package}.") or (package == "callbacks" and alias.name != name):
+                continue
+            kind = _class_in(module, alias.name)
+            if kind is not None and name in (kind.name, _name_of(kind)):
+                found = _constructor_arguments(module, kind)
+                return None if found is None else (kind.name, found)
+    return None
+
+
+def _class_in(module: str, name: str) -> ast.ClassDef | None:
+    return next((one for one in _source(module).body if isinstance(one, ast.ClassDef) and one.name == name), None)
+
+
+def _constructor_arguments(module: str, kind: ast.ClassDef) -> list[str] | None:
+    for node in kind.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            more, given = node.args.kwarg, node.args
+            is_open = more is not None and (more.annotation is None or ast.unparse(more.annotation) != "Never")
+            return None if is_open else [one.arg for one in [*given.args[1:], *given.kwonlyargs]]
+    imported = {
+        alias.name: str(node.module)
+        for node in _source(module).body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trainer.")
+        for alias in node.names
+    }
+    for name in (ast.unparse(base).partition("[")[0] for base in kind.bases):
+        home = imported.get(name, module)
+        if (base := _class_in(home, name)) is not None:
+            return _constructor_arguments(home, base)
+    return []
 
 
 @cache

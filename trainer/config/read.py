@@ -13,7 +13,7 @@ from trainer.compat.answers import is_default
 from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS, TRAINER_ARGUMENTS
 from trainer.config.classes import check_short_name, extend_sys_path, find_file
 from trainer.config.files import read_file
-from trainer.config.plug_names import callbacks, optimizers, precisions, schedulers, strategies
+from trainer.config.plug_names import arguments_of, callbacks, optimizers, precisions, schedulers, strategies
 from trainer.config.references import with_references
 from trainer.config.tree import (
     CLASS_ROOTS,
@@ -32,13 +32,13 @@ from trainer.config.tree import (
     with_source,
 )
 from trainer.config.types import (
-    Parameters,
     TypeMismatchError,
     allowed,
     constructor_parameters,
     reads_as_number,
     validate,
 )
+from trainer.distributed.accelerators import accelerator_problem
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
 from trainer.settings import ARGUMENTS, NONE_IS_DEFAULT, Settings
 
@@ -114,6 +114,7 @@ def _check(tree: Node, findings: Diagnostics) -> None:
     known = [*precisions(), *SHORT_PRECISIONS]
     if str(precision) not in known:
         problems.append(str(unknown_name_error("precision", precision, known, OTHER_PRECISIONS)))
+    problems += filter(None, [accelerator_problem(valid.get("accelerator"))])
     findings.problems += with_source(problems, sources_of(trainer))
 
 
@@ -126,7 +127,7 @@ def _check_names(tree: Node, findings: Diagnostics) -> None:
     parameters = constructor_parameters(Settings)
     for name, child in entries(entries(tree).get("trainer")).items():
         if name not in parameters.named and not is_default("Trainer", name, child.value):
-            words = f"trainer has no argument {name!r}.{hint_for(str(name), parameters, ('trainer',))}"
+            words = f"trainer has no argument {name!r}.{hint_for(str(name), parameters.named, ('trainer',))}"
             findings.add(child.source, words)
 
 
@@ -163,6 +164,18 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
             find_file(location or name.value, name.source)
     except ConfigError as error:
         findings.add(name.source, f"{dotted(path)}: {error}")
+    else:
+        package = {"strategy": "strategies", "callbacks": "callbacks", "logger": "callbacks"}.get(key)
+        if package is not None and (found := arguments_of(package, name.value)) is not None:
+            _check_arguments(path, *found, node, findings)
+
+
+def _check_arguments(path: KeyPath, kind: str, known: list[str], node: Node, findings: Diagnostics) -> None:
+    """Check the names of the arguments of a class."""
+    for name, child in entries(entries(node).get("init_args")).items():
+        if name not in known and not is_default(kind, name, child.value):
+            words = f"{dotted(path)} ({kind}) has no argument {name!r}.{hint_for(str(name), known, path)}"
+            findings.add(child.source, words)
 
 
 class Values:
@@ -186,7 +199,7 @@ class Values:
             elif parameters.open:
                 values[name] = child.plain()
             elif path != ("trainer",) and not is_default(cls.__name__, name, child.value):
-                hint = hint_for(str(name), parameters, path)
+                hint = hint_for(str(name), parameters.named, path)
                 self.findings.add(child.source, f"{who} has no argument {name!r}.{hint}")
         return values
 
@@ -249,9 +262,9 @@ class Values:
             self.findings.add(node.source, f"weights: {error}")
 
 
-def hint_for(name: str, parameters: Parameters, path: KeyPath) -> str:
+def hint_for(name: str, known: Iterable[str], path: KeyPath) -> str:
     """Return a suggestion for an argument that does not exist; without a close one, those that do."""
-    known = sorted(parameters.named)
+    known = sorted(known)
     equivalents = TRAINER_ARGUMENTS if path == ("trainer",) else None
     close = did_you_mean(name, [*known, "class_path", "init_args"], equivalents)
     if close or not known:

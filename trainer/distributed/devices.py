@@ -8,22 +8,10 @@ from functools import cache
 
 import torch
 
+from trainer.distributed.accelerators import ACCELERATORS, OTHER_ACCELERATORS
 from trainer.distributed.tpu import choose_tpu_stack, tpu_is_there
 from trainer.errors import ConfigError, unknown_name_error
 
-_ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
-_FORMER = "ddp ddp_spawn ddp2 dp horovod"
-"""Values of Lightning 1 that name a way to train on several devices."""
-_OTHER_ACCELERATORS = {
-    **dict.fromkeys(
-        ("npu", "xpu", "hpu", "mlu", "musa", "sdaa"),
-        "'auto', or this name where torch itself knows the accelerator (torch.accelerator), which is not so here",
-    ),
-    **dict.fromkeys(_FORMER.split(), "strategy='ddp', and 'auto' as the accelerator"),
-    "ddp_cpu": "'cpu', with strategy='ddp'",
-    "ddp_sharded": "strategy='fsdp', and 'auto' as the accelerator",
-}
-"""Devices that torch may know, and accelerators of Lightning 1 -> what to use instead."""
 _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
 
 
@@ -37,9 +25,9 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
         ConfigError: the name is unknown, or there is no such device.
     """
     other = _other_accelerator()
-    if accelerator is None or accelerator not in (*_ACCELERATORS, other):
-        known = [*_ACCELERATORS, *filter(None, [other])]
-        raise unknown_name_error("accelerator", accelerator, known, _OTHER_ACCELERATORS)
+    if accelerator is None or accelerator not in (*ACCELERATORS, other):
+        known = [*ACCELERATORS, *filter(None, [other])]
+        raise unknown_name_error("accelerator", accelerator, known, OTHER_ACCELERATORS)
     if accelerator == "tpu":
         return _tpu(accelerator)
     if accelerator == "cpu":
@@ -64,7 +52,7 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
 def _other_accelerator() -> str | None:
     """Return the type of the accelerator that torch knows, if it has no name of its own here."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return device.type if device is not None and device.type not in _ACCELERATORS else None
+    return device.type if device is not None and device.type not in ACCELERATORS else None
 
 
 @cache
