@@ -93,11 +93,23 @@ def test_pages_have_commands() -> None:
 
 
 def test_commands_of_tutorials_are_run() -> None:
-    """Here, or with the commands of the examples, which tests/examples runs."""
+    """Here, or with the commands of the examples, which tests/examples runs: tutorials begin with copies of these."""
+    from trainer.cli.main import main
+
     examples = "".join(blocks(ROOT / "examples" / "README.md", "bash")).splitlines()
     for page in (ROOT / "docs" / "tutorials").glob("*.md"):
-        lines = "".join(blocks(page, "bash")).splitlines()
-        assert all(line.startswith(".venv/bin/trainer") or line in examples for line in lines), page.name
+        copies: dict[str, str] = {}
+        for line in "".join(blocks(page, "bash")).splitlines():
+            match line.split():
+                case ["trainer", "init", "--template", template, folder]:
+                    assert main(["init", "--template", template, folder]) in (0, None)
+                    copies[f"{folder}/"] = f"examples/{template}/"
+                case words if not line.startswith(".venv/bin/trainer"):
+                    paths = [word for word in words if word.startswith((*copies,))]
+                    assert all(Path(path).exists() for path in paths), page.name
+                    for copy, example in copies.items():
+                        line = line.replace(copy, example)
+                    assert line in examples, page.name
 
 
 def test_the_readme_is_one_screen() -> None:
