@@ -109,6 +109,10 @@ LONG: dict[str, tuple[str, ...]] = {
     "test_contract_callbacks.py::*": ("single-EMAWeightAveraging", "single-BadStepGuard, skip"),
     "callbacks/test_bound_profiler.py::test_a_fused_optimizer_is_advised_with_a_bound_of_its_gain": ("True",),
     "callbacks/test_bound_profiler.py::test_what_bounds_a_run_is_named": ("data wait", "compute", "saving"),
+    "callbacks/test_checkpoint_folders.py::test_two_processes_write_what_a_second_callback_owed": (
+        "ddp-False-True",
+        "fsdp-False-True",
+    ),
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "callbacks/test_finetuning.py::test_it_trains_as_by_hand_and_a_resumed_run_has_the_same_bits": ("single",),
     "callbacks/test_grad_norm_monitor.py::test_the_norms_are_those_of_one_big_batch": ("single", "FSDP x2"),

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -16,13 +16,13 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.helpers.processes import start_python
+from tests.helpers.processes import run_distributed, start_python
 from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.disk import this_machine
-from trainer.checkpoint.manifest import is_committed
+from trainer.checkpoint.manifest import is_committed, verify_checkpoint
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop import setup
 from trainer.loop.run_directory import locked_folders
@@ -286,3 +286,66 @@ def test_what_a_second_callback_had_not_written_of_a_step_is_written_by_the_resu
     assert there(tmp_path / "a") == ["step=4"]
     run(ckpt_path=resumed_from if resumed_from == "last" else str(tmp_path / resumed_from))
     assert [there(tmp_path / name) for name in "ab"] == [["step=8"], ["step=4", "step=8"]]
+
+
+class EndsOnBoth(ModelCheckpoint):
+    """Ends all processes at step 4, as a kill would, after its own write (`written` True) or before; None: never."""
+
+    written: bool | None = None
+
+    def on_train_step_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.global_step == 4 and self.written is False:
+            self._end(trainer)
+        super().on_train_step_end(trainer, pl_module)
+        if trainer.global_step == 4 and self.written:
+            self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        for one in trainer.checkpoint_callbacks:
+            if one._writer is not None:
+                one._writer.wait()
+        with suppress(Exception):  # the other process may be gone already
+            trainer.strategy.barrier()
+        os._exit(0)
+
+
+def _two_on_two(folder: str, strategy: str, async_save: bool, ends: bool | None) -> Any:
+    """Train on two processes with two callbacks; `ends`: end at step 4, before (False) or after the second's write."""
+    both = [
+        EndsOnBoth(f"{folder}/{name}", filename="{step}", async_save=async_save, save_top_k=-1, **options)
+        for name, options in (("a", {"every_n_train_steps": 2}), ("b", {"every_n_train_steps": 4}))
+    ]
+    both[1].written = ends
+    if ends is not None and (child := os.fork()):
+        return os.waitpid(child, 0)[1]
+    try:
+        trainer = quiet(
+            max_epochs=1,
+            enable_checkpointing=True,
+            callbacks=both,
+            default_root_dir=folder,
+            devices=2,
+            strategy=strategy,
+        )
+        trainer.fit(Toy(), loader(16), ckpt_path=None if ends is not None else "last")
+    finally:
+        if ends is not None:
+            os._exit(1)
+    return trainer.global_step, [list(one.kept) for one in both], [one.last_model_path for one in both]
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_write_what_a_second_callback_owed(
+    strategy: str, written: bool, async_save: bool, tmp_path: Path
+) -> None:
+    run_distributed(_two_on_two, 2, str(tmp_path), strategy, async_save, written)
+    assert there(tmp_path / "a") == ["step=2", "step=4"]
+    assert there(tmp_path / "b") == ["step=4"] * written
+    first, other = run_distributed(_two_on_two, 2, str(tmp_path), strategy, async_save, None)
+    names = [["step=2", "step=4", "step=6", "step=8"], ["step=4", "step=8"]]
+    assert [there(tmp_path / name) for name in "ab"] == names
+    assert first == other == (8, names, [str(tmp_path / name / "step=8") for name in "ab"])
+    for name, number in (("a", 4), ("b", 4), ("b", 8)):
+        verify_checkpoint(tmp_path / name / f"step={number}")

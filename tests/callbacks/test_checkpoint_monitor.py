@@ -147,6 +147,24 @@ class Endless:
         yield from self.batches
 
 
+@pytest.mark.parametrize(
+    ("named", "times"), [({"monitor": "train_loss"}, 2), ({"filename": "{step}-{train_loss}"}, 2), ({}, 1)]
+)
+def test_the_last_step_of_data_without_a_length_is_written_again_at_the_epochs_end(
+    named: dict[str, str], times: int
+) -> None:
+    class Counted(Toy):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            saved.append(self.global_step)
+
+    for data, last in ((Endless(4), times), (loader(4), 1)):
+        saved: list[int] = []
+        checkpoint = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, **named)
+        quiet(max_epochs=1, enable_checkpointing=True, callbacks=checkpoint).fit(Counted(), data)
+        assert saved == [2] + [4] * last
+        assert len(checkpoint.kept) == 2
+
+
 @pytest.mark.parametrize(("monitor", "kept"), [("step", [4, 5, 6]), ("epoch", [4, 5, 6])])
 @pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 1}])
 def test_the_newest_by_step_or_epoch(monitor: str, kept: list[int], trigger: dict[str, int]) -> None:

@@ -179,7 +179,8 @@ _STEPS = (
         "data without a length",
         "a loader without a length is read one batch ahead, and `trainer.is_last_batch` is True in its last step",
         "each batch is read when it is due, so that data made with the weights are made with those of now; "
-        "`trainer.is_last_batch` stays False",
+        "`trainer.is_last_batch` stays False, and a checkpoint by step or time at an epoch's last step, with a "
+        "`monitor` or a metric in its `filename`, is written again at the epoch's end",
     ),
     Difference(
         "a second fit",
