@@ -114,7 +114,7 @@ def test_optional_packages_are_named_as_the_extras_have_them() -> None:
         one
         for name in (
             *("deepspeed", "fp8", "ray", "tensorboard", "metrics", "wandb", "mlflow", "plots"),
-            *("monitors", "migrate"),
+            *("monitors", "migrate", "onnx"),
         )
         for one in extras[name]
     } == set(OPTIONAL_PACKAGES.values())

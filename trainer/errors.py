@@ -87,6 +87,7 @@ OPTIONAL_PACKAGES = {
     "libcst": "libcst>=1.5",
     "matplotlib": "matplotlib>=3.8",
     "mlflow": "mlflow>=2.14",
+    "onnxscript": "onnxscript>=0.5",
     "psutil": "psutil>=5.9",
     "ray": "ray[train]>=2.51",
     "rich": "rich>=13.0",

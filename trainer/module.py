@@ -21,7 +21,7 @@ from trainer.checkpoint.schema import require
 from trainer.compat.answers import former_words, member_words
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested
-from trainer.errors import ConfigError, restoring
+from trainer.errors import ConfigError, MissingPackageError, restoring
 from trainer.hyperparameters import HasHyperparameters, constructor_arguments
 from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
@@ -518,6 +518,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
 
         Raises:
             ConfigError: there is no sample.
+            MissingPackageError: torch's exporter needs onnxscript, which is not installed.
         """
         sample = self.example_input_array if input_sample is None else input_sample
         if sample is None:
@@ -529,6 +530,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
                 self.eval()
                 path = str(file_path) if isinstance(file_path, Path) else file_path
                 return torch.onnx.export(self, inputs if isinstance(inputs, tuple) else (inputs,), path, **kwargs)
+        except ModuleNotFoundError as error:
+            if error.name in ("onnx", "onnxscript"):
+                raise MissingPackageError("onnxscript", "to_onnx") from error
+            raise
         finally:
             self.train(training)
 
