@@ -254,7 +254,7 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "strategies/test_model_parallel_in_three.py::*": (),
     "strategies/test_model_parallel_products.py::*": (),
-    "strategies/test_parallel_cost.py::*": ("FSDP x2", "TP x2", "CP x2, heads", "PP x2"),
+    "strategies/test_parallel_cost.py::*": ("FSDP x2", "TP x2", "CP x2, heads", "PP x2", "PP 2 x CP 2"),
     "strategies/test_strategy_parity.py::test_the_losses_are_those_of_a_hand_written_loop": (
         "single-*",
         "*2-gpt, tokens",
