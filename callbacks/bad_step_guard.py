@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -113,7 +112,7 @@ class BadStepGuard(StepGuard):
         newest = _newest(trainer.checkpoint_callbacks) if self.action == "rewind" and trainer.is_global_zero else None
         path = trainer.strategy.processes.broadcast_object(newest)
         if trainer.is_global_zero and not trainer.settings.fast_dev_run:
-            _record(trainer.run_dir / "bad_steps.jsonl", {**asdict(bad), "action": self.action})
+            _record(trainer.run_dir / "bad_steps.jsonl", {**bad._asdict(), "action": self.action})
         if self.action == "raise":
             raise BadStepError(f"{explain(bad)}. BadStepGuard(action='skip') or 'rewind' would go on without it.")
         if self._in_a_row > self.max_bad_steps:

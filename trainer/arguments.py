@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from trainer.compat.answers import argument_words, by_name, is_default
 from trainer.errors import ArgumentError, ConfigError, TrainerError, did_you_mean, raise_problems
@@ -307,8 +307,7 @@ def _is_list(value: Any) -> bool:
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TypeNames:
+class TypeNames(NamedTuple):
     """The words for the types of annotations, in Python or in a configuration file."""
 
     types: Mapping[Any, str]

@@ -26,10 +26,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from trainer.checkpoint.checksums import NEWEST, new_digest
 from trainer.distributed.sendable import sendable
@@ -48,8 +47,7 @@ _log = logging.getLogger("trainer")
 
 
 @sendable
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """Size in bytes and checksum (hexadecimal) of a file."""
 
     bytes: int
@@ -289,8 +287,7 @@ class LocalStorage:
         return removed
 
 
-@dataclass(frozen=True)
-class TemporaryPath:
+class TemporaryPath(NamedTuple):
     """A temporary file or directory that a process left behind or is still using."""
 
     path: Path

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -176,8 +175,7 @@ def part_file(key: str, rank: int) -> str:
     return f"{key}.{rank:05}.safetensors"
 
 
-@dataclass(frozen=True)
-class FilePart:
+class FilePart(NamedTuple):
     """A file with some of a tensor's elements."""
 
     path: StoragePath

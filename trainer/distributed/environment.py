@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.distributed import slurm
 from trainer.errors import ConfigError, raise_problems
@@ -61,8 +62,7 @@ class Environment:
         environ[_SOURCE] = self.source
 
 
-@dataclass(frozen=True)
-class ProcessSource:
+class ProcessSource(NamedTuple):
     """A program that starts processes, and the variables that it sets."""
 
     name: str

@@ -9,9 +9,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from trainer.fault_tolerance.failure import report_deadlock
 from trainer.fault_tolerance.flight_recorder import position, waiting_in
@@ -37,8 +36,7 @@ Barrier = Literal["calls", "end"]
 """Points that all processes reach together without a collective of torch: a `CollectiveCheck`, the end of training."""
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """The collective in which a process waits, and how far the process is in all groups."""
 
     group: str
@@ -141,7 +139,7 @@ class DeadlockWatch:
             self._pause = min(2 * self._pause, _LONGEST_INTERVAL_S)
             self._next_read = now + self._pause
         elif before is not None and before.collective == self._waiting.collective:
-            store.set(_key(self._rank), json.dumps(asdict(self._waiting)))
+            store.set(_key(self._rank), json.dumps(self._waiting._asdict()))
             store.set(_WAITING, "1")
             self._published = True
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,8 +26,7 @@ LEAST_SPREAD = 0.05
 """The least standard deviation of losses that counts, as a part of their mean: a loss may be nearly constant."""
 
 
-@dataclass(frozen=True)
-class BadStep:
+class BadStep(NamedTuple):
     """A step that was refused."""
 
     step: int

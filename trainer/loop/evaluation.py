@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,8 +22,7 @@ from trainer.seed import isolated_rng
 from trainer.strategy import eval_mode, synchronize_buffers
 
 
-@dataclass(frozen=True)
-class StageHooks:
+class StageHooks(NamedTuple):
     """The hooks of one stage, of callbacks and module, with the trainer and the module bound."""
 
     step: str

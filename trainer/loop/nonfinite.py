@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -25,8 +24,7 @@ _SMALL_SCALE, _LEAST_SCALE = 1.0, 2.0**-64
 _MOST_NAMES = 20
 
 
-@dataclass(frozen=True)
-class NonFinite:
+class NonFinite(NamedTuple):
     """A number that is not finite, or a loss scale that tends to zero."""
 
     kind: Literal["loss", "learning rate", "loss scale", "state", "evaluation"]

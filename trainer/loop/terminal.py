@@ -8,8 +8,7 @@ import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from trainer.callback import Callback
 
@@ -69,8 +68,7 @@ def _broken(line: str, columns: int, indent: str) -> str:
     return "\n".join(_lines_of(line, columns, own + indent, break_long_words=False))
 
 
-@dataclass(frozen=True)
-class FittedTable:
+class FittedTable(NamedTuple):
     """The part of a table for which there is room."""
 
     rows: list[list[str]]

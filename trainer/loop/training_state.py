@@ -90,7 +90,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "loader": [state["loader"] for state in per_rank],
         "metrics": [state["metrics"] for state in per_rank],
         "callback_metrics": dict(run.session.callback_metrics),
-        "measured": {name: asdict(measured) for name, measured in run.session.measured.items()},
+        "measured": {name: measured._asdict() for name, measured in run.session.measured.items()},
         "scheduler_values": [config.value_step for config in run.scheduler_configs],
         "postponed_stop": next((state["stop"] for state in per_rank if state["stop"] is not None), None),
         "callbacks": {

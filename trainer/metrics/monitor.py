@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainer.errors import ConfigError
 
@@ -24,8 +23,7 @@ ValueKind = Literal["step", "past", "interim", "epoch", "validation"]
 """
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The latest value of a logged name, and the state of the run that it belongs to."""
 
     value: float
