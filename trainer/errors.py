@@ -46,7 +46,7 @@ class ConfigError(TrainerError, ValueError):
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         self.problems = list(problems) or [message]
-        super().__init__(message if problems else shortened(message))
+        super().__init__(printable(message if problems else shortened(message)))
         """The problems that the message lists, one by one."""
 
 

@@ -405,7 +405,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
             checkpoint_path = hyperparameters.pop("path")  # its name in earlier versions
         checkpoint = read_checkpoint(locate(checkpoint_path))
         of_hyperparameters = {"module?": {str: object}, "arguments?": {str: (str, None)}}
-        kinds = {"model": dict, "base?": {str: int}, "hyperparameters?": of_hyperparameters}
+        kinds = {"model": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": of_hyperparameters}
         require(checkpoint, kinds, "the checkpoint")
         kept = checkpoint.get("hyperparameters", {})
         stored = kept.get("module", {}) if hparams_file is None else read_hyperparameters(hparams_file)

@@ -117,6 +117,14 @@ def test_ls_as_json_and_with_a_metric(checkpoint, run: Path) -> None:
     assert [row["bytes"] > 0 and row["damage"] for row in one] == [[]]
 
 
+def test_ls_lets_names_of_a_stranger_not_control_the_terminal(checkpoint, run: Path) -> None:
+    info = {"step": 40, "metrics": {"\x1b[31m": 1.0}}
+    write_checkpoint(run / "checkpoints" / "step\x1b[31m", state(40), info=info)
+    printed = checkpoint("ls", run, "--metric", "\x1b[31m").out
+    assert printed.replace("\n", "").isprintable()
+    assert r"step\x1b[31m" in printed
+
+
 # -- show --------------------------------------------------------------------------------------------------------------
 
 

@@ -215,3 +215,28 @@ def test_a_run_has_one_colour_and_is_named_whatever_its_name(command: Command, p
     assert explained == [["_a", "$b$"], ["c"]]
     colours = [set(re.findall("stroke: (#1f77b4|#ff7f0e|#2ca02c)", one)) for one in (first, second)]
     assert colours == [{"#1f77b4", "#ff7f0e"}, {"#ff7f0e", "#2ca02c"}]  # of _a and $b$, and of $b$ and c
+
+
+def test_the_files_of_a_stranger_control_no_terminal_and_are_no_error(command: Command, runs: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("a", "b", "deep"):
+        (runs / "foreign" / name).mkdir(parents=True)
+    (runs / "foreign" / "a" / "metrics.csv").write_text("step,\x1b[31m\n1,2\n")
+    (runs / "foreign" / "b" / "hparams.json").write_text('{"lr": "\\u001b[31m"}')
+    (runs / "foreign" / "deep" / "hparams.json").write_text("[" * 100_000)
+    for number, info in enumerate(({"step": [3], "epoch": "1"}, {"step": 10**400, "captured": 10**400})):
+        folder = runs / "foreign" / str(number) / "checkpoints" / "c"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps({"info": {**info, "metrics": {"\x1b[31m": 10**400}}}))
+        (folder.parent.parent / "config.yaml").write_text("trainer: {max_steps: 1, max_epochs: 1}\n")
+    (runs / "foreign" / "1" / "config.yaml").unlink()
+    (runs / "foreign" / "1" / "config.yaml").symlink_to("/dev/zero")
+    shown = ("--metric", "\x1b[31m", "--hparam", "lr")
+    for arguments in ((), shown, (*shown, "--csv"), (*shown, "--json"), ("--sort", "-step", "--filter", "step>1")):
+        code, out, err = command("runs", "ls", str(runs), *arguments)
+        assert (code, err) == (0, ""), arguments
+        assert out.replace("\n", "").isprintable(), arguments
+    code, out, err = command("plot", str(runs / "foreign"))
+    assert (code, err) == (0, "")
+    assert r"\x1b[31m" in out
+    assert out.replace("\n", "").isprintable()

@@ -325,14 +325,17 @@ def judge(name: str, use: Callable[[], object]) -> str | None:
         with limits():
             use()
     except TrainerError as error:
-        return (
-            None
-            if 20 < len(str(error)) < 5000
-            else f"{name}: says {str(error)[:300]!r} in {len(str(error))} characters"
-        )
+        if 20 < len(str(error)) < 5000 and is_plain(str(error)):
+            return None
+        return f"{name}: says {str(error)[:300]!r} in {len(str(error))} characters"
     except BaseException as error:
         return f"{name}: {type(error).__name__}: {str(error)[:300]}"
     return None
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text controls no terminal."""
+    return text.replace("\n", "").isprintable()
 
 
 def shown(name: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,18 +345,36 @@ def shown(name: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for options in ([], ["--json"]) if name != "verify" else ([],):
             assert checkpoint_command([name, str(target), *options]) in (0, 1)
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).replace("\n", "").isprintable()
+    assert is_plain(printed.out + printed.err)
+
+
+class Messages(logging.Handler):
+    """Keeps the messages of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 @pytest.fixture
-def quiet_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("trainer"), "disabled", True)
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of what is logged from here on, in place of printing it."""
+    messages = Messages()
+    monkeypatch.setattr(logging.getLogger("trainer"), "handlers", [messages])
+    monkeypatch.setattr(logging.getLogger("trainer"), "propagate", False)
+    return messages.texts
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("quiet_log")
 def test_a_changed_checkpoint_is_refused_with_a_message_or_trains_on(
-    inputs: Inputs, originals: dict[str, Path], memory_folder: Path, capsys: pytest.CaptureFixture[str]
+    inputs: Inputs,
+    originals: dict[str, Path],
+    memory_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    logged: list[str],
 ) -> None:
     problems = []
     trained = 0
@@ -376,6 +397,8 @@ def test_a_changed_checkpoint_is_refused_with_a_message_or_trains_on(
         folder = CheckpointDirectory(path.parent)
         found.append(judge("list", lambda folder=folder: (folder.list(), folder.clean(), folder.corruption_report())))
         problems += [f"{rng}, {kind}: {problem}" for problem in found if problem]
+        problems += [f"{rng}, {kind}: logs {text[:300]!r}" for text in logged if not is_plain(text)]
+        logged.clear()
         after = {file: file.stat().st_mtime_ns for file in memory_folder.rglob("*") if base not in file.parents}
         problems += [f"{rng}: wrote {set(after) ^ set(before) or 'over a file'} outside"] if after != before else []
         problems += [f"{rng}: left {file} beside the runs" for file in base.iterdir() if file.name != "runs"]
@@ -390,6 +413,58 @@ def test_unchanged_ones_train_on(originals: dict[str, Path], memory_folder: Path
         fit(ckpt_path="last")
         assert trainer.global_step == 13, kind
         shutil.rmtree(memory_folder / "unchanged")
+
+
+def changed(original: Path, folder: Path, change: Callable[[Any], object]) -> Path:
+    """Return the last checkpoint of a copy of a run, with its data changed."""
+    shutil.copytree(original.parent, folder)
+    (path,) = (folder / original.name / "checkpoints").glob("step=11")
+    data = json.loads((path / "checkpoint.json").read_text())
+    change(data)
+    (path / "checkpoint.json").write_text(json.dumps(data))
+    reseal(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data["facts"]["optimizers"].update({"AdamW, eps": "1\x1b[2J"}), r"eps: 1\x1b[2J then, 1e-08 now"),
+        (lambda data: data["facts"]["module"].update({"\x1b[2J": ""}), r"module: \x1b[2J:  then, none now"),
+        (lambda data: data["callbacks"].update({"\x1b[2J": {}}), r"the state of the callback \x1b[2J, which"),
+        (lambda data: data["facts"]["sampler"].update({"": "\x1b[2J"}), r"sampler: \x1b[2J then, each sample once now"),
+    ],
+    ids=["value", "name", "callback", "error"],
+)
+def test_texts_of_a_checkpoint_do_not_control_the_terminal(
+    change: Callable[[Any], object], message: str, originals: dict[str, Path], tmp_path: Path, logged: list[str]
+) -> None:
+    changed(originals["adamw"], tmp_path / "runs", change)
+    try:
+        run("adamw", tmp_path / "runs", 2)[1](ckpt_path="last")
+    except TrainerError as error:
+        logged.append(str(error))
+    assert message in "\n".join(logged)
+    assert is_plain("\n".join(logged))
+
+
+def test_values_of_a_metric_that_the_module_has_not_are_dropped(
+    originals: dict[str, Path], tmp_path: Path, logged: list[str]
+) -> None:
+    def rename(data: Any) -> None:
+        data["metrics"][0]["train"]["error"]["options"]["metric"] = "former"
+
+    changed(originals["adamw"], tmp_path / "runs", rename)
+    trainer, fit = run("adamw", tmp_path / "runs", 20)  # beyond the end of the epoch
+    fit(ckpt_path="last")
+    assert trainer.global_step == 31
+    assert "'error': the module has no metric 'former', so its values of this epoch so far are dropped" in logged
+
+
+def test_progress_that_is_none_is_no_error_of_a_hook(originals: dict[str, Path], tmp_path: Path) -> None:
+    path = changed(originals["adamw"], tmp_path / "runs", lambda data: data.update(progress=3))
+    with pytest.raises(CheckpointError, match=r"the checkpoint\['progress'\] is 3"):
+        Net.load_from_checkpoint(path)
 
 
 @pytest.mark.parametrize("info", [{"$int": "0xfffffffffffffffff"}, {"$float": "nan"}, {"$tuple": []}], ids=str)

@@ -78,6 +78,23 @@ def test_training_goes_on_without_notes_that_cannot_be_written(
     assert sorted(path.name for path in trainer.run_dir.iterdir() if path.name.startswith(".tmp")) == []
 
 
+@pytest.mark.parametrize("name", ["hparams.json", "config.yaml"])
+def test_notes_that_cannot_be_replaced_at_a_resume_stay_as_they_were(
+    name: str, refuse: Callable[[str, str, int], None], tmp_path: Path
+) -> None:
+    def train(seed: int) -> Path:
+        trainer = quiet(
+            max_steps=3 * seed, default_root_dir=tmp_path, callbacks=[CSVLogger()], enable_checkpointing=True
+        )
+        trainer.record_config(f"seed: {seed}\n")
+        trainer.fit(Toy(), loader(6), ckpt_path="last")
+        return trainer.run_dir
+
+    before = (train(1) / name).read_bytes()
+    refuse("replace", name, errno.EIO)
+    assert (train(2) / name).read_bytes() == before
+
+
 def test_so_does_deepspeed(
     refuse: Callable[[str, str, int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

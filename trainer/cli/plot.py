@@ -14,7 +14,7 @@ from typing import Any
 from trainer.arguments import local_path
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.cli.runs.find import read_metrics, run_directories
-from trainer.errors import ConfigError, MissingPackageError, did_you_mean
+from trainer.errors import ConfigError, MissingPackageError, did_you_mean, printable
 
 EXAMPLES = """\
 examples:
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"there is no folder {output.parent}: make it first, or write somewhere else.")
     curves = chosen(curves_of(options.runs), options.metric)
     draw(curves, output, options.smooth, options.log)
-    print(f"{output}: {', '.join(curves)}")
+    print(printable(f"{output}: {', '.join(curves)}"))
     return 0
 
 

@@ -17,7 +17,7 @@ from trainer.callback import AccumulationSchedule
 from trainer.data.fingerprints import functions_of, globals_fingerprints, is_plain, read_values_fingerprints
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler_state import attributes
-from trainer.errors import ConfigError, did_you_mean, first_of, shown
+from trainer.errors import ConfigError, did_you_mean, first_of, printable, shown
 from trainer.hyperparameters import flat_names
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts, options_of
 from trainer.loop.compare_ranks import as_text
@@ -241,7 +241,7 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         if of_order and run.progress.batch == run.num_training_batches:
             broken = []  # the epoch has no batch left
         listed = [f"{name}: {line}" for name, lines in changed.items() for line in lines]
-        shown = "\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])])
+        shown = printable("\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])]))
         if broken:
             problem = (
                 f"this run differs from the one that wrote {run.resumed_from}, before the end of an epoch (after batch "

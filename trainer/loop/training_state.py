@@ -29,7 +29,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import CheckpointError, restoring
+from trainer.errors import CheckpointError, printable, restoring
 from trainer.loop.changes_since_checkpoint import leave_out_changing_facts
 from trainer.loop.progress import LATER, Progress
 from trainer.loop.run import Run
@@ -439,7 +439,7 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
         log.warning(
             "the checkpoint has the state of %s, which this run does not have: that state is not used, and later "
             "checkpoints lack it. To continue it, give the same callbacks and data module.",
-            ", ".join(unused),
+            printable(", ".join(unused)),
         )
 
 

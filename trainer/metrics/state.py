@@ -58,16 +58,17 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
     `states` has one item if the number of processes is that of the checkpoint, else any number. A torchmetrics object
     that cannot be merged is reset, with a warning.
     """
+    objects = dict(_objects(metrics.module))
     for state in states:
         metrics.names.update(state.get("names", ()))  # checkpoints of earlier versions have none
     metrics.mark_restored()
     for scope, name in ((metrics.train, "train"), (metrics.hook_metrics, "hooks")):
         scope.entries.clear()
         for state in states:
-            _add_to_scope(scope, state[name], device)
-    for state in states:
-        _add_unflushed(metrics, state.get("steps", {}), device)  # checkpoints of earlier versions have none
-    for name, metric in _objects(metrics.module):
+            _add_to_scope(scope, _without_lost(state[name], objects), device)
+    for state in states:  # checkpoints of earlier versions have no "steps"
+        _add_unflushed(metrics, _without_lost(state.get("steps", {}), objects), device)
+    for name, metric in objects.items():
         saved = [state["objects"][name] for state in states if name in state["objects"]]
         if saved or metric.update_count:
             metric.reset()
@@ -82,6 +83,15 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
                     type(metric).__name__,
                 )
                 break
+
+
+def _without_lost(entries: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries without those of torchmetrics objects that the module does not have any more."""
+    lost = {name: one["options"]["metric"] for name, one in entries.items()}
+    lost = {name: metric for name, metric in lost.items() if metric is not None and metric not in objects}
+    for name, metric in lost.items():
+        log.warning("%r: the module has no metric %r, so its values of this epoch so far are dropped", name, metric)
+    return {name: one for name, one in entries.items() if name not in lost}
 
 
 @contextmanager

@@ -59,15 +59,16 @@ def run(arguments: list[str]) -> int:
         there.sort(key=lambda row: _sortable(row[1][name]), reverse=options.sort.startswith("-"))
         rows = there + others
     head = [*COLUMNS, *metrics, *parameters]
+    titles = [_plain(name) for name in head]
     if options.json:
         found_values = [{name: _json_ready(values.get(name)) for name in head} for _, values in rows]
         print(json.dumps(found_values, indent=1, default=str))
     elif options.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(head)
-        writer.writerows([values.get(name) for name in head] for _, values in rows)
+        writer.writerow(titles)
+        writer.writerows([_plain(values.get(name)) for name in head] for _, values in rows)
     else:
-        cells = [head, *([_cell(name, values.get(name)) for name in head] for _, values in rows)]
+        cells = [titles, *([_cell(name, values.get(name)) for name in head] for _, values in rows)]
         named = {*(options.metric or ()), *(options.hparam or ()), (options.sort or "").removeprefix("-")}
         first_to_go = sorted(_first_to_go(len(metrics), len(parameters)), key=lambda number: head[number] in named)
         right = range(2, len(COLUMNS) + len(metrics))
@@ -170,4 +171,9 @@ def _cell(name: str, value: Any) -> str:
     if name == "time":
         minutes, seconds = divmod(int(value), 60)
         return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-    return f"{value:.6g}" if isinstance(value, float) else printable(str(value))
+    return f"{value:.6g}" if isinstance(value, float) else str(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    """Escape line ends and what a terminal would interpret in a text: a run directory may come from a stranger."""
+    return printable(value).replace("\n", "\\n") if isinstance(value, str) else value

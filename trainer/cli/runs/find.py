@@ -77,13 +77,13 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
     infos = {name: entry["info"] for name, entry in manifests.items() if isinstance(entry.get("info"), dict)}
     last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
-    last = last or max(infos.values(), key=lambda info: info.get("step") or 0, default=None)
+    last = last or max(infos.values(), key=lambda info: _count(info, "step") or 0, default=None)
     if last is not None:
-        one.step, one.epoch = last.get("step"), last.get("epoch")
+        one.step, one.epoch = _count(last, "step"), _count(last, "epoch")
         one.metrics = numbers((best or last).get("metrics"))
         one.state = "finished" if _is_finished(one, path / "config.yaml") else "unfinished"
-        if isinstance(last.get("captured"), int) and one.began is not None:
-            one.seconds = max(one.seconds or 0.0, last["captured"] / 1e9 - one.began)
+        if (captured := _count(last, "captured")) is not None and one.began is not None:
+            one.seconds = max(one.seconds or 0.0, captured / 1e9 - one.began)
     else:
         rows = read_metrics(path)
         one.metrics = {name: points[-1][1] for name, points in rows.items() if points}
@@ -93,6 +93,12 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
         one.seconds = None if one.began is None else time.time() - one.began
     one.hyperparameters = flat(read_json(path / "hparams.json") or _saved_hyperparameters(checkpoints, infos))
     return one
+
+
+def _count(info: dict[str, Any], name: str) -> int | None:
+    """Return a count in the info of a checkpoint, which anybody may have written; None if it is no count."""
+    value = info.get(name)
+    return value if type(value) is int and 0 <= value < 2**63 else None
 
 
 def _saved_hyperparameters(checkpoints: Path, infos: dict[str, Any]) -> dict[str, Any]:
@@ -111,9 +117,9 @@ def _is_finished(one: RunSummary, config: Path) -> bool:
     import yaml
 
     try:
-        settings = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]
+        settings = yaml.safe_load(_text_of(config))["trainer"]
         ends = {name: settings.get(name) for name in ("max_steps", "max_epochs")}
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError):
+    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
     done = {"max_steps": one.step, "max_epochs": None if one.epoch is None else one.epoch + 1}
     return any(isinstance(end, int) and end > 0 and (done[name] or 0) >= end for name, end in ends.items())
@@ -133,14 +139,17 @@ def is_locked(folder: Path) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a file; an empty one if there is none, or if reading might wait, as at a pipe."""
+    """Return the object in a file; an empty one if there is none."""
     try:
-        if not file.is_file() or file.stat().st_size > MAX_BYTES:
-            return {}
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(_text_of(file))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _text_of(file: Path) -> str:
+    """Return the text of a file; an empty one if reading might wait or not end, as at a pipe or a device."""
+    return file.read_text(encoding="utf-8") if file.is_file() and file.stat().st_size <= MAX_BYTES else ""
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
@@ -172,9 +181,13 @@ def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None
 
 
 def numbers(metrics: Any) -> dict[str, float]:
-    """Return the numbers of a mapping."""
+    """Return the numbers of a mapping that fit a float."""
     found = metrics.items() if isinstance(metrics, dict) else ()
-    return {name: float(value) for name, value in found if isinstance(value, (int, float)) and type(value) is not bool}
+    return {
+        name: float(value)
+        for name, value in found
+        if type(value) is float or (type(value) is int and abs(value) < 2**63)
+    }
 
 
 def flat(tree: Any, before: str = "") -> dict[str, Any]:
