@@ -644,9 +644,12 @@ class FSDPStrategy(DistributedStrategy):
         A gathered parameter is a copy of the shards, and its values are lost when it is freed.
         """
         self._refuse_replaced_parameters()
-        changed = [
-            p._module_info for p, *then in self._gathered_at_start if [*_state_of(vars(p)["_unsharded_param"])] != then
-        ]
+        with self._explaining.paused():
+            changed = [
+                p._module_info
+                for p, *then in self._gathered_at_start
+                if [*_state_of(vars(p)["_unsharded_param"])] != then
+            ]
         if changed:
             within, hooks = "step", "on_train_step_end or on_train_batch_start"
             if self._keeps_gathered:
@@ -795,7 +798,8 @@ class FSDPStrategy(DistributedStrategy):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         if self._compares_gradients and closure is None:  # of a loop that has no windows
             self._compare_gradients()
-        super().step(optimizer, closure, **options)
+        with self._explaining.paused() if closure is None else NULL_CONTEXT:
+            super().step(optimizer, closure, **options)
         if self._steps_by_hand:  # gather the new values
             self.wrapped.reshard()
             self.wrapped.unshard()
