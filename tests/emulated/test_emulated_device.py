@@ -26,6 +26,7 @@ from trainer import Trainer
 from trainer.callbacks import CSVLogger, ModelCheckpoint, PredictionWriter, StragglerMonitor
 from trainer.checkpoint.format import read_checkpoint
 from trainer.data.transfer import make_transfer, move_to
+from trainer.distributed.encoding import from_bytes, to_bytes
 from trainer.errors import ConfigError
 from trainer.model.init_device import initial_values
 
@@ -252,6 +253,39 @@ def _sums_of_items() -> None:
             torch.optim.SGD(alone.parameters(), lr=0.1).step()
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name].cpu(), value)
+
+
+def test_gradients_of_manual_optimization_travel_together_and_on_the_device() -> None:
+    in_its_own_process(_manual_gradients)
+
+
+class ByHand(Toy):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def _manual_gradients() -> None:
+    reduced: list[str] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def listening(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        reduced.append(tensor.device.type)
+        return all_reduce(tensor, *args, **options)
+
+    torch.distributed.all_reduce = listening
+    between = Between(waits(), first=1, last=5)
+    options: dict[str, Any] = {"log_every_n_steps": 100, "callbacks": [between], **QUIET}
+    trainer = Trainer(accelerator="emulated", devices=2, max_epochs=1, **options)
+    trainer.fit(ByHand(), toy_loader(12, pin_memory=True))
+    # Which gradients there are, and all of them in one message.
+    assert reduced == ["emulated"] * 2 * trainer.global_step
+    assert between.found == {}
+    received = from_bytes(to_bytes([torch.ones(3, device=trainer.device)]))
+    assert [value.device.type for value in received] == ["cpu"], "each process would take memory of that device"
 
 
 def test_batches_without_items_change_nothing() -> None:

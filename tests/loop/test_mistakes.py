@@ -86,7 +86,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no accelerator": ({"accelerator": None}, ["accelerator None", "auto"]),
     "profiler misspelt": ({"profiler": "simpel"}, ["profiler='simpel'", "'simple'"]),
     "profiler class": ({"profiler": SimpleProfiler}, ["profiler=", "'simple'", "callback"]),
-    "logger by name": ({"logger": "tensorboard"}, ["'tensorboard' is not a Logger", "CSVLogger()", "True"]),
+    "logger by name": (
+        {"logger": "tensorboard"},
+        ["'tensorboard' is not a Logger", "TensorBoardLogger() or WandbLogger()", "True"],
+    ),
     "logger class": ({"logger": TensorBoardLogger}, ["TensorBoardLogger is a class", "TensorBoardLogger(...)"]),
     "logger class in a list": ({"logger": [CSVLogger]}, ["CSVLogger is a class", "CSVLogger(...)"]),
     "callback class": ({"callbacks": [ModelCheckpoint]}, ["ModelCheckpoint is a class", "ModelCheckpoint(...)"]),

@@ -115,6 +115,7 @@ class Module(TrainModule):
         self.log("both", loss * 2, on_step=True, on_epoch=True)
         self.log("largest", output.max(), on_step=False, on_epoch=True, reduce_fx="max")
         self.log("weighted", loss, on_step=False, on_epoch=True, weight=x.count_nonzero())
+        self.log("number", 0.5, on_step=False, on_epoch=True, weight=x.count_nonzero())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -132,7 +132,8 @@ def _error_of(attempt: Callable[[], object]) -> list[str]:
 
 def _wrong_callbacks(settings: Settings) -> list[str]:
     problems = []
-    for name, kind, example in (("callbacks", Callback, "EarlyStopping(...)"), ("logger", Logger, "CSVLogger()")):
+    loggers = "CSVLogger(), TensorBoardLogger() or WandbLogger()"
+    for name, kind, example in (("callbacks", Callback, "EarlyStopping(...)"), ("logger", Logger, loggers)):
         given = getattr(settings, name)
         several = isinstance(given, (list, tuple))
         allowed = kind if several else (kind, bool if kind is Logger else type(None))
