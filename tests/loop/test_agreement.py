@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,6 +84,8 @@ class Chosen(MLP):
             self.extra = nn.Linear(FEATURES, 1)
         elif other == "buffer":
             self.register_buffer("mean", torch.zeros(3))
+        elif other == "not persistent":
+            self.register_buffer("low", torch.zeros(1), persistent=False)
         elif other == "many buffers":
             for number in range(20):
                 self.register_buffer(f"number_{number}", torch.zeros(1))
@@ -185,6 +188,7 @@ MODULES = {
     "frozen": "parameter layers.0.weight: '[16, 6] torch.float32, trained' on rank 0, and '[16, 6] torch.float32, froz",
     "layer": "parameter extra.weight: missing on rank 0, and '[1, 6] torch.float32, trained' on rank 1",
     "buffer": "buffer mean: missing on rank 0, and '[3] torch.float32' on rank 1",
+    "not persistent": "buffer low: '[1] torch.float32' on rank 0, and '[1] torch.float32, not in the state_dict' on",
     "many buffers": "buffer number_0: missing on rank 0, and '[1] torch.float32' on rank 1",
     "order of buffers": "the order of the buffers: ['low', 'high'] on rank 0, and ['high', 'low'] on rank 1",
     "built late": "parameter late.weight: missing on rank 0, and '[2, 2] torch.float32, trained' on rank 1",
@@ -784,8 +788,12 @@ def test_texts_of_values_have_no_addresses_order_of_sets_or_paths() -> None:
         (torch.float16, "torch.float16"),
         (Colour.RED, "<Colour.RED: 1>"),
         (frozenset({2, 1}), "{1, 2}"),
-        (torch.zeros(2, 3), "[2, 3] torch.float32"),
-        (torch.zeros(2, 3).t(), "[3, 2] torch.float32, strides [1, 3]"),
+        (torch.zeros(2, 3), "[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]"),
+        (torch.zeros(20, 30), "[20, 30] torch.float32"),
+        (torch.zeros(20, 30).t(), "[30, 20] torch.float32, strides [1, 30]"),
+        (np.float64(0.5), "0.5"),
+        (np.arange(3), "[0, 1, 2]"),
+        (np.zeros(200), "ndarray"),
         (torch.zeros(2, 3).to_sparse(), "[2, 3] torch.float32"),
         (torch.zeros(1, device="meta"), "[1] torch.float32"),
         (Range, "Range"),

@@ -170,7 +170,9 @@ def _tensors(module: TrainModule, training: bool) -> Iterator[tuple[str, object]
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield f"parameter {name}", f"{describe_tensor(parameter)}, {'trained' if parameter.requires_grad else 'frozen'}"
     for name, buffer in module.named_buffers():
-        yield f"buffer {name}", describe_tensor(buffer)
+        owner, _, own = name.rpartition(".")
+        persistent = own not in module.get_submodule(owner)._non_persistent_buffers_set
+        yield f"buffer {name}", f"{describe_tensor(buffer)}{'' if persistent else ', not in the state_dict'}"
     for name, layer in module.named_modules():
         # Those with parameters of other shapes are named above already.
         yield f"layer {name}", describe_layer(layer)

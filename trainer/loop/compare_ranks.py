@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from datetime import date, timedelta
 from enum import Enum
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -21,7 +23,7 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, format_ranks
 from trainer.model.weights import AbsentParameter
 
-_MOST_LINES, _MOST_SHOWN, _MOST_SENT = 12, 120, 10_000
+_MOST_LINES, _MOST_SHOWN, _MOST_SENT, _MOST_NUMBERS = 12, 120, 10_000, 100
 _MISSING = "missing"
 
 
@@ -91,6 +93,8 @@ def as_text(value: object) -> str:
     """
     if isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "~"))):
         return "a path"
+    if isinstance(value, np.generic) or (isinstance(value, (np.ndarray, torch.Tensor)) and _is_small(value)):
+        return as_text(value.tolist())
     if value is None or isinstance(value, (str, bytes, Number, timedelta, date, torch.dtype, Enum)):
         return repr(value)
     if isinstance(value, Mapping):
@@ -109,6 +113,12 @@ def as_text(value: object) -> str:
     if isinstance(value, FunctionType):
         return f"{value.__qualname__}{_given_to(value)}"
     return getattr(value, "__qualname__", None) or type(value).__qualname__
+
+
+def _is_small(value: np.ndarray[Any, Any] | torch.Tensor) -> bool:
+    """Whether an array or plain tensor holds a few numbers, which can be compared one by one."""
+    held = type(value) in (np.ndarray, torch.Tensor) and not getattr(value, "is_meta", False)
+    return held and getattr(value, "layout", torch.strided) == torch.strided and math.prod(value.shape) <= _MOST_NUMBERS
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
