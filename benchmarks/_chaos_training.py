@@ -106,8 +106,13 @@ def register_flaky_store(rate: float, delay: float, seed: int) -> None:
         def close(self) -> None:
             if not self.closed:
                 os.makedirs(os.path.dirname(self.path), exist_ok=True)
-                Path(f"{self.path}.put-{os.getpid()}").write_bytes(self.getvalue())
-                os.replace(f"{self.path}.put-{os.getpid()}", self.path)
+                put = Path(f"{self.path}.put-{os.getpid()}")
+                try:
+                    put.write_bytes(self.getvalue())
+                except OSError:  # a full disk: a store keeps nothing of it
+                    put.unlink(missing_ok=True)
+                    raise
+                os.replace(put, self.path)
             super().close()
 
     def flaky(name: str) -> Any:

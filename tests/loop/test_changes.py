@@ -527,6 +527,13 @@ def loader_of(kind: str, other: bool) -> Any:
         return DataLoader(data(), 4, sampler=WeightedRandomSampler([1.0 + other * one for one in range(64)], 64))
     if kind == "order":
         return DataLoader(data(), 4, sampler=Given([*range(63, -1, -1)] if other else [*range(64)]))
+    if kind == "list":
+        return DataLoader(data(), 4, sampler=[*range(63, -1, -1)] if other else [*range(64)])
+    if kind == "array":
+        return DataLoader(data(), 4, sampler=np.arange(64)[:: -1 if other else 1])
+    if kind == "batches":
+        batches = [[*range(start, min(start + 5, 64))] for start in range(0, 64, 5)]
+        return DataLoader(data(), batch_sampler=[*reversed(batches)] if other else batches)
     return DataLoader(Stream(), 2 if other else 4)
 
 
@@ -537,6 +544,9 @@ def loader_of(kind: str, other: bool) -> Any:
         ("parts", "dataset: indices: 2 numbers "),
         ("weights", "sampler: weights: 64 numbers "),
         ("order", "sampler: order: 64 numbers "),
+        ("list", "sampler: order: 64 numbers "),
+        ("array", "sampler: order: 64 numbers "),
+        ("batches", "sampler: order: 77 numbers "),
         ("files", "dataset: Kept.kept: 64 texts "),
         ("numbers", "dataset: Kept.kept: 64 numbers "),
         ("wrapped", "dataset: indices: 64 numbers "),

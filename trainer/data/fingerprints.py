@@ -180,8 +180,13 @@ def _digest(text: str) -> str:
 def sampler_fingerprints(sampler: Any) -> dict[str, str]:
     """Return fingerprints of the numbers that a sampler holds, by the names of its attributes.
 
-    Without `epoch`, which the trainer sets.
+    Without `epoch`, which the trainer sets. Those of a list of indices, or of lists of them, are called "order".
     """
+    if isinstance(sampler, (list, tuple, range, np.ndarray, torch.Tensor)):
+        order, batches = fingerprint(sampler), list[Any](sampler)
+        if order is None and all(isinstance(one, (list, tuple)) for one in batches):  # of different sizes
+            order = fingerprint([*map(len, batches), *(index for batch in batches for index in batch)])
+        return {} if order is None else {"order": order}
     found = {name: fingerprint(value) for name, value in attributes(sampler).items() if name != "epoch"}
     return {name: numbers for name, numbers in found.items() if numbers is not None}
 
