@@ -33,6 +33,10 @@ def collect() -> None:
             shutil.copyfile(file, page)
             continue
         page.write_text(as_page(file))
+        if file == DOCS / "reference" / "commands.md":
+            (page.parent / "commands").mkdir()
+            for name, text in pages_of_commands().items():
+                (page.parent / "commands" / f"{name}.md").write_text(text)
         linked = linked_files(file)
         waiting += linked - seen
         seen |= linked
@@ -148,13 +152,25 @@ def precisions() -> str:
 
 
 def commands() -> str:
-    """Return the help of each command and subcommand, below a heading of its own."""
+    """Return a table of the commands, with links to their pages."""
+    from trainer.cli.main import COMMANDS
+
+    lines = [f"| [trainer {name}](commands/{name}.md) | {summary} |" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(["| command | |", "|---|---|", *lines])
+
+
+def pages_of_commands() -> dict[str, str]:
+    """Return a page for each command: its help, and that of each subcommand below a heading of its own."""
     from trainer.cli.checkpoint.command import SUBCOMMANDS
     from trainer.cli.main import COMMANDS
 
-    parts = {"checkpoint": [*SUBCOMMANDS], "runs": ["ls"], "tune": ["lr", "batch-size"]}
-    calls = [[name, *part] for name in COMMANDS for part in ([], *([one] for one in parts.get(name, ())))]
-    return "\n\n".join(f"## trainer {' '.join(call)}\n\n````text\n{_help(call)}````" for call in calls)
+    parts = {"checkpoint": [*SUBCOMMANDS], "runs": ["ls"]}
+    pages = {}
+    for name in COMMANDS:
+        further = [f"## trainer {name} {part}\n\n{_help([name, part])}" for part in parts.get(name, ())]
+        explained = "[All commands](../commands.md), and [examples](../../cli.md).\n"
+        pages[name] = "\n".join([f"# trainer {name}\n\n{_help([name])}", *further, explained])
+    return pages
 
 
 def _help(call: list[str]) -> str:
@@ -163,7 +179,7 @@ def _help(call: list[str]) -> str:
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         main([*call, "--help"])
-    return text.getvalue()
+    return f"````text\n{text.getvalue()}````\n"
 
 
 def testing() -> str:

@@ -40,3 +40,10 @@ if not TYPE_CHECKING:  # with it, a type checker would accept every name
         from trainer.compat.finder import lightning_name
 
         return lightning_name(sys.modules[__name__], name)
+
+    def __dir__() -> list[str]:
+        import sys
+
+        from trainer.errors import public_names
+
+        return sorted(public_names(sys.modules[__name__]))

@@ -11,6 +11,7 @@ import tarfile
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 
@@ -32,10 +33,14 @@ FOLDERS = ("trainer", "strategies", "callbacks")
 PACKAGED = (*FOLDERS, "examples", "tests", "docs", "benchmarks")
 
 
-def test_dir_lists_the_public_names() -> None:
-    assert set(trainer.__all__) <= set(dir(trainer))
-    assert {"ModelCheckpoint", "EarlyStopping"} <= set(dir(trainer.callbacks))
+def test_dir_lists_the_public_names_alone() -> None:
+    assert set(trainer.__all__) == set(dir(trainer))
+    assert {"ModelCheckpoint", "EarlyStopping", "read_predictions"} <= set(dir(trainer.callbacks))
     assert {"FSDPStrategy", "DDPStrategy"} <= set(dir(trainer.strategies))
+    assert {"CSVLogger", "TensorBoardLogger"} <= set(dir(import_module("trainer.loggers")))
+    for package in (trainer.callbacks, trainer.strategies, import_module("trainer.loggers")):
+        others = [name for name in dir(package) if not callable(getattr(package, name)) or name.startswith("_")]
+        assert others == [], package
 
 
 def test_the_version_is_the_same_everywhere() -> None:

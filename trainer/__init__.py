@@ -80,4 +80,4 @@ if not TYPE_CHECKING:  # with it, a type checker would accept every name
         return getattr(import_module(_HOMES[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted(__all__)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.examples import restored_imports
 from tests.helpers.project import loaded
 from trainer import ConfigError, DataModule, Trainer, TrainModule
 from trainer.config.classes import one_line_error
@@ -72,13 +73,9 @@ FORMS = {
 
 
 @pytest.fixture(autouse=True)
-def _same_modules_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = dict(sys.modules)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    for name in sys.modules.keys() - before.keys():
-        if not name.startswith(("torch", "trainer")):
-            del sys.modules[name]
+def _same_modules_afterwards() -> Iterator[None]:
+    with restored_imports():
+        yield
 
 
 def write(owner: str, form: str) -> str:

@@ -39,6 +39,7 @@ def restored_imports() -> Iterator[None]:
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - before:
-            file = str(getattr(sys.modules[name], "__file__", None) or "")
+            module = sys.modules[name]  # a file, or a folder without __init__.py
+            file = str(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [""]))))
             if file.startswith(folders) and "site-packages" not in file:  # of an environment in the folder
                 del sys.modules[name]

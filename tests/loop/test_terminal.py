@@ -19,13 +19,17 @@ ROWS = [
 ]
 
 
-def test_only_a_terminal_has_a_width() -> None:
+def test_only_a_terminal_has_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     terminal = Terminal(columns=40)
     assert columns_of(terminal.stream) == 40
     terminal.text()
     assert columns_of(terminal.stream) is None  # closed
     unknown = Terminal(columns=0)
     assert columns_of(unknown.stream) is None
+    for text, columns in (("40", 40), ("0", None), ("many", None)):
+        monkeypatch.setenv("COLUMNS", text)
+        assert columns_of(unknown.stream) == columns
     unknown.text()
     assert columns_of(io.StringIO()) is None
     assert columns_of(None) is None

@@ -95,6 +95,9 @@ class LightningPath(ModuleType):
             raise AttributeError(name)
         return lightning_name(self, name)
 
+    def __dir__(self) -> list[str]:
+        return sorted(vars(self).get("__all__", vars(self)))
+
 
 def install() -> None:
     """Serve Lightning's modules to `import`."""

@@ -19,9 +19,11 @@ LEAST_NAME = 12
 
 
 def columns_of(stream: Any) -> int | None:
-    """Return the width of a terminal in characters; None for other streams, and where nobody knows the width."""
+    """Return the width of a terminal in characters, of one that does not know it `COLUMNS`; else None."""
     try:
-        return (os.get_terminal_size(stream.fileno()).columns or None) if stream.isatty() else None
+        if not stream.isatty():
+            return None
+        return os.get_terminal_size(stream.fileno()).columns or int(os.environ.get("COLUMNS", "")) or None
     except (AttributeError, OSError, ValueError):  # a stream of a notebook or a test, or a closed one
         return None
 
