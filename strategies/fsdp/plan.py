@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -264,6 +265,8 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
         if isinstance(style, ColwiseParallel) and style.input_layouts == (Replicate(),):
             # Before the hook of the style, which takes a distributed tensor as it is.
             module.get_submodule(name).register_forward_pre_hook(shared.distribute)
+        if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
+            module.get_submodule(name).register_forward_pre_hook(partial(_refuse_uneven, mesh.size()))
     # Without sending anything: all processes have the values, or get them later.
     frozen = {
         name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
@@ -285,6 +288,16 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
                     "embedding 'rowwise' and a head 'colwise'), or none."
                 )
             other._parameters[other_name] = kept
+
+
+def _refuse_uneven(parts: int, layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    """Raise ConfigError for sequences that would have parts of different lengths, with which collectives fail."""
+    length = args[0].shape[1]
+    if length % parts:
+        raise ConfigError(
+            f"tensor_parallel={parts} does not divide sequences of {length} tokens, which styles of "
+            f"tensor_parallel_plan split: pad the batches to a multiple of {parts}, in the collate_fn."
+        )
 
 
 def _owned(layer: nn.Module, args: Any, output: Any) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
 from trainer.strategies.fsdp.adapters import FullInputs
-from trainer.strategies.fsdp.first_batch import tensors_in
+from trainer.strategies.fsdp.context import gather
+from trainer.strategies.fsdp.first_batch import first_argument, tensors_in
 from trainer.strategies.fsdp.plan import SharedByHeads
 from trainer.strategies.fsdp.rehearsal import rehearsal, replaced_parameters
 
@@ -47,42 +48,48 @@ class PlanCheck:
         """The hooks of each layer without those that split it."""
 
     def watch(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Compare those blocks in their first forward whose layers have the same inputs and outputs as full ones."""
+        """Compare blocks in their first forward, if their layers are split by the styles of `STYLES`."""
         for name, block in blocks.items():
             own = {layer.removeprefix(f"{name}."): layer for layer in self._styles if layer.startswith(f"{name}.")}
-            if (
-                own
-                and name not in self._styles
-                and all(_keeps_sequences(self._styles[layer]) for layer in own.values())
-            ):
+            split = {_splits_sequences(self._styles[layer]) for layer in own.values()}
+            if own and name not in self._styles and None not in split:
                 hooks = {inner: self._hooks[layer] for inner, layer in own.items()}
-                block.register_forward_pre_hook(self._comparer(name, hooks), with_kwargs=True)
+                block.register_forward_pre_hook(self._comparer(name, hooks, True in split), with_kwargs=True)
 
-    def _comparer(self, name: str, hooks: Mapping[str, Hooks]) -> Any:
+    def _comparer(self, name: str, hooks: Mapping[str, Hooks], split: bool) -> Any:
         waiting = [True]
 
         def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if waiting and not torch.compiler.is_compiling():
                 waiting.clear()
-                self._compare(name, block, hooks, without_caches(args), without_caches(kwargs))
+                self._compare(name, block, hooks, split, without_caches(args), without_caches(kwargs))
 
         return compare
 
-    def _compare(self, name: str, block: nn.Module, hooks: Mapping[str, Hooks], args: Any, kwargs: Any) -> None:
-        """Raise ConfigError if a block's output differs from that with full layers."""
+    def _compare(
+        self, name: str, block: nn.Module, hooks: Mapping[str, Hooks], split: bool, args: Any, kwargs: Any
+    ) -> None:
+        """Raise ConfigError if a block's output differs from that with full layers.
+
+        Args:
+            split: the block takes and returns this process's part of sequences, which full layers have full.
+        """
         device = next(block.parameters()).device
+        full_args, full_kwargs = self._with_full_sequences(args, kwargs) if split else (args, kwargs)
         try:
             layers = {block.get_submodule(inner): own for inner, own in hooks.items()}
             with rehearsal(block, device), _full_layers(block, layers):
-                (expected, *_) = tensors_in(block.forward(*args, **kwargs))
+                (expected, *_) = tensors_in(block.forward(*full_args, **full_kwargs))
+            if split:
+                expected = expected.chunk(dist.get_world_size(self._group), 1)[dist.get_rank(self._group)]
             with rehearsal(block, device):
-                (found, *_) = tensors_in(block.forward(*args, **kwargs))
+                (found, *_) = map(_own, tensors_in(block.forward(*args, **kwargs)))
         except (RuntimeError, ValueError, TypeError):
             return  # The forward itself raises it, or the block works with parts of the features only.
         if found.shape != expected.shape:
             return
         wrong, size = (found.float() - expected.float()).norm(), expected.float().norm()
-        read = next((one for one in tensors_in((args, kwargs)) if one.shape == expected.shape), None)
+        read = next((one for one in map(_own, tensors_in((args, kwargs))) if one.shape == expected.shape), None)
         if self._tolerance <= FULL_PRECISION and read is not None:
             size = torch.maximum((expected - read).norm(), size / 100)  # what the block adds
         difference = wrong / size.clamp(min=1e-12)
@@ -95,22 +102,34 @@ class PlanCheck:
                 "features or heads, and what is computed there cannot depend on the others: a weight with several "
                 "parts (a fused qkv, gate and up) is grouped by heads or several layers; norms, softmax and means over "
                 "these features, and numbers that go by the count of heads, need layers that are not split."
+                + (" Positions and lengths of the block's own are those of a part of the sequence." if split else "")
             )
+
+    def _with_full_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of a block with the parts of sequences of all processes in the first one. Collective."""
+        own = first_argument(args, kwargs).detach()
+        whole = own.full_tensor() if isinstance(own, DTensor) else gather(own, 1, self._group)
+        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _hooks_of(layer: nn.Module) -> Hooks:
     return dict(layer._forward_pre_hooks), dict(layer._forward_hooks)
 
 
-def _keeps_sequences(style: ParallelStyle) -> bool:
-    """Whether a style takes and returns tensors of full sequences."""
+def _splits_sequences(style: ParallelStyle) -> bool | None:
+    """Whether a style takes or returns parts of sequences; None: something else, which is not compared."""
+    full, part = (Replicate(),), (Shard(1),)
     if isinstance(style, ColwiseParallel):
-        return style.input_layouts == (Replicate(),) and style.use_local_output
+        return style.input_layouts == part if style.input_layouts in (full, part) and style.use_local_output else None
     if isinstance(style, RowwiseParallel):
-        return style.output_layouts == (Replicate(),) and style.use_local_output
+        return style.output_layouts == part if style.output_layouts in (full, part) and style.use_local_output else None
     if isinstance(style, SequenceParallel):
-        return style.sequence_sharding[0].dim != 1 and style.use_local_output
-    return isinstance(style, (SharedByHeads, FullInputs))
+        return style.sequence_sharding[0].dim == 1
+    return False if isinstance(style, (SharedByHeads, FullInputs)) else None
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from trainer.model.parameter_access import ExplainingShards
 from trainer.model.pipeline_stages import bubble
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
-from trainer.optimizers import copy_gradients
+from trainer.optimizers import copy_gradients, needs_closure
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
@@ -513,11 +513,7 @@ class FSDPStrategy(DistributedStrategy):
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or is_compiled(self.module)
         self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else None
-        if self.layout and config.compiles_module:
-            raise ConfigError(
-                "compile=True with a model that is split over processes: compile its blocks, which hooks of the "
-                'strategy separate: Trainer(compile={"blocks": "auto"}).'
-            )
+        self._refuse_of_split_models(optimizers, config)
         window = config.accumulate_grad_batches or 1
         if self.pipeline is not None:
             stages, is_short = self.layout.pipeline, window < self.layout.pipeline
@@ -530,6 +526,20 @@ class FSDPStrategy(DistributedStrategy):
                 f"; accumulate_grad_batches={4 * stages} has less" if is_short else "",
             )
         return optimizers
+
+    def _refuse_of_split_models(self, optimizers: list[Optimizer], config: StepConfig) -> None:
+        """Raise ConfigError for settings with which a model cannot be split over processes."""
+        if self.layout and config.compiles_module:
+            raise ConfigError(
+                "compile=True with a model that is split over processes: compile its blocks, which hooks of the "
+                'strategy separate: Trainer(compile={"blocks": "auto"}).'
+            )
+        several = [type(one).__name__ for one in optimizers if self.layout and needs_closure(one)]
+        if several:
+            raise ConfigError(
+                f"{several[0]} with {self.layout}: it evaluates the loss several times a step, and reads all weights "
+                "as one vector, of which each process has a part. Use it on one process, or another optimizer."
+            )
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,13 @@ from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint, PredictionWriter
 from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
+from trainer.model.blocks import find_blocks
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
 from trainer.strategies.fsdp.first_batch import FirstBatch, refuse_collecting
+from trainer.strategies.fsdp.mesh import ModelSplit
+from trainer.strategies.fsdp.plan import find_plan, resolve_plan
+from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategy import StepConfig
 
 TWO = ("TP x2", "CP x2", "PP x2")
@@ -594,6 +598,69 @@ class NotShared(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.q": "colwise", "blocks.*.out": "rowwise"}
 
 
+class Packed(Small):
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "packed_colwise"}
+
+
+class TiedApart(Small):
+    """One weight in two layers that the plan splits in different ways."""
+
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"embed": "colwise_gather_output", "head": "rowwise_split_input"}
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+
+
+class Encoded(Small):
+    """An encoder and a decoder: two lists of blocks, the second of which reads what the first one makes."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.decoder = nn.ModuleList(type(block)() for block in blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        encoded = super().forward(x)
+        for block in self.decoder:
+            x = block(x + encoded)
+        return x
+
+
+class OneBlock(Small):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks[:1])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gru(x)[0]
+
+
+class FixedHeads(Attending):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 2, 3, 4).permute(3, 0, 2, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class OneHead(Attending):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        return x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+
+
+class ClosedPlan(Planned):
+    """The optimizer needs a closure."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 class Backwards(Small):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in reversed(self.blocks):
@@ -618,7 +685,22 @@ class Uneven(Small):
 
 
 CP, PP, TP = {"context_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}
-REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
+REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
+    "recurrent layers": (CP, Small, Recurrent, "blocks.0.gru is of class GRU, whose output depends on the tokens"),
+    "heads that cannot be exchanged": (
+        {**CP, "context_exchange": "heads"},
+        Small,
+        OneHead,
+        "context_parallel=2 does not divide 1 heads of attention: give context_exchange='keys'",
+    ),
+    "an encoder and a decoder": (PP, Encoded, Attending, "in several lists, and a pipeline runs through one"),
+    "fewer blocks than stages": (PP, OneBlock, Attending, "pipeline_parallel=2 needs at least 2 repeated blocks"),
+    "packed weights": (TP, Packed, Attending, "separate layers for what is packed into one weight"),
+    "ties that are split apart": (TP, TiedApart, Attending, "are one weight, and are split differently"),
+    "a fixed number of heads": (TP, Planned, FixedHeads, "view heads as -1"),
+    "LBFGS with parts of layers": (TP, ClosedPlan, Attending, "LBFGS with tensor_parallel=2: it evaluates the loss"),
+    "LBFGS with parts of sequences": (CP, ClosedPlan, Attending, "LBFGS with context_parallel=2: it evaluates"),
+    "LBFGS with stages": (PP, ClosedPlan, Attending, "LBFGS with pipeline_parallel=2: it evaluates the loss"),
     "positions inside of blocks": (CP, Small, OwnPositions, "positions as arguments"),
     "positions inside of compiled blocks": (CP, Compiled, OwnPositions, "positions as arguments"),
     "torch's attention": (CP, Small, TorchAttention, "blocks.0.attention is of class MultiheadAttention"),
@@ -638,6 +720,8 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "two forwards": (PP, Twice, Attending, "called twice"),
     "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
     "a fused layer": (TP, Planned, Fused, "(a fused qkv, gate and up)"),
+    "a fused layer that reads parts of sequences": (TP, Sequences, Fused, "(a fused qkv, gate and up)"),
+    "positions of parts of sequences": (TP, Sequences, OwnPositions, "are those of a part of the sequence"),
     "a fused layer that begins with zeros": (TP, Planned, FusedZeros, "(a fused qkv, gate and up)"),
     "numbers by the count of heads": (TP, Planned, Sloped, "that go by the count of heads"),
     "a norm of split heads": (TP, Planned, Normed, "gradients of blocks.0.norm.weight, "),
@@ -649,6 +733,14 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "outputs that cannot be split": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
 }
 AT_THE_START = (
+    "recurrent layers",
+    "an encoder and a decoder",
+    "fewer blocks than stages",
+    "packed weights",
+    "ties that are split apart",
+    "LBFGS with parts of layers",
+    "LBFGS with parts of sequences",
+    "LBFGS with stages",
     "torch's attention",
     "attention that begins with zeros",
     "statistics of a batch",
@@ -663,20 +755,26 @@ AT_THE_START = (
 LENGTHS = {"odd": 7, "short": 2}
 
 
-def refusal(kind: type[Small], block: type[nn.Module], options: dict[str, int], length: int = 8) -> str:
+def refusal(
+    kind: type[Small],
+    block: type[nn.Module],
+    options: dict[str, Any],
+    length: int = 8,
+    config: StepConfig = StepConfig(),  # noqa: B008
+) -> str:
     """Return the error of a first step, without a Trainer, which would end the other process too."""
     torch.manual_seed(0)
     strategy, module = FSDPStrategy(**options), kind(block(), block())
     strategy.setup_environment("cpu", PRECISIONS["32-true"])
     try:
         strategy.setup_module(module, for_training=True)
+        (optimizer,) = strategy.setup_optimizers([module.configure_optimizers()], config)
     except ConfigError as error:
         return f"at the start: {error}"
     try:
         if module.overrides("validation_step"):  # as before the training
             with torch.no_grad():
                 strategy.call_step("validation_step", [torch.randn(4, length, 8)], 0)
-        (optimizer,) = strategy.setup_optimizers([module.configure_optimizers()], StepConfig())
         strategy.backward(strategy.call_step("training_step", [torch.randn(4, length, 8)], 0))
         strategy.step(optimizer)
     except ConfigError as error:
@@ -686,7 +784,10 @@ def refusal(kind: type[Small], block: type[nn.Module], options: dict[str, int], 
 
 def refuse_all() -> dict[str, str]:
     found = {name: refusal(kind, block, options) for name, (options, kind, block, _) in REFUSED.items()}
-    return found | {name: refusal(Small, Attending, CP, length) for name, length in LENGTHS.items()}
+    found |= {name: refusal(Small, Attending, CP, length) for name, length in LENGTHS.items()}
+    found["odd, with a plan"] = refusal(Sequences, Attending, TP, LENGTHS["odd"])
+    as_one = StepConfig(compiles_module=True)
+    return found | {"compiled as one": refusal(Planned, Attending, TP, config=as_one)}
 
 
 refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=90.0))
@@ -697,9 +798,40 @@ def test_what_cannot_be_split_is_reported_in_the_first_step(name: str, refusals:
     assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals)
 
 
+def test_compiling_a_split_module_as_one_is_refused_at_the_start(refusals: Any) -> None:
+    for of_rank in refusals:
+        assert of_rank["compiled as one"].startswith("at the start: compile=True with a model that is split over")
+
+
 def test_what_modules_and_plans_say_is_reported_at_the_start(refusals: Any) -> None:
     early = {name for name in REFUSED for of_rank in refusals if of_rank[name].startswith("at the start")}
     assert early == set(AT_THE_START)
+
+
+OTHER_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("option", "config", "words"),
+    [
+        ("context", {"attn_implementation": "eager"}, "net.model (LlamaModel) is 'eager', and has to be 'sdpa'"),
+        ("context", OTHER_HEADS, "does not divide 3 heads of attention"),
+        ("tensor", OTHER_HEADS, "does not divide the 3 num_attention_heads of the model"),
+    ],
+    ids=["another attention", "heads to exchange", "heads to split"],
+)
+def test_what_configs_of_models_say_is_refused_before_anything_is_split(
+    option: str, config: dict[str, Any], words: str
+) -> None:
+    transformers = pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
+    sizes = {**LLM, "hidden_size": 24, "attn_implementation": "sdpa", **config}
+    module = nn.ModuleDict({"net": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))})
+    refuse = partial(refuse_unsplittable, module, find_blocks(module, "auto"), ModelSplit(context=2), "heads")
+    if option == "tensor":
+        refuse = partial(resolve_plan, module, find_plan(module), 2)
+    with pytest.raises(ConfigError) as refused:
+        refuse()
+    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("in_config", [True, False], ids=["in the config", "in a call"])
@@ -803,11 +935,17 @@ def test_sequences_that_cannot_be_split_are_reported(name: str, refusals: Any) -
     assert f"does not divide sequences of {LENGTHS[name]} tokens" in refusals[0][name]
 
 
+def test_sequences_that_a_plan_cannot_split_are_reported(refusals: Any) -> None:
+    for of_rank in refusals:
+        assert "tensor_parallel=2 does not divide sequences of 7 tokens" in of_rank["odd, with a plan"]
+
+
 @pytest.mark.parametrize(
     ("options", "settings", "words"),
     [
         ({"tensor_parallel": 3}, {"devices": 4}, "a multiple of 3 processes"),
         ({"tensor_parallel": 2}, {"devices": 2, "precision": "16-mixed"}, "Use 'bf16-mixed'"),
+        ({"tensor_parallel": 2}, {"devices": 2, "precision": "mxfp8"}, "torchao cannot scale blocks of weights that"),
         (
             {"pipeline_parallel": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
             {"devices": 4},
@@ -826,6 +964,15 @@ def test_a_plan_that_splits_sequences_is_refused_with_context_parallel() -> None
     strategy = FSDPStrategy(tensor_parallel=2, context_parallel=2)
     (problem,) = strategy.problems(PRECISIONS["32-true"], "cpu", 4, None, Sequences(Attending()))
     assert "with the style 'embedding_to_sequence'" in problem
+
+
+def test_manual_optimization_is_refused_with_a_pipeline() -> None:
+    module = Small(Attending())
+    module.automatic_optimization = False
+    (problem,) = FSDPStrategy(pipeline_parallel=2).problems(PRECISIONS["32-true"], "cpu", 2, None, module)
+    assert (
+        "pipeline_parallel runs the backward of each micro-batch itself, and automatic_optimization is False" in problem
+    )
 
 
 def test_the_test_model_has_a_plan_that_divides_its_layers() -> None:

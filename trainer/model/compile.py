@@ -194,7 +194,8 @@ def start_compiling(
             vars(part).pop("_compiled_call_impl", None)  # where part.compile() keeps it; torch has no undo
         if undo_methods is not None:
             undo_methods()
-        if compiled and steps_done is not None and steps_done() > before and monitor.compilations == 0:
+        # Where layers are split over processes, the first step runs uncompiled, to be checked.
+        if compiled and steps_done is not None and steps_done() > before + 1 and monitor.compilations == 0:
             log.warning(
                 "compile= had no effect: the steps of %s called none of what it compiles, which is forward, as in "
                 "self.net(x). Other methods, such as self.net.encode(x), are not compiled.",
