@@ -395,6 +395,14 @@ class FSDPStrategy(DistributedStrategy):
             self.pipeline = Pipeline(module, blocks, *groups)
             here = self.pipeline.blocks
             lines.append(self.pipeline.describe())
+        of_machine = self.processes.world_size // self.processes.num_nodes
+        if of_machine % self.layout.tensor:
+            log.warning(
+                "tensor_parallel=%d does not divide the %d processes of a machine, so that each layer is summed "
+                "between machines: choose a number that does",
+                self.layout.tensor,
+                of_machine,
+            )
         if self.layout.tensor * self.layout.expert > 1:
             lines.append(self._split_layers(module))
         if self.layout.context > 1:

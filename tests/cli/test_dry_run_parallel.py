@@ -98,6 +98,15 @@ def test_what_cannot_be_split_is_refused(command: Command, net: Path, strategy: 
     assert message in " ".join(out.split())
 
 
+def test_layers_that_are_split_over_machines_are_a_warning(
+    command: Command, net: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_config(net, tensor_parallel=16)
+    code, out, _ = command("fit", *LARGE)
+    assert code == 0, out
+    assert "tensor_parallel=16 does not divide the 8 processes of a machine" in caplog.text
+
+
 def test_the_estimate_of_a_split_model(command: Command, net: Path) -> None:
     write_config(net, tensor_parallel=2, pipeline_parallel=4)
     code, out, err = command("estimate", "--config", "run.yaml", "--devices", "16", "--json")
