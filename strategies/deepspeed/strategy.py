@@ -417,8 +417,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         pass
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
-        for optimizer in optimizers:
-            del optimizer.param_groups[len(self.groups) :]  # the engine could not end with groups that it does not know
         raise ConfigError(
             f"{changes}, and strategy {self.name!r} flattens the parameters that train at the start. Have all of them "
             "train from the start, in a group whose lr is 0 until then; or end the run, and begin another from its "
@@ -480,6 +478,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             return
         self._refusing.end()
         engine, self.engine = self.engine, None
+        if self.master_weights is not None:  # the engine could not end with groups that it does not know
+            del self.master_weights.optimizer.param_groups[len(self.groups) :]
         end_engine(engine, self.stage)
         if self.stage == 3:
             keep_only_shards(self.module, self.master_weights)

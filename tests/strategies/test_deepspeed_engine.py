@@ -129,6 +129,7 @@ def goes_on_after_an_error(engine: str) -> bool:
     run.module.training_step = failing  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         run.steps(1)
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})  # before it was refused
     # No collectives are allowed here, since the other processes could be anywhere.
     run.module.state_dict()
     run.strategy.teardown()
