@@ -174,3 +174,11 @@ def test_a_lock_that_cannot_be_closed_ends_no_run(tmp_path: Path, monkeypatch: p
     lock.release()
     monkeypatch.undo()
     assert FolderLock(tmp_path).acquire(timeout=0) is None
+
+
+def test_a_run_directory_that_cannot_be_looked_at_is_an_error_with_a_message(
+    refuse: Callable[[str, str, int], None], tmp_path: Path
+) -> None:
+    refuse("stat", "version_0", errno.ESTALE)
+    with pytest.raises(ConfigError, match=r"version_0 cannot be written to \(Stale file handle\)"):
+        fit([steps()], default_root_dir=tmp_path)

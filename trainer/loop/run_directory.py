@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -120,13 +121,13 @@ def as_seen_here(run: Run, path: StoragePath | None) -> StoragePath | None:
     if named is None:
         return None
     found = as_storage_path(named)
-    if isinstance(found, Path) and not found.exists():
+    if isinstance(found, Path) and not os.path.exists(found):  # without an error of a server
         inside = [
             Path(mine, found.relative_to(one))
             for one, mine in zip(roots, own, strict=False)
             if found.is_relative_to(one)
         ]
-        return next((one for one in inside if one.exists()), found)
+        return next((one for one in inside if os.path.exists(one)), found)
     return found
 
 
