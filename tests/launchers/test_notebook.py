@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def sleep(deaf):
         except KeyboardInterrupt:
             if not deaf:
                 raise
+            print("deaf", flush=True)
 
 try:
     launch(sleep, {deaf}, devices=2)
@@ -136,9 +138,46 @@ def test_an_interrupt_leaves_nothing_running(deaf: bool, tmp_path: Path) -> None
     running.wait_for("sleeping", count=2)
     workers = descendants(running.pid)
     running.send(signal.SIGINT)
+    if deaf:
+        running.wait_for("deaf", count=2)
+        running.send(signal.SIGINT)
     assert running.wait().check().stdout.endswith("interrupted\n")
     assert len(workers) == 2
     assert not any(alive(pid) for pid in workers)
+
+
+STOPPED = """
+import os, time
+from tests.helpers.toy import Toy, loader
+from trainer import Trainer, launch
+
+def train():
+    def step(module, batch, batch_idx):
+        print("step", flush=True)
+        time.sleep(0.2)
+        return Toy.training_step(module, batch, batch_idx)
+
+    kind = type("Slow", (Toy,), {"training_step": step})
+    trainer = Trainer(max_steps=100, accelerator="cpu", default_root_dir="run", enable_progress_bar=False)
+    trainer.fit(kind(), loader(100))
+
+os.setpgid(0, 0)  # a group as a shell makes it
+try:
+    launch(train, devices=2)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_an_interrupt_of_the_group_stops_a_training_after_its_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STOPPED)
+    running = Running([sys.executable, "train.py"], tmp_path, clean_environment({"PYTHONPATH": str(ROOT)}))
+    running.wait_for("step", count=4)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does, and a notebook's stop button
+    ended = running.wait().check()
+    assert "To go on, start it again with ckpt_path='last'" in ended.stdout
+    assert ended.stdout.endswith("interrupted\n")
+    assert len([*(tmp_path / "run/version_0/checkpoints").glob("*step=*")]) == 1
 
 
 INTERRUPTED = """

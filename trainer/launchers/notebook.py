@@ -27,7 +27,7 @@ from trainer.launchers.restarts import LAUNCHED
 T = TypeVar("T")
 
 _SHUTDOWN_TIMEOUT_S = 8
-"""Seconds in which the other processes have to end after one has failed, or after Ctrl-C."""
+"""Seconds in which the other processes have to end after one has failed."""
 
 
 class WorkerError(TrainerError):
@@ -51,7 +51,8 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
     Raises:
         WorkerError: the function failed; has the traceback of the process that failed first.
         ConfigError: the processes cannot be started here.
-        KeyboardInterrupt: Ctrl-C; the processes have received it too, and none is left.
+        KeyboardInterrupt: Ctrl-C; the processes have received it too, and have ended, a training after its step with a
+            checkpoint. The second Ctrl-C kills them.
     """
     number = _number(devices)
     _refuse_nesting()
@@ -79,8 +80,11 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
         for _, end in pipes:
             end.close()
         results = _wait(processes, [end for end, _ in pipes])
+    except KeyboardInterrupt:
+        _end(processes, math.inf)
+        raise
     except BaseException:
-        _end(processes)
+        _end(processes, _SHUTDOWN_TIMEOUT_S)
         raise
     finally:
         for end, _ in pipes:
@@ -216,6 +220,8 @@ def _work(rank: int, number: int, port: int, parent: int, forked: bool, given: A
         }
     )
     die_with_parent()
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # a Ctrl-C for the group, and the one that is passed on, would be two, which end a run at once
     # The children must not inherit the notebook's own handlers.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -319,13 +325,13 @@ def _receive(pipes: list[Connection], answers: dict[int, Any]) -> None:
                 answers[rank] = pipe.recv()
 
 
-def _end(processes: list[Any]) -> None:
-    """Stop the processes as by Ctrl-C; kill those that do not end."""
+def _end(processes: list[Any], timeout: float) -> None:
+    """Stop the processes as by Ctrl-C; kill those that do not end in these seconds, and all at a Ctrl-C."""
     for process in processes:
         if process.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGINT)
-    deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
+    deadline = time.monotonic() + timeout
     try:
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
