@@ -174,7 +174,6 @@ class Engine:
         """Numbers of calls of `backward` since the last step and in all, and of optimizers' steps."""
         self._calls = 0
         """Number of calls of models, by which a process that goes on without the others is found."""
-        self._check: CollectiveCheck | None = None
         if seed is not None:
             seed_generators(seed)
 
@@ -204,10 +203,9 @@ class Engine:
         cleanup.callback(stop.uninstall)
         polls = []
         if stop.store is not None:
-            self._check = CollectiveCheck(
-                stop.store, processes.rank, processes.world_size, self._collectives, stop.deadlocks
-            )
-            polls = [self._check.publish_progress]
+            check = CollectiveCheck(stop.store, processes.rank, processes.world_size, self._collectives, stop.deadlocks)
+            polls = [check.publish_progress]
+            processes.wait_for_all = check.wait_for_all
         stop.install(signals=False, polls=polls)
         facts = {"strategy": type(strategy), **strategy._arguments, "precision": config.precision.name}
         facts |= {"seed": settings.seed, "device": config.device_type, "torch": torch.__version__}
@@ -546,7 +544,7 @@ class Engine:
     def barrier(self, name: str | None = None) -> None:
         """Wait until all processes call this."""
         self._require_entered("barrier")
-        self._wait_for_all(f"engine.barrier({name or ''})")
+        self.strategy.processes.wait_for_all(f"engine.barrier({name or ''})")
         self.strategy.processes.barrier()
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
@@ -592,10 +590,6 @@ class Engine:
     def _on_device(self, leaf: Any) -> Any:
         return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _wait_for_all(self, call: str) -> None:
-        if self._check is not None:
-            self._check.wait_for_all(call)
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any] | None = None) -> None:
@@ -616,7 +610,7 @@ class Engine:
                 checkpoint could not be written; a former one stays.
         """
         self._require_entered("save")
-        self._wait_for_all(f"engine.save({path})")
+        self.strategy.processes.wait_for_all(f"engine.save({path})")
         if self._waiting_backwards:
             raise ConfigError(
                 f"engine.save between backward and optimizer.step(): the gradients of {self._waiting_backwards} "
@@ -688,7 +682,7 @@ class Engine:
             ConfigError: something in `state` is not set up.
         """
         self._require_entered("load")
-        self._wait_for_all(f"engine.load({path})")
+        self.strategy.processes.wait_for_all(f"engine.load({path})")
         state = {} if state is None else state
         parts, strategy = _Parts(state, self), self.strategy
         where = as_storage_path(path)
@@ -742,7 +736,7 @@ class Engine:
         Returned on process 0, or with `everywhere` on all; the others return an empty dict.
         """
         _require_model(module, "full_state_dict")
-        self._wait_for_all("engine.full_state_dict")
+        self.strategy.processes.wait_for_all("engine.full_state_dict")
         return _without_prefix(full_state_dict(module._strategy, everywhere), "")
 
 

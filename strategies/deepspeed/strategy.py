@@ -26,6 +26,7 @@ from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.model.unsupported import use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
+from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.deepspeed.config import (
     DEFAULT_STAGE,
     TrainerSettings,
@@ -146,6 +147,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.cpu_adam = cpu_adam
         self.collective_forward = self.stage == 3
         self.engine: Any = None
+        self._order = CallOrder(self.processes, self.name, "gradient of")
+        self._packs_at_once = True
+        """False with stage 1, which reduces the gradients when all are there, in the order of the parameters."""
+        self._arrived: set[str] = set()
         self.master_weights: MasterWeights | None = None
         self.clip_norm: float | None = None
         self.own_loop = False
@@ -270,7 +275,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
         if low:
             cast_parameters(module, low)
+        self._order = CallOrder(self.processes, self.name, "gradient of")
+        self._packs_at_once = self.stage >= 2 or bool(resolved["zero_optimization"].get("overlap_comm"))
+        compares = self.stage < 3 and self.processes.world_size > 1
+        if compares:  # before the engine's hook packs the gradients with others
+            trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+            self._order.watch_gradients(trained, self._order.call if self._packs_at_once else self._arrived.add)
         self._start(cpu_adam_of(self.deepspeed, optimizer) if self.cpu_adam else optimizer, resolved)
+        if compares and not self._packs_at_once:
+            self._compare_before_reducing()
         kind = Zero3MasterWeights if self.stage == 3 else MasterWeights
         self.master_weights = kind(self.engine.optimizer, self.engine.basic_optimizer)
         self.master_weights.write(full)
@@ -308,11 +321,29 @@ class DeepSpeedStrategy(DistributedStrategy):
             )
         self._tables = ParameterTables(self.module)
         if self.stage == 3:
+            layers = {name: one for name, one in self.module.named_modules() if [*one.parameters(recurse=False)]}
+            self._order = CallOrder(self.processes, self.name, "layer", [*layers])
+            if self.processes.world_size > 1:
+                self._order.watch(layers)
             self._refusing.begin()
             self._is_first_step = True
             # The module's own forward need not be called, and may be: it gives back only what this does not hold.
             for parameter in self.module.parameters(recurse=False):
                 self.deepspeed.zero.register_external_parameter(steps, parameter)
+
+    def _compare_before_reducing(self) -> None:
+        """Have stage 1 compare which gradients there are, when it reduces them in the order of the parameters."""
+        optimizer: Any = self.engine.optimizer
+        reduce = optimizer.reduce_gradients
+
+        def reduce_the_same(*args: Any, **options: Any) -> Any:
+            with self._order.of(BACKWARD):
+                for name in sorted(self._arrived):
+                    self._order.call(name)
+            self._arrived.clear()
+            return reduce(*args, **options)
+
+        optimizer.reduce_gradients = reduce_the_same
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -332,7 +363,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.master_weights is not None:
             self.master_weights.take_over_changes()
         try:
-            with local_rank_env(self._device_number), self._unchanged(step):
+            compared = self._order.of(step) if self.stage == 3 else NULL_CONTEXT
+            with local_rank_env(self._device_number), self._unchanged(step), compared:
                 if not torch.is_inference_mode_enabled():
                     return self.engine(step, *args)
                 # Weights that are gathered in inference mode could not be used for training afterwards.
@@ -366,7 +398,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def backward(self, loss: torch.Tensor) -> None:
         with local_rank_env(self._device_number), self._refusing.paused():
             try:
-                self.engine.backward(loss, scale_wrt_gas=False)
+                with self._order.of(BACKWARD) if self._packs_at_once else NULL_CONTEXT:
+                    self.engine.backward(loss, scale_wrt_gas=False)
             except AssertionError as error:
                 raise ConfigError(
                     "DeepSpeed reduces each gradient once per micro-batch, and its check of that failed: leave "
@@ -474,6 +507,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def teardown(self) -> None:
         """End the engine. Master weights and the optimizer's states stay, to be saved, until the next set-up."""
+        self._order.end()
         if self.engine is None:
             return
         self._refusing.end()

@@ -30,6 +30,7 @@ from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients, needs_closure
 from trainer.precision import NULL_CONTEXT, Precision
+from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
 from trainer.strategies.fsdp.first_batch import refuse_collecting
@@ -143,11 +144,11 @@ class FSDPStrategy(DistributedStrategy):
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
         self._is_first_step = True
         self._called: set[str] = set()  # step methods
+        self._order = CallOrder(self.processes, self.name, "block")
         self._compares_gradients = False  # True until the first window has ended, if layers are split
         self._units: list[Any] = []
         """The module and its blocks, as FSDP2 wraps them."""
-        self._parameters: list[Any] = []
-        """torch's records of the sharded parameters."""
+        self._parameters: list[Any] = []  # torch's records of the sharded ones
         self._gathered_in_evaluation: list[tuple[nn.Parameter, int]] | None = None
         """The parameters that an evaluation inside `fit` has gathered, each with its version; None: no evaluation."""
         self._gathered_at_start: list[tuple[Any, int, int]] = []
@@ -355,6 +356,11 @@ class FSDPStrategy(DistributedStrategy):
     def _list_units(self) -> None:
         self._units = list(fsdp_units(self.wrapped))
         self._parameters = list(fsdp_parameters(self.wrapped))
+        if self.pipeline is None and self.processes.world_size > 1:  # a pipeline has an order of its own
+            gathered = {id(unit) for unit in self._units}
+            blocks = {name: one for name, one in self.module.named_modules() if id(one) in gathered}
+            self._order = CallOrder(self.processes, self.name, "block", [*blocks])
+            self._order.watch(blocks)
 
     def _refuse_other_mesh(self, module: TrainModule) -> None:
         """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had other processes or parts."""
@@ -515,6 +521,8 @@ class FSDPStrategy(DistributedStrategy):
                 buffer.data = buffer.data.to(self.device)
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+        if config.own_loop:  # which may call its modules in turns
+            self._order.end()
         self._is_first_step = True
         self._compares_gradients = self.layout.tensor > 1
         self._reuses_memory = config.reuses_memory
@@ -552,7 +560,7 @@ class FSDPStrategy(DistributedStrategy):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
-        with self._explaining.paused(), self._uncompiled_once(step):
+        with self._explaining.paused(), self._uncompiled_once(step), self._order.of(step):
             if self._context is None:
                 return self._call_step(step, *args)
             self._context.begin()
@@ -769,7 +777,7 @@ class FSDPStrategy(DistributedStrategy):
                 self.pipeline.backward(loss, self._backward_of)
             return
         if not self._steps_by_hand:
-            with self._loss_context():
+            with self._loss_context(), self._order.of(BACKWARD):
                 self._run_backward(loss)
             if self._reuses_memory and not self._communicates:
                 copy_gradients(unsharded_parameters(self.wrapped))
@@ -778,7 +786,8 @@ class FSDPStrategy(DistributedStrategy):
         # sharded after the backward, although this step may use it again.
         if loss.requires_grad:
             loss.register_hook(self.wrapped._get_fsdp_state()._pre_backward)
-        self._run_backward(loss)
+        with self._order.paused():
+            self._run_backward(loss)
         self.wrapped.unshard()
 
     def _backward_of(self, communicates: bool, backward: Callable[[], None]) -> None:
@@ -949,6 +958,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def teardown(self) -> None:
         self._explaining.end()
+        self._order.end()
         super().teardown()
 
     def __str__(self) -> str:

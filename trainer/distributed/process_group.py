@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,9 @@ class SingleProcess:
         """The `DeviceMesh` of the processes, under a strategy that has one."""
         self.begun = 0
         """Number of collectives begun so far; equal on processes at the same point of the run."""
+        self.wait_for_all: Callable[[str], None] = _no_others
+        """Waits until all processes call it with the same words, while a run goes on; raises ConfigError if they do
+        not."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -93,6 +96,10 @@ class SingleProcess:
 
     def barrier(self) -> None:
         """Wait until every process is here."""
+
+
+def _no_others(call: str) -> None:
+    """Wait for nobody."""
 
 
 class TorchProcessGroup(SingleProcess):

@@ -141,7 +141,7 @@ class ManualOptimization:
 
     def _check_calls(self, until: str) -> None:
         calls = f"{self.backwards} times manual_backward and {self.steps} times optimizer.step"
-        self.run.wait_for_all(f"{calls} until {until}")
+        self.run.strategy.processes.wait_for_all(f"{calls} until {until}")
 
 
 class ManualOptimizer:

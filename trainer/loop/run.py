@@ -287,6 +287,7 @@ class Run:
         if stop.store is not None:
             check = CollectiveCheck(stop.store, rank, world_size, self._collectives, stop.deadlocks)
             self.collective_check, polls = check, [check.publish_progress]
+            processes.wait_for_all = check.wait_for_all
         # No signal handlers in an evaluation, which has nothing to save.
         stop.install(signals=self.stage == "fit", polls=polls)
 
@@ -319,7 +320,7 @@ class Run:
         self.optimizers = strategy.setup_optimizers(optimizers, config)
         if strategy.processes.world_size > 1:
             self.options.begin(self.optimizers)
-            self.trainable = TrainableParameters(module, strategy, self.optimizers, self.wait_for_all)
+            self.trainable = TrainableParameters(module, strategy, self.optimizers)
         elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
             self.new_parameters = NewParameters(module, self.optimizers)
         self.checks_states = bool(self.checkpoint_callbacks)
@@ -817,11 +818,6 @@ class Run:
             self.collective_check.wait_for_all(call)
         elif processes.store is not None:
             wait_after_run(processes.store, processes.rank, processes.world_size, call)
-
-    def wait_for_all(self, what: str) -> None:
-        """Wait until all processes call this with the same words; raise ConfigError if they do not."""
-        if self.collective_check is not None:
-            self.collective_check.wait_for_all(what)
 
 
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
 from itertools import chain
 
 from torch.optim import Optimizer
@@ -22,18 +21,10 @@ class TrainableParameters:
 
     Args:
         module, strategy, optimizers: of the run.
-        wait_for_all: waits until all processes call it with the same words; raises ConfigError if they do not.
     """
 
-    def __init__(
-        self,
-        module: TrainModule,
-        strategy: Strategy,
-        optimizers: list[Optimizer],
-        wait_for_all: Callable[[str], None],
-    ) -> None:
+    def __init__(self, module: TrainModule, strategy: Strategy, optimizers: list[Optimizer]) -> None:
         self._module, self._strategy, self._optimizers = module, strategy, optimizers
-        self._wait_for_all = wait_for_all
         self.windows = 0
         """Number of windows whose forward this process has begun."""
         self._remember()
@@ -107,7 +98,7 @@ class TrainableParameters:
     def _adopt_changes(self) -> None:
         changes = self._changes()
         try:
-            self._wait_for_all(f"for a step in which {changes}")
+            self._strategy.processes.wait_for_all(f"for a step in which {changes}")
         except ConfigError as error:
             raise ConfigError(f"the processes train different parameters: {error}") from None
         log.info("from this step on: %s", changes)

@@ -1,0 +1,154 @@
+"""Have all processes exchange shards and gradients in the same order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from trainer.distributed.process_group import SingleProcess
+from trainer.errors import ConfigError
+
+BACKWARD = "backward"
+_MOST_ORDERS = 8
+
+
+class CallOrder:
+    """The order of the calls in which processes exchange parts of weights or gradients, which all have to make alike.
+
+    Nothing in such an exchange says which weight it is of. Where one process comes to another block than the others,
+    all compute with parts of different weights, without an error if these have equal sizes. So a call that does not
+    come where it came in the pass before waits until all processes make it. A call where it was costs a comparison.
+
+    Args:
+        processes: of the run.
+        strategy: its name.
+        what: a word for messages, which stands before the name of a call: "block", "gradient of".
+        first: the order that is expected in the first forward, and reversed in the first backward; None: that of the
+            first pass, which is compared when it has ended.
+    """
+
+    def __init__(self, processes: SingleProcess, strategy: str, what: str, first: Sequence[str] | None = None) -> None:
+        self._processes, self._strategy, self._what, self._first = processes, strategy, what, first
+        self._agreed: dict[str, list[list[str]]] = {}
+        """By pass, the last orders that all processes had, the newest first."""
+        self._pass = ""
+        self._expected: list[str] | None = None
+        self._calls: list[str] = []
+        self._hooks: list[RemovableHandle] = []
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Compare the calls within the block, a pass, with those of the pass of this name before it."""
+        first = None if self._first is None else [*self._first][:: -1 if name == BACKWARD else 1]
+        agreed = self._agreed.setdefault(name, [])
+        self._pass, self._calls, self._expected = name, [], agreed[0] if agreed else first
+        try:
+            yield
+            self._end()
+            if not agreed or agreed[0] != self._calls:
+                agreed[:] = [self._calls, *(one for one in agreed if one != self._calls)][:_MOST_ORDERS]
+        finally:
+            self._pass = ""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Compare nothing within the block."""
+        before, self._pass = self._pass, ""
+        try:
+            yield
+        finally:
+            self._pass = before
+
+    def call(self, name: str) -> None:
+        """Wait for the other processes if this call comes in another order than before.
+
+        Raises:
+            ConfigError: they make another call.
+        """
+        # In a compiled forward nothing is compared: this would be compiled with it.
+        if torch.compiler.is_compiling() or not self._pass:
+            return
+        at, expected = len(self._calls), self._expected
+        if expected is not None and (at >= len(expected) or expected[at] != name):
+            self._agree(f"{name} after {self._calls[-1]}" if self._calls else f"{name} at first")
+            self._expected = self._order_with(name, expected)
+        self._calls.append(name)
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+        """Have each of the modules be a call, before hooks that are there already, also when its backward begins."""
+        for name, module in modules.items():
+            self._hooks.append(module.register_forward_pre_hook(partial(_forward, self, name), prepend=True))
+            self._hooks.append(module.register_forward_hook(partial(_forward_end, self, name), prepend=True))
+
+    def watch_gradients(self, parameters: Mapping[str, nn.Parameter], notice: Callable[[str], None]) -> None:
+        """Call `notice` with the name of each parameter whose gradient is there."""
+        for name, parameter in parameters.items():
+            notice_it = partial(_accumulated, notice, name)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(notice_it))
+
+    def end(self) -> None:
+        """Watch nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def follow_back(self, name: str, output: Any) -> None:
+        """Have the gradient of an output be a call."""
+        if torch.compiler.is_compiling() or self._pass in ("", BACKWARD) or not torch.is_grad_enabled():
+            return
+        tensor = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+        if tensor is not None:
+            tensor.register_hook(partial(_gradient, self, name))
+
+    def _order_with(self, name: str, expected: list[str]) -> list[str]:
+        """Return the order that is expected after a call that comes in another one: an earlier one, or the nearest."""
+        calls, at = [*self._calls, name], len(self._calls)
+        for order in self._agreed[self._pass]:
+            if order[: at + 1] == calls:
+                return order
+        # The calls that were left out do not come later; a further one comes in between.
+        rest = expected[expected.index(name, at) :] if name in expected[at:] else [name, *expected[at:]]
+        return [*expected[:at], *rest]
+
+    def _end(self) -> None:
+        calls = self._calls
+        if self._expected is None and calls:
+            digest = hashlib.sha256("\n".join(calls).encode()).hexdigest()[:8]
+            self._agree(f"{', '.join(calls[:8])} ({len(calls)} in all: {digest})")
+        elif len(calls) < len(self._expected or ()):
+            self._agree(f"{calls[-1]} as the last one" if calls else "of none")
+
+    def _agree(self, call: str) -> None:
+        try:
+            self._processes.wait_for_all(f"{self._what} {call} in {self._pass}")
+        except ConfigError as error:
+            raise ConfigError(
+                f"under strategy {self._strategy!r} all processes have to come to the parts of the module in one "
+                f"order, in which they exchange them, and they come in different ones: {error} Layers that are left "
+                "out at random have to be the same on all processes: multiply what a layer adds by 0 instead of "
+                "leaving it out."
+            ) from None
+
+
+def _forward(order: CallOrder, name: str, module: nn.Module, inputs: Any) -> None:
+    order.call(name)
+
+
+def _forward_end(order: CallOrder, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    order.follow_back(name, output)
+
+
+def _gradient(order: CallOrder, name: str, gradient: torch.Tensor) -> None:
+    order.call(name)
+
+
+def _accumulated(notice: Callable[[str], None], name: str, parameter: nn.Parameter) -> None:
+    notice(name)
