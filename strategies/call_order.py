@@ -114,9 +114,11 @@ class CallOrder:
         for order in self._agreed[self._pass]:
             if order[: at + 1] == calls:
                 return order
-        # The calls that were left out do not come later; a further one comes in between.
-        rest = expected[expected.index(name, at) :] if name in expected[at:] else [name, *expected[at:]]
-        return [*expected[:at], *rest]
+        if name in expected[at:]:  # what was left out does not come later
+            return [*expected[:at], *expected[expected.index(name, at) :]]
+        if at == len(expected) and name in expected:  # once more, as when a text is generated
+            return [*expected, *expected[at - 1 - expected[::-1].index(name) :]]
+        return [*expected[:at], name, *expected[at:]]
 
     def _end(self) -> None:
         calls = self._calls

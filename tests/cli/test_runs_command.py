@@ -22,12 +22,16 @@ from trainer.fault_tolerance.file_lock import FolderLock
 
 
 class Logged(Toy):
+    stops_at = -1
+
     def __init__(self, lr: float = 0.1, width: int = 3) -> None:
         super().__init__()
         self.save_hyperparameters()
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
         self.log("score", float(self.trainer.global_step) * self.hparams.lr)
+        if self.trainer.global_step == self.stops_at:
+            self.trainer.should_stop = True
 
 
 def train(root: Path, lr: float, steps: int, **options: object) -> None:
@@ -36,14 +40,15 @@ def train(root: Path, lr: float, steps: int, **options: object) -> None:
     trainer = quiet(
         enable_checkpointing=True,
         default_root_dir=root,
-        max_steps=steps,
+        max_steps=4,
         logger=logger,
         callbacks=[checkpoint],
         log_every_n_steps=1,
         **options,
     )
-    trainer.fit(Logged(lr), loader())
-    (trainer.run_dir / "config.yaml").write_text("trainer: {max_steps: 4}\n")
+    module = Logged(lr)
+    module.stops_at = steps
+    trainer.fit(module, loader())
 
 
 @pytest.fixture

@@ -124,6 +124,7 @@ def calls_of(order: CallOrder, *passes: str) -> None:
         ("abc", ["ac", "ac"], ["c after a"]),
         ("abc", ["ab", "abc"], ["b as the last one", "c after b"]),
         ("abc", ["abbc", "abbc"], ["b after b"]),
+        ("abc", ["abcabcabc"], ["a after c", "a after c"]),
         # Orders that take turns are agreed on at one call, whatever follows.
         (
             "ab",

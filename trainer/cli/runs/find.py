@@ -81,7 +81,9 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     if last is not None:
         one.step, one.epoch = _count(last, "step"), _count(last, "epoch")
         one.metrics = numbers((best or last).get("metrics"))
-        one.state = "finished" if _is_finished(one, path / "config.yaml") else "unfinished"
+        ends = last.get("ends")
+        finished = _is_finished(one, ends if isinstance(ends, dict) else _configured(path / "config.yaml"))
+        one.state = "finished" if finished else "unfinished"
         if (captured := _count(last, "captured")) is not None and one.began is not None:
             one.seconds = max(one.seconds or 0.0, captured / 1e9 - one.began)
     else:
@@ -112,17 +114,21 @@ def _pointed(checkpoints: Path, pointer: str, infos: dict[str, Any]) -> dict[str
     return infos.get(str(read_json(checkpoints / f"{pointer}.json").get("checkpoint")))
 
 
-def _is_finished(one: RunSummary, config: Path) -> bool:
-    """Whether the last checkpoint is that of the end that the configuration names."""
+def _is_finished(one: RunSummary, ends: dict[str, Any]) -> bool:
+    """Whether the last checkpoint is that of one of the ends, by the name of the trainer's argument."""
+    done = {"max_steps": one.step, "max_epochs": None if one.epoch is None else one.epoch + 1}
+    return any(type(end) is int and end > 0 and (done.get(name) or 0) >= end for name, end in ends.items())
+
+
+def _configured(config: Path) -> dict[str, Any]:
+    """Return the trainer's arguments in a configuration: checkpoints of earlier versions do not know the ends."""
     import yaml
 
     try:
-        settings = yaml.safe_load(_text_of(config))["trainer"]
-        ends = {name: settings.get(name) for name in ("max_steps", "max_epochs")}
+        found = yaml.safe_load(_text_of(config))["trainer"]
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return False
-    done = {"max_steps": one.step, "max_epochs": None if one.epoch is None else one.epoch + 1}
-    return any(isinstance(end, int) and end > 0 and (done[name] or 0) >= end for name, end in ends.items())
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def is_locked(folder: Path) -> bool:
