@@ -37,9 +37,14 @@ def restored_imports() -> Iterator[None]:
     try:
         yield
     finally:
+        # Of all before one is removed: a folder without __init__.py looks for its place in the path and in its parent.
+        places = {name: _place_of(sys.modules[name]) for name in set(sys.modules) - before}
         sys.path[:] = path
-        for name in set(sys.modules) - before:
-            module = sys.modules[name]  # a file, or a folder without __init__.py
-            file = str(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [""]))))
-            if file.startswith(folders) and "site-packages" not in file:  # of an environment in the folder
+        for name, place in places.items():
+            if place.startswith(folders) and "site-packages" not in place:  # of an environment in the folder
                 del sys.modules[name]
+
+
+def _place_of(module: object) -> str:
+    """Return the file of a module, or the folder of one without __init__.py; empty if it has none."""
+    return str(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), ""))
