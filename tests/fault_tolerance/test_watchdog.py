@@ -5,18 +5,21 @@ import os
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from tests.helpers.processes import fork_ranks
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Trainer, TrainModule
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.stacks import stacks
+from trainer.fault_tolerance.stacks import stacks, where
 from trainer.fault_tolerance.watchdog import Watchdog
 
 SCRIPT = """
@@ -138,3 +141,18 @@ def test_a_process_that_holds_the_lock_is_ended_too() -> None:
     assert "Timeout (0:00:02" in errors  # rank 1, by faulthandler
     assert "in trouble" in errors
     assert "rank 1 did not answer" in errors or "rank 1 is gone" in errors  # whichever is noticed first
+
+
+def test_a_mode_through_which_calls_of_torch_go_is_no_place() -> None:
+    places: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with ThreadPoolExecutor(1) as another_thread:
+                places.append(another_thread.submit(where).result())
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.zeros(1).add(1)
+    assert len(places) == 2
+    assert all(place.startswith("test_a_mode_through_which_calls_of_torch_go_is_no_place") for place in places)

@@ -47,11 +47,17 @@ def _innermost(calls: list[tuple[FrameType, int]]) -> str:
     if not calls:
         return "an unknown place"
     library = tuple({sysconfig.get_path("stdlib"), *filter(None, map(_folder_of, ("torch", "deepspeed")))})
-    calls = [one for one in calls if not one[0].f_code.co_filename.startswith((*library, "<"))] or calls[:1]
+    calls = [one for one in calls if not _passes_on(one[0], library)] or calls[:1]
     users = next((one for one in calls if not _is_of_this_package(one[0])), None)
     if users is None or users is calls[0]:
         return _location(*calls[0])
     return f"{_location(*calls[0])}, called from {_location(*users)}"
+
+
+def _passes_on(frame: FrameType, library: tuple[str, ...]) -> bool:
+    """Whether a frame is of a library, or of a mode through which calls of torch go."""
+    code = frame.f_code
+    return code.co_filename.startswith((*library, "<")) or code.co_name == "__torch_function__"
 
 
 def _location(frame: FrameType, line: int) -> str:
