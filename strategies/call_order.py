@@ -100,6 +100,11 @@ class CallOrder:
             hook.remove()
         self._hooks.clear()
 
+    def call_forward(self, name: str) -> None:
+        """Call, but for a forward that a backward repeats, as activation checkpointing does."""
+        if not torch.compiler.is_compiling() and self._pass != BACKWARD:
+            self.call(name)
+
     def follow_back(self, name: str, output: Any) -> None:
         """Have the gradient of an output be a call."""
         if torch.compiler.is_compiling() or self._pass in ("", BACKWARD) or not torch.is_grad_enabled():
@@ -141,7 +146,7 @@ class CallOrder:
 
 
 def _forward(order: CallOrder, name: str, module: nn.Module, inputs: Any) -> None:
-    order.call(name)
+    order.call_forward(name)
 
 
 def _forward_end(order: CallOrder, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
