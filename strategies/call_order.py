@@ -78,7 +78,7 @@ class CallOrder:
             return
         at, expected = len(self._calls), self._expected
         if expected is not None and (at >= len(expected) or expected[at] != name):
-            self._agree(f"{name} after {self._calls[-1]}" if self._calls else f"{name} at first")
+            self._agree(f"{self._what} {name} {f'after {self._calls[-1]}' if self._calls else 'at first'}")
             self._expected = self._order_with(name, expected)
         self._calls.append(name)
 
@@ -129,13 +129,13 @@ class CallOrder:
         calls = self._calls
         if self._expected is None and calls:
             digest = hashlib.sha256("\n".join(calls).encode()).hexdigest()[:8]
-            self._agree(f"{', '.join(calls[:8])} ({len(calls)} in all: {digest})")
+            self._agree(f"{self._what} {', '.join(calls[:8])} ({len(calls)} in all: {digest})")
         elif len(calls) < len(self._expected or ()):
-            self._agree(f"{calls[-1]} as the last one" if calls else "of none")
+            self._agree(f"{self._what} {calls[-1]} as the last one" if calls else "nothing of the module")
 
     def _agree(self, call: str) -> None:
         try:
-            self._processes.wait_for_all(f"{self._what} {call} in {self._pass}")
+            self._processes.wait_for_all(f"{call} in {self._pass}")
         except ConfigError as error:
             raise ConfigError(
                 f"under strategy {self._strategy!r} all processes have to come to the parts of the module in one "

@@ -182,10 +182,9 @@ BACKWARDS = {
 """The rank that finds the other one waiting, its number of backwards, and where it is."""
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_processes_that_call_manual_backward_different_numbers_of_times(strategy: str) -> None:
+def test_processes_that_call_manual_backward_different_numbers_of_times() -> None:
     Path("train.py").write_text(SCRIPT)
-    running = {case: fork_ranks("train.py", strategy, case) for case in BACKWARDS}
+    running = {case: fork_ranks("train.py", "ddp", case) for case in BACKWARDS}
     try:
         for case, (rank, backwards, place) in BACKWARDS.items():
             errors = running[case].wait().check(1).stderr
@@ -193,6 +192,27 @@ def test_processes_that_call_manual_backward_different_numbers_of_times(strategy
             assert f" times optimizer.step until {place}, and rank {1 - rank} waits in all_" in errors
             assert "training_step (" in errors
             assert ": they wait for each other. All processes have to make the same calls" in errors
+            assert "has been no progress" not in errors
+    finally:
+        for one in running.values():
+            one.kill()
+
+
+CALLS = {
+    "a backward more": "rank 1 calls block layer after layer in training_step",
+    "a backward less": "rank 1 calls nothing of the module in training_step",
+    "a backward more, in a long epoch": "rank 1 calls block layer after layer in training_step",
+}
+
+
+def test_processes_that_come_to_a_block_different_numbers_of_times() -> None:
+    """Under fsdp it is the forward before the backward that is reported."""
+    Path("train.py").write_text(SCRIPT)
+    running = {case: fork_ranks("train.py", "fsdp", case) for case in CALLS}
+    try:
+        for case, words in CALLS.items():
+            errors = running[case].wait().check(1).stderr
+            assert words in errors
             assert "has been no progress" not in errors
     finally:
         for one in running.values():
