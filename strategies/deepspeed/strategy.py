@@ -333,17 +333,17 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _compare_before_reducing(self) -> None:
         """Have stage 1 compare which gradients there are, when it reduces them in the order of the parameters."""
-        optimizer: Any = self.engine.optimizer
-        reduce = optimizer.reduce_gradients
+        engine, reduce = self.engine, self.engine.allreduce_gradients
 
         def reduce_the_same(*args: Any, **options: Any) -> Any:
-            with self._order.of(BACKWARD):
-                for name in sorted(self._arrived):
-                    self._order.call(name)
-            self._arrived.clear()
+            if engine.is_gradient_accumulation_boundary():
+                with self._order.of(BACKWARD):
+                    for name in sorted(self._arrived):
+                        self._order.call(name)
+                self._arrived.clear()
             return reduce(*args, **options)
 
-        optimizer.reduce_gradients = reduce_the_same
+        engine.allreduce_gradients = reduce_the_same
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
