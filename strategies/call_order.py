@@ -47,9 +47,8 @@ class CallOrder:
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Compare the calls within the block, a pass, with those of the pass of this name before it."""
-        first = None if self._first is None else [*self._first][:: -1 if name == BACKWARD else 1]
         agreed = self._agreed.setdefault(name, [])
-        self._pass, self._calls, self._expected = name, [], agreed[0] if agreed else first
+        self._pass, self._calls, self._expected = name, [], agreed[0] if agreed else self._order_at_first(name)
         try:
             yield
             self._end()
@@ -112,6 +111,9 @@ class CallOrder:
         tensor = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         if tensor is not None:
             tensor.register_hook(partial(_gradient, self, name))
+
+    def _order_at_first(self, name: str) -> list[str] | None:
+        return None if self._first is None else [*self._first][:: -1 if name == BACKWARD else 1]
 
     def _order_with(self, name: str, expected: list[str]) -> list[str]:
         """Return the order that is expected after a call that comes in another one: an earlier one, or the nearest."""
