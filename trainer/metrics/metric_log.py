@@ -313,7 +313,9 @@ class MetricLog:
         losses = [loss for _, loss, _ in self._losses]
         scale = None if self.scaler is None else self.scaler._scale
         scales = [] if scale is None else [scale]
-        total, *numbers = to_host([total_of(losses), *scales, *tensors])
+        sums = [total_of(losses)] if losses else []
+        numbers = to_host([*sums, *scales, *tensors])
+        total = numbers.pop(0) if sums else 0.0
         self.loss_scale = numbers.pop(0) if scales else None
         if self.nonfinite_loss is None and not math.isfinite(total):
             for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):

@@ -233,11 +233,14 @@ def total_of(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def to_host(tensors: list[torch.Tensor]) -> list[float]:
-    """Return one-element tensors as numbers, with one copy from each device."""
+    """Return one-element tensors as numbers, with one copy from each device other than the CPU."""
     by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
     numbers = [0.0] * len(tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.is_cpu:
+            numbers[index] = float(tensor.item())
+        else:
+            by_device.setdefault(tensor.device, []).append(index)
     for indices in by_device.values():
         with torch.no_grad():
             stacked = _stacked([tensors[index] for index in indices])
