@@ -17,7 +17,7 @@ from trainer.callbacks.profiler import faster_loading
 from trainer.checkpoint.manifest import read_manifest
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError
-from trainer.loop.host_times import CALLBACKS, REST, SAVING, VALIDATION
+from trainer.loop.host_times import CALLBACKS, PROFILER, REST, SAVING, VALIDATION
 from trainer.metrics.phases import DATA, LOGGING, TRANSFER
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 COMPUTE = "compute"
 COMMUNICATION = "communication"
 IDLE = "idle device"
-PROFILER = "the profiler itself"
 MUCH = 0.05
 """Share of the time by which a process has to exceed the median to count as slow."""
 SLOW_WRITE_S, SLOW_WRITE = 0.5, 100e6

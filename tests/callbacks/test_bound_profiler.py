@@ -99,8 +99,17 @@ def test_what_bounds_a_run_is_named(bound: str, tmp_path: Path, capsys: pytest.C
     assert advice in profiler.summary()
     on_host = "the steps and the rest" if bound == "compute" else bound
     assert f"s of the host: {on_host} " in printed
-    assert ("says what to change" in printed) == (bound != "compute")
+    assert "says what to change" not in printed  # this is it
     assert sum(trainer.run.times.shares().values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("callback", "hint"), [(SlowHook(), True), (Callback(), False)])
+def test_the_line_of_a_run_names_the_profiler_where_something_else_than_the_steps_takes_most(
+    callback: Callback, hint: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Toy() if hint else SlowStep()
+    quiet(max_epochs=1, callbacks=[ModelSummary(), callback], default_root_dir=tmp_path).fit(module, loader(4))
+    assert ('Trainer(profiler="bound") says what to change' in capsys.readouterr().out) == hint
 
 
 class SlowUpdate(torch.optim.AdamW):

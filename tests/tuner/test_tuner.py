@@ -130,6 +130,16 @@ def test_why_there_is_no_suggestion_is_reported(first: int, words: str, caplog: 
     assert re.search(words, caplog.text)
 
 
+def test_unequal_losses_of_the_first_steps_do_not_end_the_search() -> None:
+    class Uneven(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * (1e-3 if self.trainer.global_step == 0 else 1.0)
+
+    finder = Tuner(quiet()).lr_find(Uneven(), loader(4), num_training=60)
+    assert finder.suggestion() is not None
+    assert len(finder.results["lr"]) >= 13
+
+
 def test_a_picture() -> None:
     pytest.importorskip("matplotlib").use("Agg")
     finder = Tuner(quiet()).lr_find(Toy(), loader(4), num_training=30)

@@ -14,6 +14,7 @@ from trainer.metrics.phases import DATA, LOGGING, TRANSFER
 CALLBACKS = "callbacks"
 SAVING = "saving"
 VALIDATION = "validation"
+PROFILER = "the profiler itself"
 REST = "the steps and the rest"
 
 
@@ -51,7 +52,8 @@ class HostTimes:
             return ""
         shares = sorted(self.shares().items(), key=lambda item: -item[1])
         shown = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
-        hint = "" if shares[0][0] == REST else '; Trainer(profiler="bound") says what to change'
+        advised = shares[0][0] == REST or PROFILER in self.seconds
+        hint = "" if advised else '; Trainer(profiler="bound") says what to change'
         return f"{time.perf_counter() - self._begun:.1f} s of the host: {shown}{hint}"
 
     @contextmanager

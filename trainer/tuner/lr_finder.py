@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.98
 """Weight of the former losses in the smoothed loss of a step, as in fastai's and Lightning's finders."""
+SKIP_BEGIN, SKIP_END = 10, 1
+"""Points at the ends of the curve that a suggestion leaves out."""
+ENOUGH = SKIP_BEGIN + SKIP_END + 2
+"""Points with which there is a suggestion: two of them have a slope."""
 
 
 class LRFinder:
@@ -58,7 +62,7 @@ class LRFinder:
             fix = "no learning rate has acted yet, so look at data and module with Trainer(detect_anomaly=True)"
         return f"{points} points, too few for a suggestion, because {self.stopped}: {fix}"
 
-    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+    def suggestion(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> float | None:
         """Return the learning rate at which the loss falls fastest; None if there are too few points.
 
         Args:
@@ -67,7 +71,7 @@ class LRFinder:
         index = self._steepest(skip_begin, skip_end)
         return None if index is None else self.results["lr"][index]
 
-    def _steepest(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
+    def _steepest(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> int | None:
         losses = torch.tensor(self.results["loss"], dtype=torch.float64)[
             skip_begin : len(self.results["loss"]) - skip_end
         ]
@@ -107,7 +111,8 @@ class RangeTest(Callback):
 
     Args:
         finder: gets the curve.
-        early_stop_threshold: end when the smoothed loss is more than so many times the lowest one; None: do not.
+        early_stop_threshold: end when the smoothed loss is more than so many times the lowest one, and there are enough
+            points for a suggestion, since small batches have such losses at any learning rate; None: do not.
     """
 
     def __init__(self, finder: LRFinder, early_stop_threshold: float | None) -> None:
@@ -140,7 +145,7 @@ class RangeTest(Callback):
             self.finder.results["lr"].append(lr)
             self.finder.results["loss"].append(smoothed)
             lowest = min(self.finder.results["loss"])
-            if self.threshold is not None and step > 1 and smoothed > self.threshold * lowest:
+            if self.threshold is not None and step >= ENOUGH and smoothed > self.threshold * lowest:
                 self._stop(trainer, f"the loss grows: at step {step}, with learning rate {lr:.3g}, it is {loss:.3g}")
         self._set(trainer.global_step, trainer.optimizers)
 
