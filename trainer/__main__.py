@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line: `arguments`, or those that this process was started with."""
-    end_by_sigusr1_with_retry()  # before all else, since a cluster's signal may come at any time
+    """Run the command line: `arguments`, or those that this process was started with. Return 130 if interrupted."""
+    # Signals wait until their handlers are there, since a cluster's may come at any time.
+    early = [getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, "pthread_sigmask")]
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, early) if early else set()
+    import os
+
     import trainer
     from trainer.errors import refuse_other_package
 
@@ -20,8 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     from trainer.cli.main import main as run
+    from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 
-    return run(arguments)
+    end_by_sigusr1_with_retry()
+    try:
+        if early:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        return run(arguments)
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -61,15 +61,25 @@ def test_sigusr1_outside_of_a_run(when: str) -> None:
     running.wait().check(75)
 
 
-def test_sigusr1_from_the_first_line_of_the_command() -> None:
-    script = """
-import os, signal
-import trainer.cli.main
+EARLY = """
+import os, signal, sys
+
+class Sender:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[2]:
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+sys.meta_path.insert(0, Sender())
 from trainer.__main__ import main
-trainer.cli.main.main = lambda arguments: os.kill(os.getpid(), signal.SIGUSR1)
-main()
+sys.exit(main(["fit", "--help"]))
 """
-    run_python(script).check(75)
+
+
+@pytest.mark.parametrize(("name", "code", "words"), [("SIGUSR1", 75, ""), ("SIGINT", 130, "interrupted\n")])
+@pytest.mark.parametrize("module", ["trainer.errors", "trainer.fault_tolerance.signals", "trainer.cli.fit"])
+def test_signals_while_the_command_imports_its_first_modules(name: str, code: int, words: str, module: str) -> None:
+    result = run_python(EARLY, name, module).check(code)
+    assert (result.stdout, result.stderr) == ("", words)
 
 
 COMPLETE = """

@@ -90,7 +90,7 @@ exit codes: 0 done, 1 error, 2 wrong configuration or usage,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0 done, 1 error, 2 wrong usage or configuration, 130 interrupted.
+    """Run one command. Returns the exit code: 0 done, 1 error, 2 wrong usage or configuration.
 
     Args:
         arguments: the command line without the program's name; default: `sys.argv[1:]`.
@@ -107,10 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except SystemExit as stopped:  # after --help, or a signal
             end = stopped
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("interrupted", file=sys.stderr)
-        return 130
     except OSError as error:
         if error is not output.error:
             raise

@@ -41,11 +41,13 @@ class LightningModules:
             return None
         if self.namesakes and (fullname.startswith(OWN) or fullname in OWN_PACKAGES):
             return _with_lightnings_names(fullname, path)
-        from trainer.compat.names import MODULES
-
-        is_namesake = f"{fullname}.".startswith(f"{NAMESAKE}.")
-        if is_namesake != self.namesakes or not (is_namesake or fullname.partition(".")[2] in MODULES.split()):
+        if f"{fullname}.".startswith(f"{NAMESAKE}.") != self.namesakes:
             return None
+        if not self.namesakes:
+            from trainer.compat.names import MODULES
+
+            if fullname.partition(".")[2] not in MODULES.split():
+                return None
         loader: Any = self
         return ModuleSpec(fullname, loader, is_package=True)
 
