@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def argument(default: Any, help: str) -> Any:
-    """Return a field of `Settings`. `trainer fit --help` shows the first sentence of `help`."""
+    """Return a field of `Settings`, whose `help` is shown by `trainer fit --help`."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 

@@ -312,6 +312,7 @@ def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
             1,
             "empty is not a checkpoint, and there is none in it. Give a checkpoint, a run directory",
         ),
+        (["show", "."], 1, "or the default_root_dir of runs. Further below there are: runs."),
         (["export", "runs/version_0", "empty"], 2, "empty is a folder"),
         (["export", "runs/version_0", "no/such.safetensors"], 2, "there is no folder no"),
         (["export", "runs/version_0", "new", "--max-shard-size", "5"], 2, "give a number and a unit, such as 5GB"),

@@ -69,8 +69,12 @@ def test_hyphens_and_underscores_are_alike(command: Command, bare: list[str]) ->
     code, _, err = command("fit", *bare, "--ckpt_path", "nothing", "--print_config")
     assert code == 2
     assert "ckpt_path: there is no 'nothing'" in err
-    code, _, err = command("estimate", "--params", "1000", "--num_nodes", "2")
-    assert code == 0, err
+    for line in ("estimate --params 1000 --num_nodes 2", "estimate --params 1000 --num_nodes=2 --sequence 8"):
+        code, _, err = command(*line.split())
+        assert code == 0, err
+    assert "nothing was started" in command("fit", *bare, "--dry_run", "--world_size", "2")[1]
+    code, _, err = command("checkpoint", "export", "runs", "out", "--max_shard_size", "5")
+    assert "give a number and a unit" in err
 
 
 def _checkpoint() -> list[str]:
@@ -169,6 +173,8 @@ def test_wrong_optimizers(command: Command, bare: list[str], options: list[str],
         (["help", "fit"], "usage: trainer fit --config"),
         (["help", "ModelCheckpoint"], "save_top_k: an integer"),
         (["help", "fsdp"], "sharding_strategy: "),
+        (["help", "bf16-mixed"], "precision bf16-mixed: weights in float32, the forward in bfloat16"),
+        (["help", "16"], "precision 16-mixed: "),
         (["help", "AdamW"], "weight_decay: a number (default: 0.01)"),
         (["help", "mymodel.py:Bare"], "width: an integer (default: 2)"),
         (["fit", "--module", "mymodel.py:Bare", "--module.help"], "width: an integer (default: 2)"),
@@ -329,8 +335,23 @@ def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
         {"trainer": {"max_epochs": "three"}},
         {"trainer": {"callbacks": [{"class_path": "Timer", "init_args": {"durations": 3}}]}},
         {"modul": "x.py:Y"},
+        {"trainer": {"precision": "bf17"}},
+        {"trainer": {"strategy": {"class_path": "ddp", "static_grap": True}}},
+        {"trainer": {"callbacks": [{"class_path": "EarlyStopping", "monitr": "val_loss"}]}},
+        {"optimizer": {"class_path": "AdamW", "learning_rate": 0.1}},
     ]
     assert [not check.is_valid(configuration) for configuration in wrong] == [True] * len(wrong)
+    right = {
+        "trainer": {
+            "precision": 16,
+            "strategy": {"class_path": "ddp", "static_graph": True},
+            "callbacks": [{"class_path": "EarlyStopping", "monitor": "val_loss"}, {"class_path": "x.py:Y", "a": 3}],
+        },
+        "optimizer": {"class_path": "AdamW", "lr": "${module.lr}"},
+        "lr_scheduler": {"class_path": "StepLR", "step_size": 3, "interval": "step"},
+    }
+    assert check.is_valid(right)
+    assert check.is_valid({"trainer": {"precision": "${env:PRECISION}"}})
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -344,8 +365,8 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed: the script is not run")
     (tmp_path / "script").write_text(out)
-    typed = ("fit --trainer.max_e", "checkpoint ex", "checkpoint export --pr", "tune b", "help est")
-    found = ["--trainer.max_epochs", "export", "--prefix", "batch-size", "estimate"]
+    typed = ("fit --trainer.max_e", "checkpoint ex", "checkpoint export --pr", "tune b", "help est", "help ModelC")
+    found = ["--trainer.max_epochs", "export", "--prefix", "batch-size", "estimate", "ModelCheckpoint"]
     if shell == "fish":
         words = "".join(f"complete -C 'trainer {line}';" for line in typed)
         ended = subprocess.run(["fish", "-c", f"source script; {words}"], cwd=tmp_path, capture_output=True, text=True)

@@ -20,7 +20,7 @@ def test_a_preset_is_accepted_by_fit(command: Command, name: str) -> None:
         pytest.importorskip("deepspeed")
     code, out, err = command("config", "--preset", name)
     assert (code, err) == (0, "")
-    assert "use it with: trainer fit --config run.yaml module.yaml\n" in out
+    assert "use it with: trainer fit --config module.yaml run.yaml\n" in out
     assert ("check it with: " in out) == (name != "tpu")
     for line in re.findall(r"check it with: trainer (fit .*)\n", out):
         Path("module.yaml").write_text(MODULE)
@@ -52,7 +52,7 @@ def test_one_preset_trains(project: Path) -> None:
     run_python("-m", "trainer", "config", "--preset", "cpu", cwd=project).check()
     (project / "module.yaml").write_text(MODULE)
     more = ("--trainer.max_steps", "2", "--trainer.logger", "false")
-    result = run_python("-m", "trainer", "fit", "--config", "run.yaml", "module.yaml", *more, cwd=project).check()
+    result = run_python("-m", "trainer", "fit", "--config", "module.yaml", "run.yaml", *more, cwd=project).check()
     assert "after 2 steps" in result.stdout
 
 
@@ -68,12 +68,14 @@ def test_the_names_are_listed_and_a_wrong_one_is_reported(command: Command) -> N
 
 def test_nothing_is_replaced_without_force(command: Command) -> None:
     Path("run.yaml").write_text("trainer: {max_epochs: 7}\n")
+    Path("x.json").write_text('{"zero_optimization": {"stage": 2}}')
     for way in (["--preset", "cpu"], ["--from", "x.json"], []):
         code, _, err = command("config", *way)
         assert code == 2
         assert "run.yaml exists" in err
         assert "--force" in err
     assert Path("run.yaml").read_text() == "trainer: {max_epochs: 7}\n"
+    assert "nope.json: there is no such file" in command("config", "--from", "nope.json")[2]
     assert command("config", "--preset", "cpu", "--force")[0] == 0
     assert trainer_section("run.yaml")["precision"] == "32-true"
 

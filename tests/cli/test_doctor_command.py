@@ -17,7 +17,7 @@ from tests.helpers.project import Command
 from trainer.cli.doctor import collectives as doctor_ranks
 from trainer.cli.doctor import disk as doctor_disk
 from trainer.cli.doctor import machine as doctor_machine
-from trainer.cli.doctor.results import CheckResult
+from trainer.cli.doctor.results import CheckResult, summary
 
 DIGITS = str(ROOT / "examples" / "digits" / "config.yaml")
 
@@ -113,6 +113,16 @@ def test_small_shared_memory_and_few_files_are_reported(monkeypatch: pytest.Monk
         "error'. Start the container with --shm-size=8g or --ipc=host."
     )
     assert of(results, "open files").fix == "ulimit -n 4096"
+
+
+@pytest.mark.parametrize(("address", "status"), [("127.0.1.1", "NOTE"), ("10.1.2.3", "OK")])
+def test_a_host_name_that_only_this_machine_understands_is_noted(
+    monkeypatch: pytest.MonkeyPatch, address: str, status: str
+) -> None:
+    monkeypatch.setattr("socket.gethostbyname", lambda _: address)
+    results = list(doctor_machine._network())
+    assert results[-1].status == status
+    assert summary(results) == ("1 OK, 1 NOTE, 0 WARN, 0 FAIL" if status == "NOTE" else "2 OK, 0 WARN, 0 FAIL")
 
 
 def test_a_location_that_cannot_be_written_fails(tmp_path: Path) -> None:

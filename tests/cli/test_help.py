@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 from tests.helpers.processes import run_python
+from tests.helpers.project import Command
 from trainer.cli import main
 from trainer.cli.checkpoint.command import SUBCOMMANDS as OF_CHECKPOINT
+from trainer.cli.settings_help import TRAINING_ONLY
+from trainer.settings import ARGUMENTS, Settings
 
 COMMANDS = [
     [],
@@ -35,3 +39,13 @@ def test_every_command_has_help_with_an_example_and_no_torch() -> None:
         examples = [line.split() for line in text.partition("examples:\n")[2].splitlines()]
         typed = ["trainer", *command]
         assert any(set(typed) <= set(words) for words in examples), typed
+
+
+def test_the_arguments_are_described_in_full_and_an_evaluation_has_its_own(command: Command) -> None:
+    of_fit, of_test = (" ".join(command(name, "--help")[1].split()) for name in ("fit", "test"))
+    for field in fields(Settings):
+        assert " ".join(field.metadata["help"].split()) in of_fit, field.name
+        assert (f"--trainer.{field.name} " in of_test) == (field.name not in TRAINING_ONLY), field.name
+    assert set(ARGUMENTS) > TRAINING_ONLY
+    assert "--dry-run check a training on many processes" in of_fit
+    assert "--dry-run" not in of_test

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 
 from trainer.cli.main import COMMANDS, main
 from trainer.cli.options import CommandParser, reports_errors
+from trainer.config.plug_names import callbacks, precisions, strategies
 
 SHELLS = ("bash", "zsh", "fish")
 EXAMPLES = """\
@@ -22,7 +23,7 @@ SECOND_WORDS = {
     "runs": ("ls",),
     "tune": ("lr", "batch-size", "throughput"),
     "completion": SHELLS,
-    "help": tuple(COMMANDS),
+    "help": (*COMMANDS, *callbacks("Callback"), *strategies(), *precisions()),
 }
 """Commands whose second word is one of a few."""
 

@@ -66,7 +66,12 @@ def _parser() -> CommandParser:
     config_option(parser, "the configuration")
     add = parser.add_argument
     add("--dry-run", action="store_true", help="start nothing")
-    add("--world-size", metavar="N", type=positive, help="processes on all machines (default: devices x num_nodes)")
+    add(
+        "--world-size",
+        metavar="N",
+        type=positive,
+        help="processes on all machines (default: devices x num_nodes, if devices is a number)",
+    )
     add("--nproc-per-node", metavar="N", type=positive, help="processes on each machine (default: devices, or 8)")
     add("--device-memory", metavar="GIB", type=float, help="of one device: fail if the training needs more")
     add("--no-data", action="store_true", help="do not set up the data")

@@ -29,7 +29,7 @@ EXAMPLES = """\
 
 def run(arguments: list[str]) -> int:
     """Train as the arguments say. Returns the exit code."""
-    if "--dry-run" in arguments:
+    if {"--dry-run", "--dry_run"} & set(arguments):
         from trainer.cli.dry_run import run as dry_run
 
         return dry_run(arguments)

@@ -1,10 +1,12 @@
-"""`trainer help`: the help of a command, or the arguments of a callback, logger, strategy, optimizer or scheduler."""
+"""`trainer help`: the help of a command, the dtypes of a precision, or the arguments of a class."""
 
 from __future__ import annotations
 
 from trainer.cli.columns import help_width, print_fitted
 from trainer.cli.main import COMMANDS, dispatch
 from trainer.cli.options import reports_errors
+from trainer.compat.names import SHORT_PRECISIONS
+from trainer.config.plug_names import precisions
 from trainer.errors import ConfigError, did_you_mean
 
 HELP = """\
@@ -12,7 +14,7 @@ usage: trainer help [NAME]
 
 Show the help of a command, or the arguments of a class.
 
-NAME: a command; a callback, logger, strategy, optimizer or scheduler; or a class of yours (file.py:Class).
+NAME: a command; a callback, logger, strategy, precision, optimizer or scheduler; or a class of yours (file.py:Class).
 
 examples:
   trainer help
@@ -36,6 +38,10 @@ def run(arguments: list[str]) -> int:
         return dispatch([*arguments, "--help"])
     if arguments[1:]:
         raise ConfigError(f"unexpected {arguments[1]!r}: trainer help takes one name, or a command of several words.")
+    precision = SHORT_PRECISIONS.get(name, name)
+    if precision in precisions():
+        print_fitted(f"precision {precision}: {precisions()[precision]} (--trainer.precision {precision})")
+        return 0
     from trainer.cli.class_help import class_help
 
     found = _classes().get(name)
@@ -43,8 +49,8 @@ def run(arguments: list[str]) -> int:
         cls = _own_class(name)
         found = cls, place_of(cls)
     if found is None:
-        close = did_you_mean(name, [*COMMANDS, *_classes()])
-        raise ConfigError(f"there is no command and no class {name!r}.{close} Or write file.py:Class.")
+        close = did_you_mean(name, [*COMMANDS, *precisions(), *_classes()])
+        raise ConfigError(f"there is no command, precision or class {name!r}.{close} Or write file.py:Class.")
     print_fitted(class_help(*found, width=help_width()))
     return 0
 

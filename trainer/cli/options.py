@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
-FIXED = ("help", "config", "print-config", "ckpt-path", "allow-changes", "weights", "ray", "traceback")
+FIXED = ("help", "config", "print-config", "ckpt-path", "allow-changes", "weights", "dry-run", "ray", "traceback")
 ALIASES = {"seed": "trainer.seed"}
 DRY_RUN = ("world_size", "nproc_per_node", "device_memory", "no_data", "json")
 """Options of `fit --dry-run` alone."""
@@ -36,7 +36,7 @@ RAY_HELP = (
 
 DOTTED_HELP = """\
 any value of the configuration (read as YAML; laid over the files):
-  --trainer.max_epochs 3              an argument of the trainer; all are listed below
+  --trainer.devices 2                 an argument of the trainer; see below
   --module.lr 0.1                     an argument of the module's class
   --data.batch_size 64                an argument of the data's class
   --module NAME, --data NAME          another class: package.module.Class or file.py:Class
@@ -105,16 +105,18 @@ class CommandParser(argparse.ArgumentParser):
             return self.parse_args(["--help"]), []  # prints it and exits
         known = {option for action in self._actions for option in action.option_strings}
         overrides, fixed = overrides_of(arguments, findings, known)
-        return self.parse([with_hyphens(word, known) for word in fixed]), overrides
+        return self.parse(fixed), overrides
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """Return the options; report words that are not options."""
-        given, rest = self.parse_known_args(arguments)
+        """Return the options, which may have underscores for hyphens; report words that are not options."""
+        commands = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        parsers = [self, *(one for command in commands for one in command.choices.values())]
+        known = {option for one in parsers for action in one._actions for option in action.option_strings}
+        given, rest = self.parse_known_args([with_hyphens(word, known) for word in arguments])
         if rest:
             parser: argparse.ArgumentParser = self
-            for action in self._actions:
-                if isinstance(action, argparse._SubParsersAction):
-                    parser = action.choices[getattr(given, action.dest)]
+            for command in commands:
+                parser = command.choices[getattr(given, command.dest)]
             options = [option for action in parser._actions for option in action.option_strings]
             word = rest[0].partition("=")[0]
             problem = f"unknown option {word!r}.{did_you_mean(word, options)}"
@@ -207,6 +209,8 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
         parser.add_argument("--allow-changes", metavar="NAME", nargs="+", help=words)
         words = "pretrained weights to start from: a folder of save_pretrained, or a .safetensors file"
         parser.add_argument("--weights", metavar="PATH", help=words)
+        words = "check a training on many processes, and start none: trainer fit --dry-run --help"
+        parser.add_argument("--dry-run", action="store_true", help=words)
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.set_defaults(ray=None)
     if command == "fit":

@@ -62,7 +62,7 @@ def run_command(
     traced = "--traceback" in arguments
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help())
-        print_fitted(f"{DOTTED_HELP}\n{arguments_help(help_width())}\nexamples:\n{examples}")
+        print_fitted(f"{DOTTED_HELP}\n{arguments_help(command, help_width())}\nexamples:\n{examples}")
         return 0
 
     try:

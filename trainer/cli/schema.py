@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainer.cli.options import CommandParser, reports_errors
+from trainer.compat.names import SHORT_PRECISIONS
+from trainer.config.plug_names import precisions
 
 EXAMPLES = """\
 In an editor that uses yaml-language-server (VS Code's YAML extension and others), the first line of a configuration
@@ -42,6 +44,7 @@ def schema() -> dict[str, Any]:
 
     from trainer.callback import available_callbacks
     from trainer.config.check import table_of
+    from trainer.config.read import SCHEDULER_OPTIONS
     from trainer.logger import Logger
     from trainer.strategy import available_strategies
     from trainer.trainer import Trainer
@@ -50,6 +53,9 @@ def schema() -> dict[str, Any]:
     loggers = {name: cls for name, cls in callbacks.items() if issubclass(cls, Logger)}
     trainer = arguments_schema(Trainer)
     properties = trainer["properties"]
+    names = [*precisions(), *SHORT_PRECISIONS]
+    numbers = [int(name) for name in names if name.isdecimal()]
+    properties["precision"] = {"anyOf": [{"enum": [*names, *numbers]}, REFERENCE]} | _words(properties["precision"])
     properties["strategy"] = _choice(available_strategies(), ["auto"]) | _words(properties["strategy"])
     for name, table in (("callbacks", callbacks), ("logger", loggers)):
         chosen = _choice(table)
@@ -67,7 +73,7 @@ def schema() -> dict[str, Any]:
             "data": own | {"description": "The class of the data module."},
             "trainer": trainer,
             "optimizer": _choice(table_of((Optimizer,))),
-            "lr_scheduler": _choice(table_of((LRScheduler,))),
+            "lr_scheduler": _choice(table_of((LRScheduler,)), beside=SCHEDULER_OPTIONS),
             "ckpt_path": {"type": ["string", "null"], "description": "last, best, or the path of a checkpoint."},
             "allow_changes": {"type": "array", "items": {"type": "string"}},
             "weights": {"type": ["string", "null"], "description": "Pretrained weights to start from."},
@@ -111,18 +117,27 @@ def _type_schema(annotation: Any) -> dict[str, Any]:
         return {}
 
 
-def _choice(table: Mapping[str, type], further: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the schema of a place where a class of a table is chosen, by name or with its arguments."""
-    known = [_object({"const": name}, arguments_schema(cls)) for name, cls in table.items()]
+def _choice(table: Mapping[str, type], further: Iterable[str] = (), beside: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the schema of a place where a class of a table is chosen, by name or with its arguments.
+
+    Args:
+        further: names that are no classes.
+        beside: words that stand next to the arguments of any class.
+    """
+    known = [_object({"const": name}, arguments_schema(cls), beside) for name, cls in table.items()]
     own = _object(OWN_CLASS, {"type": "object"})
     return {"anyOf": [{"enum": [*further, *table]}, *known, OWN_CLASS, own]}
 
 
-def _object(class_path: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def _object(class_path: dict[str, Any], arguments: dict[str, Any], beside: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the schema of a class with its arguments, below `init_args` or next to `class_path`."""
+    words: dict[str, Any] = {name: {} for name in beside}
+    arguments = arguments | {"properties": arguments.get("properties", {}) | words}
     return {
         "type": "object",
-        "properties": {"class_path": class_path, "init_args": arguments},
+        "properties": {**arguments["properties"], "class_path": class_path, "init_args": arguments},
         "required": ["class_path"],
+        "additionalProperties": arguments.get("additionalProperties", True),
     }
 
 

@@ -14,15 +14,36 @@ NAMES = {"strategy": strategies, "precision": precisions}
 """The arguments that take a name of a table."""
 
 
-def arguments_help(width: int) -> str:
-    """Return the list of the trainer's arguments for `trainer fit --help`."""
-    lines = ["trainer arguments (under `trainer:` in a file, or as options):"]
+TRAINING_ONLY = {
+    "max_epochs",
+    "max_steps",
+    "min_epochs",
+    "min_steps",
+    "limit_train_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "enable_checkpointing",
+    "activation_checkpointing",
+}
+"""The arguments that mean nothing to an evaluation."""
+
+
+def arguments_help(command: str, width: int) -> str:
+    """Return the list of the trainer's arguments for the `--help` of a command."""
+    rest = "" if command == "fit" else "; trainer fit --help has those of training"
+    lines = [f"trainer arguments (under `trainer:` in a file, or as options{rest}):"]
     for field in fields(Settings):
+        if command != "fit" and field.name in TRAINING_ONLY:
+            continue
         lines.append(f"  --trainer.{field.name} {_readable(str(field.type))} (default: {_as_yaml(field.default)})")
-        sentence = re.split(r"(?<=\.)\s", field.metadata["help"], maxsplit=1)[0]
+        text = field.metadata["help"]
         if field.name in NAMES:
-            sentence += f" The names are {', '.join(NAMES[field.name]())}."
-        lines += textwrap.wrap(sentence, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            text += f" The names are {', '.join(NAMES[field.name]())}."
+        lines += textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 
 

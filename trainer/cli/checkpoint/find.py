@@ -56,7 +56,7 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
     if not folders:
         raise CheckpointError(
             f"{path} is not a checkpoint, and there is none in it. Give a checkpoint, a run directory (with a folder "
-            f"{CHECKPOINTS!r}), or the default_root_dir of runs."
+            f"{CHECKPOINTS!r}), or the default_root_dir of runs.{_roots_below(given)}"
         )
     return folders
 
@@ -167,6 +167,13 @@ def _half_written(folder: StoragePath) -> list[StoragePath]:
             for path in folders
             if any(one.name.endswith(".safetensors") or one.name == "checkpoint.json" for one in path.iterdir())
         ]
+
+
+def _roots_below(given: StoragePath) -> str:
+    """Return a sentence that names folders of runs further below, if there are any."""
+    runs = run_directories(given) if isinstance(given, Path) and given.is_dir() else []
+    roots = sorted({str(run.parent) for run in runs if (run / CHECKPOINTS).is_dir()})
+    return f" Further below there are: {', '.join(roots[:5])}{', ...' * (len(roots) > 5)}." if roots else ""
 
 
 def _suggestion(given: StoragePath) -> str:

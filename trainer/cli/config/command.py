@@ -26,7 +26,7 @@ examples:
   trainer config --preset bf16 --output -         to the terminal, to no file
   trainer config --from ~/.cache/huggingface/accelerate/default_config.yaml
   trainer config --from ds_config.json --output zero.yaml
-  trainer fit --config run.yaml module.yaml       run.yaml says where and how, module.yaml what to train
+  trainer fit --config module.yaml run.yaml       module.yaml says what to train, run.yaml where and how
 """
 PRESET_LINES = [f"{name:<15}{words}" for name, (words, _) in PRESETS.items()]
 
@@ -119,6 +119,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError("--preset and --from are two ways to the same file: remove one.")
     if options.preset is not None and options.preset not in PRESETS:
         raise unknown_name_error("preset", options.preset, PRESETS)
+    if options.source is not None:
+        translate(options.source)  # a wrong source is reported before a file that exists
     if options.output == "-":
         if options.preset is None and options.source is None:
             raise ConfigError("--output - goes with --preset or --from: questions need the terminal for themselves.")
@@ -135,7 +137,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _fit_command(file: str) -> str:
-    return f"trainer fit --config {shlex.quote(file)} module.yaml"
+    return f"trainer fit --config module.yaml {shlex.quote(file)}"
 
 
 def _usage_lines(start: str) -> list[str]:

@@ -151,7 +151,7 @@ class MigrationReport:
                 right = textwrap.wrap(message, WIDTH - width - 4, break_long_words=False, break_on_hyphens=False)
                 right = right if len(left) <= width else ["", *right]
                 lines += [f"  {left:<{width}}  {right[0]}".rstrip(), *(" " * (width + 4) + more for more in right[1:])]
-        lines += ["", "start it with: " + self.start(f"trainer fit --config {written or 'run.yaml'} module.yaml")]
+        lines += ["", "start it with: " + self.start(f"trainer fit --config module.yaml {written or 'run.yaml'}")]
         return "\n".join(lines) + "\n"
 
 

@@ -65,7 +65,7 @@ def ask_all() -> ConfigDraft:
     """
     print("Enter takes the answer in brackets. Ctrl-C ends this, and writes nothing.")
     draft = ConfigDraft()
-    machine = choose("Where will it run?", MACHINES, "auto")
+    machine = choose("Where will it run?", MACHINES, "auto", {"gpu": "cuda"})
     draft.set("accelerator", machine)
     machines = int(ask("How many machines?", "1", NUMBER)[0])
     if machines > 1:
@@ -111,7 +111,8 @@ def _ask_for_checkpoints(draft: ConfigDraft) -> None:
         arguments["monitor"] = monitor
         if implied_mode(monitor) == "max":
             arguments["mode"] = "max"
-    draft.set("callbacks", [{"class_path": "ModelCheckpoint", "init_args": arguments}])
+    if arguments != {"every_n_epochs": 1}:  # what Trainer does by itself; a list here takes the place of another file's
+        draft.set("callbacks", [{"class_path": "ModelCheckpoint", "init_args": arguments}])
 
 
 def ask(question: str, default: str, form: tuple[str, str], keep_case: bool = False) -> re.Match[str]:

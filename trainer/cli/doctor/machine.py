@@ -206,8 +206,8 @@ def _network() -> Iterator[CheckResult]:
         yield CheckResult("WARN", "host name", f"{name} means no machine: {error}.", fix)
         return
     alone = address.startswith("127.")
-    hint = ", which other machines cannot use: give them another address of this one" if alone else ""
-    yield CheckResult("OK", "host name", f"{name} is {address}{hint}")
+    found = f"{name} is {address}{', by which other machines do not find this one' if alone else ''}"
+    yield check_result("NOTE", alone, "host name", found, "With several machines, give --rdzv another address of it.")
 
 
 def _clock() -> CheckResult:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Status = Literal["OK", "WARN", "FAIL"]
+Status = Literal["OK", "NOTE", "WARN", "FAIL"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def as_json(results: Sequence[CheckResult]) -> str:
 
 def summary(results: Sequence[CheckResult]) -> str:
     """Return the last line: the number of results of each status."""
-    counts = {status: sum(result.status == status for result in results) for status in ("OK", "WARN", "FAIL")}
-    return ", ".join(f"{number} {status}" for status, number in counts.items())
+    counts = {status: sum(result.status == status for result in results) for status in ("OK", "NOTE", "WARN", "FAIL")}
+    return ", ".join(f"{number} {status}" for status, number in counts.items() if number or status != "NOTE")
 
 
 def gib(size: float) -> str:
