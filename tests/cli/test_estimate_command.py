@@ -110,6 +110,12 @@ def test_numbers_are_written_as_people_do(command: Command, text: str, number: i
     assert estimated(command, "--params", text)["parameters"] == number
 
 
+def test_the_unit_is_that_of_the_model_not_of_buckets(command: Command) -> None:
+    _, printed, _ = command("estimate", "--params", "1e6", "--devices", "1")
+    assert "host  MB" in printed
+    assert "2,000.00" in printed  # of DeepSpeed's bucket
+
+
 def test_frozen_parameters_have_no_gradients(command: Command) -> None:
     found = row(estimated(command, "--params", "8e9", "--trainable", "20e6", "--devices", "1"), 1, "ddp")
     assert (found["weights"], found["gradients"]) == (32 * 10**9, 80 * 10**6)

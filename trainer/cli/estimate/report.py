@@ -83,7 +83,9 @@ def report(
 
 def _table(title: str, rows: dict[str, Memory], configured: str | None) -> list[str]:
     bytes_of = {label: {name: getattr(memory, name) for name in COLUMNS} for label, memory in rows.items()}
-    unit, size = _unit(max((value for row in bytes_of.values() for value in row.values()), default=0))
+    # Not by "~more": DeepSpeed's buckets take 2 GB with the smallest model, too.
+    states = [value for row in bytes_of.values() for name, value in row.items() if name != "temporary"]
+    unit, size = _unit(max(states, default=0))
     cells = [[title, *("~more" if name == "temporary" else name.replace("_", " ") for name in COLUMNS)]]
     for label, row in bytes_of.items():
         texts = {name: f"{value / size:,.2f}" for name, value in row.items()}
