@@ -104,6 +104,9 @@ def test_a_list_grows_by_plus_and_a_replaced_one_is_reported(command: Command, p
         ("${env:MY_WIDTH}", 7),
         ("${env:MY_OTHER_WIDTH, 9}", 9),
         ("${oc.env:MY_WIDTH}", 7),
+        ("${env:MY_OTHER_WIDTH,${trainer.max_steps}}", 2),
+        ("${env:MY_WIDTH, ${env:MY_OTHER_WIDTH,3}}", 7),
+        ("${env:}", "${env:} names no environment variable: write ${env:NAME}."),
         ("1${trainer.max_steps}", None),
         ("${module.nothing}", "module is given no 'nothing' there"),
         ("${module.width}", "refers to itself: module.width -> module.width"),
@@ -124,7 +127,15 @@ def test_references(
 
 def test_references_within_texts_and_escaped_ones(command: Command, bare: list[str]) -> None:
     options = ["--trainer.default_root_dir", "runs/${trainer.max_steps}-$${x}"]
-    assert printed(command, *bare, *options)["trainer"]["default_root_dir"].endswith("runs/2-${x}")
+    found = printed(command, *bare, *options)
+    assert found["trainer"]["default_root_dir"].endswith("runs/2-$${x}")
+    Path("again.yaml").write_text(yaml.safe_dump(found))
+    assert printed(command, "-c", "again.yaml") == found
+    code, _, err = command("fit", "-c", "again.yaml", "--optimizer", "SGD", "--optimizer.lr", "0.1")
+    assert code == 0, err
+    (saved,) = Path("runs").glob("*/version_0/config.yaml")
+    assert saved.parent.parent.name == "2-${x}"
+    assert yaml.safe_load(saved.read_text())["trainer"] == found["trainer"]
 
 
 def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(

@@ -11,6 +11,7 @@ from trainer.config.check import Checker, ClassSpec, instantiate
 from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
 from trainer.config.optimizers import with_optimizer
+from trainer.config.references import escaped
 from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Problem, Source, entries, sources_of, with_source
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError
@@ -102,7 +103,15 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
     ckpt_path, weights = (None if key not in given else given[key].plain() for key in ("ckpt_path", "weights"))
     sources = sources_of(given.get("trainer"))
     return Configuration(
-        trainer, module, data, ckpt_path, allow_changes, weights, to_yaml(_resolved(tree)), findings.notes, sources
+        trainer,
+        module,
+        data,
+        ckpt_path,
+        allow_changes,
+        weights,
+        to_yaml(escaped(_resolved(tree))),
+        findings.notes,
+        sources,
     )
 
 

@@ -10,8 +10,8 @@ from trainer.config.files import read_value
 from trainer.config.tree import Diagnostics, Node, dotted, entries, is_index
 from trainer.errors import did_you_mean
 
-REFERENCE = re.compile(r"(\$?)\$\{\s*([^${}]*?)\s*\}")
-"""`${name}`; a second `$` before it makes it plain text."""
+REFERENCE = re.compile(r"(\$?)\$\{\s*((?:[^${}]|\$\{[^${}]*\})*?)\s*\}")
+"""`${name}`, in which another one may stand; a second `$` before it makes it plain text."""
 ENVIRONMENT = ("env:", "oc.env:")
 
 
@@ -22,6 +22,15 @@ def with_references(tree: Node, findings: Diagnostics) -> Node:
     `${env:NAME}` is read as YAML, and `${env:NAME,default}` has a value for a variable that is not set.
     """
     return _Resolver(tree, findings).resolved(tree)
+
+
+def escaped(value: Any) -> Any:
+    """Return plain data in which no text is a reference, for a file that is read again."""
+    if isinstance(value, dict):
+        return {key: escaped(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [escaped(one) for one in value]
+    return REFERENCE.sub(lambda match: f"${match[0]}", value) if isinstance(value, str) else value
 
 
 class _Resolver:
@@ -55,6 +64,7 @@ class _Resolver:
 
     def look_up(self, name: str, node: Node) -> Node | None:
         """Return what a name refers to, itself without references; None, and a problem, where there is nothing."""
+        name = REFERENCE.sub(lambda match: self.as_text(match, node), name)
         if name.startswith(ENVIRONMENT):
             return self.variable(name.partition(":")[2], node)
         if name in self.open:
@@ -83,6 +93,9 @@ class _Resolver:
         """Return an environment variable, read as YAML."""
         name, comma, default = (part.strip() for part in text.partition(","))
         value = os.environ.get(name, default if comma else None)
+        if not name:
+            self.findings.add(node.source, f"${{env:{text}}} names no environment variable: write ${{env:NAME}}.")
+            return None
         if value is None:
             fix = f"Set it, or give a default: ${{env:{name},VALUE}}."
             self.findings.add(node.source, f"${{env:{name}}}: the environment variable {name} is not set. {fix}")
