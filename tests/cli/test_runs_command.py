@@ -96,6 +96,14 @@ def test_sorted_and_filtered(command: Command, runs: Path, options: list[str], n
     assert [one["name"] for one in listed(command, str(runs), *options)] == names
 
 
+def test_the_time_of_a_run_is_not_that_of_a_later_validation(command: Command, runs: Path) -> None:
+    before = listed(command, str(runs / "a"))[0]["time"]
+    (runs / "a" / "version_0" / "events.of.a.validation").touch()
+    later = os.stat(runs).st_mtime + 5000
+    os.utime(runs / "a" / "version_0" / "events.of.a.validation", (later, later))
+    assert listed(command, str(runs / "a"))[0]["time"] == before < 1000
+
+
 def test_values_that_are_not_finite_are_last_and_text_in_json(command: Command, project: Path) -> None:
     for name, loss in (("a", "nan"), ("b", "2"), ("c", "inf"), ("d", "1")):
         (project / name).mkdir()

@@ -85,7 +85,7 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
         finished = _is_finished(one, ends if isinstance(ends, dict) else _configured(path / "config.yaml"))
         one.state = "finished" if finished else "unfinished"
         if (captured := _count(last, "captured")) is not None and one.began is not None:
-            one.seconds = max(one.seconds or 0.0, captured / 1e9 - one.began)
+            one.seconds = max(0.0, captured / 1e9 - one.began)  # a validation may have written to the folder since
     else:
         rows = read_metrics(path)
         one.metrics = {name: points[-1][1] for name, points in rows.items() if points}
