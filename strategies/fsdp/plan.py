@@ -308,11 +308,15 @@ def _owned(layer: nn.Module, args: Any, output: Any) -> Any:
 
 
 class _Owned(torch.autograd.Function):
-    """Return the same values as no view: torch refuses to change in place the views that DTensors return."""
+    """Return the same values as no view: torch refuses to change in place the views that DTensors return.
+
+    The sum over processes is complete: of a tensor that waits for it in a compiled block, gradients would be wrong.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+        complete: torch.Tensor = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+        return complete.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

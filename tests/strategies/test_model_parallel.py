@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn.functional import dropout, mse_loss, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -513,6 +515,20 @@ class Planned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
+class PlannedToTheEnds(Planned):
+    """What goes into the first block, which is compiled, is a sum over processes."""
+
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {
+        **Planned.tensor_parallel_plan,
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+    }
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        for block in blocks:
+            block.compile(backend="aot_eager")
+
+
 class Adapted(nn.Module):
     """A layer with an adapter, as PEFT makes them."""
 
@@ -890,6 +906,7 @@ TRAINED: dict[str, tuple[str, type[Small], type[nn.Module]]] = {
     "forwards that count, in split layers": ("TP x2", Planned, Counting),
     "one key for all heads, and layers whose outputs change in place": ("TP x2", Shared, OneKey),
     "activations that are split along the sequence, and split logits": ("TP x2", Sequences, Attending),
+    "a sum over processes that goes into a compiled block": ("TP x2", PlannedToTheEnds, Attending),
 }
 
 
@@ -900,6 +917,7 @@ def train_all() -> dict[str, dict[str, torch.Tensor]]:
 trained = once_per_module(lambda: run_distributed(train_all, 2, timeout=120.0))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by dynamo
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_part_has_its_gradient(name: str, trained: Any) -> None:
     expected = train(SINGLE, *TRAINED[name][1:])
