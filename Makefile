@@ -38,6 +38,7 @@ test-long: .venv/ready  ## a sample of the big matrices, kills and drawn inputs,
 
 test-release: .venv/ready  ## by hand before a release: whole matrices, 2000 drawn inputs, an hour of chaos: SEED=1
 	$(PYTEST) -m "long or drawn" --seed $(SEED) --inputs 2000 --minutes 60
+	$(BIN)/python -m tests.helpers.portability
 
 # torch_xla needs an older torch, and one process per file: an error in XLA ends the process.
 XLA_PYTHON ?= .venv-xla/bin/python

@@ -21,9 +21,11 @@ from benchmarks._report import Report
 from benchmarks._task import Batches
 from benchmarks._turns import Clock, Contender, take_turns
 
-LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, SAMPLES = 4, 256, 4, 64, 256, 2
+LAYERS, HEADS, VOCABULARY, LENGTH, SAMPLES = 4, 4, 64, 256, 2
 MICRO_BATCHES = 8
 """Micro-batches of a step of the pipeline."""
+WARM_UP = 2 * MICRO_BATCHES
+"""Micro-batches that are not timed: the first ones are checked, and make the optimizer's state."""
 BAR = 1 / 0.95
 Exchange = Callable[[torch.Tensor, int, int], torch.Tensor]
 
@@ -33,15 +35,17 @@ class Block(nn.Module):
 
     exchange: Exchange | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm_attention(x)
-        heads = [layer(h).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        heads = [
+            layer(h).view(*x.shape[:2], -1, x.shape[-1] // HEADS).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        ]
         if self.exchange is not None:
             heads = [self.exchange(one, 2, 1) for one in heads]
         attended = scaled_dot_product_attention(*heads, is_causal=True)
@@ -52,13 +56,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -72,7 +76,10 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def batches(number: int) -> list[Any]:
-    tokens = torch.randint(VOCABULARY, (number, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    """Return the batches of the warm-up and `number` more."""
+    tokens = torch.randint(
+        VOCABULARY, (WARM_UP + number, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0)
+    )
     return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in tokens]
 
 
@@ -87,12 +94,12 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
-def tensor_by_hand(passes: int, clock: Clock, folder: Path) -> None:
+def tensor_by_hand(width: int, passes: int, clock: Clock, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    net = Decoder()
+    net = Decoder(width)
     plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
     plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ("out", "down")}
     plan |= {
@@ -122,11 +129,11 @@ def _exchanged(tensor: torch.Tensor, parted: int, full: int) -> torch.Tensor:
     return torch.cat(list(received), parted)
 
 
-def context_by_hand(passes: int, clock: Clock, folder: Path) -> None:
+def context_by_hand(width: int, passes: int, clock: Clock, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    net = Decoder()
+    net = Decoder(width)
     mesh = init_device_mesh("cpu", (2,))
     for block in net.blocks:
         block.exchange = _AllToAll.apply
@@ -138,8 +145,9 @@ def context_by_hand(passes: int, clock: Clock, folder: Path) -> None:
 
 
 def _loop(net: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], clock: Clock) -> None:
-    for x, y in data:
-        clock.tick()
+    for position, (x, y) in enumerate(data):
+        if position >= WARM_UP:
+            clock.tick()
         optimizer.zero_grad()
         loss_of(net(x), y).backward()
         optimizer.step()
@@ -168,15 +176,15 @@ class _LastStage(nn.Module):
         return self.head(self.norm(x))
 
 
-def pipeline_by_hand(passes: int, clock: Clock, folder: Path) -> None:
+def pipeline_by_hand(width: int, passes: int, clock: Clock, folder: Path) -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank, net = dist.get_rank(), Decoder()
+    rank, net = dist.get_rank(), Decoder(width)
     own: nn.Module = _FirstStage(net) if rank == 0 else _LastStage(net)
     schedule = Schedule1F1B(PipelineStage(own, rank, 2, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss_of)
     optimizer = adamw(own)
     data = batches(passes)
-    for start in range(0, passes, MICRO_BATCHES):
+    for start in range(0, len(data), MICRO_BATCHES):
         window = data[start : start + MICRO_BATCHES]
         optimizer.zero_grad()
         if rank == 0:
@@ -184,14 +192,14 @@ def pipeline_by_hand(passes: int, clock: Clock, folder: Path) -> None:
         else:
             schedule.step(target=torch.cat([y for _, y in window]))
         optimizer.step()
-        for _ in window:
+        for _ in window if start >= WARM_UP else ():
             clock.tick()
 
 
 # -- by the trainer ----------------------------------------------------------------------------------------------------
 
 
-def by_trainer(option: str, window: int, passes: int, clock: Clock, folder: Path) -> None:
+def by_trainer(option: str, window: int, width: int, passes: int, clock: Clock, folder: Path) -> None:
     from benchmarks import _ours
     from trainer import Trainer, TrainModule
     from trainer.strategies import FSDPStrategy
@@ -208,10 +216,11 @@ def by_trainer(option: str, window: int, passes: int, clock: Clock, folder: Path
 
         def __init__(self) -> None:
             super().__init__()
-            self.net = Decoder()
+            self.net = Decoder(width)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            clock.tick()
+            if batch_idx >= WARM_UP:
+                clock.tick()
             return loss_of(self.net(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
@@ -243,6 +252,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layouts", nargs="+", choices=[*LAYOUTS], default=[*LAYOUTS])
     parser.add_argument("--steps", type=int, default=64, help="micro-batches of a run, a multiple of 32")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--width", type=int, default=256, help="of the decoder, a multiple of 8")
     parser.add_argument("--save", type=Path, default=None)
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
@@ -251,7 +261,7 @@ def main(arguments: list[str]) -> int:
         return subprocess.run([*command, "-m", "benchmarks", "parallel", *arguments], env=env, check=False).returncode
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    parameters, lines = sum(p.numel() for p in Decoder().parameters()), []
+    parameters, lines = sum(p.numel() for p in Decoder(options.width).parameters()), []
     for layout in options.layouts:
         loop, window, means = LAYOUTS[layout]
         passes = max(1, options.steps // window) * window
@@ -263,8 +273,10 @@ def main(arguments: list[str]) -> int:
             unit="ms",
             scale=1e3,
         )
-        ours = Contender("ours", partial(by_trainer, f"{layout}_parallel", window, passes), bar=BAR)
-        take_turns(report, Contender("hand-written", partial(loop, passes)), [ours], passes, options.rounds)
+        ours = Contender("ours", partial(by_trainer, f"{layout}_parallel", window, options.width, passes), bar=BAR)
+        take_turns(
+            report, Contender("hand-written", partial(loop, options.width, passes)), [ours], passes, options.rounds
+        )
         _add_up(report)
         if dist.get_rank() == 0:
             report.save(options.save)

@@ -25,10 +25,8 @@ class Neighbour:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor after a header with its shape and dtype."""
-        header = torch.zeros(_MOST_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
-        header[0], header[1] = tensor.dim(), _DTYPES.index(tensor.dtype)
-        header[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape, device="cpu")
-        self.send_content(header)
+        header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())]
+        self.send_content(torch.tensor(header, device="cpu"))
         self.send_content(tensor)
 
     def send_content(self, tensor: torch.Tensor) -> None:

@@ -90,6 +90,7 @@ class Pipeline:
         self._taken = False
         """True if the first own block has run in the forward in progress."""
         self._first_batch = FirstBatch(module, self.stage, self.elsewhere)
+        self._private_rng = PrivateRng()
         self._drop_other_parameters()
         self._dress(list(blocks.items()))
 
@@ -208,7 +209,7 @@ class Pipeline:
         self._generators = _Generators(device)
         self._seed = int(torch.randint(2**62, (), device="cpu"))
         before = self._generators.states()
-        with PrivateRng():
+        with self._private_rng:
             seed_cpu_generators(self._seed)
             self._generators.seed(self._seed)
             yield
@@ -241,7 +242,7 @@ class Pipeline:
         while self._saved:
             self._backward_of_oldest(run)
         self.flush()
-        parameters = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters()) if self.ties else {}
         for name, stages in sorted(self.ties.items()):
             parameter = parameters[name]
             if self.stage in stages and parameter.requires_grad:

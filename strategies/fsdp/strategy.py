@@ -576,14 +576,14 @@ class FSDPStrategy(DistributedStrategy):
         return torch.compiler.set_stance("force_eager") if is_compiled(self.module) else NULL_CONTEXT
 
     def _call_step(self, step: str, *args: Any) -> Any:
-        self._refuse_replaced_parameters()
-        training = step == "training_step"
-        is_between = training and self._keeps_gathered and bool(self._gathered_at_start) and not self._communicates
-        if training and not (self._keeps_gathered and self._gathered_at_start):
+        between = step == "training_step" and self._is_between
+        if not between:
+            self._refuse_replaced_parameters()
+        if step == "training_step" and not (self._keeps_gathered and self._gathered_at_start):
             self._gathered_at_start = self._gathered_states()
         if self.pipeline is None:
             return self._call_wrapped(step, args)
-        with without_hooks(self._hooks) if is_between and self._hooks else NULL_CONTEXT:
+        with without_hooks(self._hooks) if between and self._hooks else NULL_CONTEXT:
             outputs = self.pipeline.forward(
                 lambda: self._call_wrapped(step, args), step, self.device, self._communicates
             )
@@ -769,7 +769,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def backward(self, loss: torch.Tensor) -> None:
         # Not through super(): from fit to backward there are four frames.
-        self._refuse_changes_within_step()
+        if not self._is_between:  # found with the last micro-batch
+            self._refuse_changes_within_step()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         if self.pipeline is not None:
@@ -834,8 +835,11 @@ class FSDPStrategy(DistributedStrategy):
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         return self._communicating(last or not self.accumulate_unsharded)
 
+    def _communicating(self, now: bool) -> AbstractContextManager[None]:
+        return NULL_CONTEXT if now == self._communicates else self._switched_to(now)
+
     @contextmanager
-    def _communicating(self, now: bool) -> Iterator[None]:
+    def _switched_to(self, now: bool) -> Iterator[None]:
         before = self._communicates
         self._communicate(now)
         try:
@@ -845,8 +849,6 @@ class FSDPStrategy(DistributedStrategy):
 
     def _communicate(self, now: bool) -> None:
         """Choose whether the next backward reduces the gradients over processes, and frees gathered weights."""
-        if now == self._communicates:
-            return
         self._communicates = now
         for unit in self._units:
             unit.set_requires_gradient_sync(now, recurse=False)
@@ -857,6 +859,11 @@ class FSDPStrategy(DistributedStrategy):
     def _keeps_gathered(self) -> bool:
         """True if the weights stay gathered from the first micro-batch of a window to its last one."""
         return self.pipeline is not None and not self.reshard_after_forward
+
+    @property
+    def _is_between(self) -> bool:
+        """True in a window after its first micro-batch and before its last one, if the weights stay gathered."""
+        return bool(self._gathered_at_start) and not self._communicates and self._keeps_gathered
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         from trainer.strategies.fsdp.clipping import by_mesh, clip_by_norm
