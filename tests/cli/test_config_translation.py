@@ -66,7 +66,8 @@ def test_two_machines(command: Command, foreign: Path) -> None:
     assert (section["devices"], section["num_nodes"], section["strategy"]) == (4, 2, "ddp")
     assert "devices: 4 on each machine (8 is the total of 2)" in rows["num_processes"]
     assert "--rdzv 10.0.0.1:29500" in rows["main_process_ip"]
-    line = "trainer launch --nnodes 2 --nproc-per-node 4 --rdzv 10.0.0.1:29500 trainer fit --config run.yaml"
+    command_line = "trainer fit --config module.yaml run.yaml"
+    line = f"trainer launch --nnodes 2 --nproc-per-node 4 --rdzv 10.0.0.1:29500 {command_line}"
     assert line in Path("run.yaml").read_text()
 
 
