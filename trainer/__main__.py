@@ -15,8 +15,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Signals wait until their handlers are there, since a cluster's may come at any time.
     early = [getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, "pthread_sigmask")]
     former = signal.pthread_sigmask(signal.SIG_BLOCK, early) if early else set()
-    import os
-
     import trainer
     from trainer.errors import refuse_other_package
 
@@ -25,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    from trainer.cli.main import interrupted
     from trainer.cli.main import main as run
     from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 
@@ -33,10 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if early:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
         return run(arguments)
-    except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt:  # as soon as signals act again
+        return interrupted()
 
 
 if __name__ == "__main__":

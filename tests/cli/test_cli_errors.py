@@ -12,6 +12,7 @@ import yaml
 from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from tests.tiers import Inputs
+from trainer.cli.main import COMMANDS
 
 NET = "module: mymodel.py:Net\n"
 KEYS = "Top-level keys: module, data, trainer, optimizer, lr_scheduler, ckpt_path, allow_changes, weights."
@@ -26,6 +27,12 @@ def net(*arguments: str) -> str:
 def callbacks(*items: str) -> str:
     """Return the configuration of a Net with these callbacks, from line 4 on."""
     return NET + "trainer:\n  callbacks:\n" + "".join(f"  - {item}\n" for item in items)
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_a_long_word_is_shortened_in_the_error(command: Command, name: str) -> None:
+    _, out, err = command(*filter(None, [name, "x" * 50_000]))
+    assert len(out) + len(err) < 3000
 
 
 VALUES = (None, True, 0, 3, -1, 2.5, "", "x", "auto", "mymodel.py:Net", "mymodel.py:Nothing", "torch.nn.Linear", [], {})

@@ -17,10 +17,10 @@ from trainer import Callback, Trainer, TrainModule
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and reads /proc")
 
 BEGIN = """
-import concurrent.futures, multiprocessing, os, signal, subprocess, sys, threading, time
+import atexit, concurrent.futures, multiprocessing, os, signal, subprocess, sys, threading, time
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from tests.helpers.toy import Toy, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, DataModule
 """
 
@@ -162,6 +162,36 @@ def test_what_user_code_starts_has_the_actions_and_masks_of_before_the_run() -> 
         ]
     )
     assert lines.count("worker ordinary") == 3
+
+
+AT_EXIT = (
+    BEGIN
+    + """
+from trainer.launchers.launcher import LAUNCHED
+
+
+def start_children():
+    if os.getpid() == int(os.environ.get(LAUNCHED, "0")):  # the process that was started by hand
+        for number in range(50):
+            with multiprocessing.Pool(2):
+                pass
+        child = multiprocessing.Process(target=time.sleep, args=(3600,))
+        child.start()
+        child.terminate()
+        child.join()
+        print("pools ended", flush=True)
+
+
+if __name__ == "__main__":
+    atexit.register(start_children)
+    quiet(max_epochs=1, devices=2).fit(Toy(), loader(8))
+"""
+)
+
+
+@pytest.mark.timeout(300)
+def test_children_at_the_exit_of_the_process_that_launches_end() -> None:
+    assert "pools ended" in run_python(AT_EXIT, timeout=200).check(0).stdout
 
 
 WORKERS = (

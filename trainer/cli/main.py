@@ -90,7 +90,7 @@ exit codes: 0 done, 1 error, 2 wrong configuration or usage,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0 done, 1 error, 2 wrong usage or configuration.
+    """Run one command. Returns the exit code: 0 done, 1 error, 2 wrong usage or configuration, 130 interrupted.
 
     Args:
         arguments: the command line without the program's name; default: `sys.argv[1:]`.
@@ -107,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except SystemExit as stopped:  # after --help, or a signal
             end = stopped
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return interrupted()
     except OSError as error:
         if error is not output.error:
             raise
@@ -121,6 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if end is not None and end.code:
         raise end
     return code
+
+
+def interrupted() -> int:
+    """Say, once for all processes of a machine, that Ctrl-C has ended the command. Returns the exit code."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("interrupted", file=sys.stderr)
+    return 130
 
 
 class _Output:
@@ -207,11 +216,12 @@ def in_colour(stream: TextIO) -> bool:
 def usage_error(message: str) -> int:
     """Print an error, once for all processes of a machine (a file may be missing on one of several machines).
 
-    Returns the exit code of usage errors.
+    A line that a long word of the user has made too long is shortened. Returns the exit code of usage errors.
     """
-    from trainer.errors import printable
+    from trainer.errors import printable, shortened
 
     if os.environ.get("LOCAL_RANK", "0") == "0":
         begin = "\033[1;31merror:\033[0m" if in_colour(sys.stderr) else "error:"
-        print(f"{begin} {printable(message)}", file=sys.stderr)
+        lines = map(shortened, printable(message).split("\n"))
+        print(begin, "\n".join(lines), file=sys.stderr)
     return 2

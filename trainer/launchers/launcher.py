@@ -21,7 +21,7 @@ from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.distributed.tpu import share_chips
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.interpreter_guard import DUMP_SIGNAL, SIGTERMS
-from trainer.fault_tolerance.signals import EXIT_RETRY, keep_exit_code
+from trainer.fault_tolerance.signals import EXIT_RETRY, install_handler, keep_exit_code
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:  # torch's elastic agent is imported only by the process that launches others
@@ -191,9 +191,8 @@ class _SignalForwarder:
 
     def install(self) -> None:
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1"):
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._receive)
+            if hasattr(signal, name):
+                install_handler(getattr(signal, name), self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._agent.signalled = signal.Signals(number)

@@ -7,12 +7,12 @@ import importlib.util
 import os
 import re
 import shutil
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.disk import atomic_file
+from trainer.cli.main import usage_error
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import MissingPackageError, printable
 
@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
         places += [f"{file}:{one.line}: {one.what}: {one.todo}" for one in findings]
     _report(len(sources), changed, places, options.write)
     for problem in problems:
-        print(f"error: {printable(problem)}", file=sys.stderr)
+        usage_error(problem)
     return 2 if missing else 1 if problems else 0
 
 
