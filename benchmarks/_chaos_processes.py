@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.testing import Running, alive, descendants, rank_of
 
-READY_S = 300.0
+READY_S = 900.0
 GONE_S = 30.0
 """Seconds in which processes have to end after their parent has ended."""
 LISTENS = "0A"
