@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_text
-from trainer.cli.run import Job, run_command, table
+from trainer.cli.run import Job, relative, run_command, table
 from trainer.loop.terminal import columns_of
 
 if TYPE_CHECKING:
@@ -98,9 +97,3 @@ def output_lines(callbacks: list[Callback]) -> list[str]:
     """Return a line for each callback that has written something to look at."""
     found = [location for callback in callbacks if (location := callback.output_location()) is not None]
     return [f"{label:<15} {relative(path)}" for label, path in found]
-
-
-def relative(path: Path) -> str:
-    """Return a path relative to the current folder where that is shorter."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else os.fspath(path)

@@ -170,6 +170,19 @@ def _in_named_run(configuration: Configuration, file: Path) -> None:
             configuration.ckpt_path = str(CheckpointDirectory(checkpoints).resolve(configuration.ckpt_path))
 
 
+def print_results(job: Job, title: str, results: list[dict[str, float]]) -> None:
+    """Print the values of an evaluation, and the run directory into which its loggers have written."""
+    trainer = job.trainer
+    where = f"\nrun directory:  {relative(trainer.run_dir)}" if trainer.loggers and trainer.run_dir.is_dir() else ""
+    trainer.print(f"{title}:\n{table(results)}{where}")
+
+
+def relative(path: Path) -> str:
+    """Return a path relative to the current folder where that is shorter."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else os.fspath(path)
+
+
 def table(results: list[dict[str, float]]) -> str:
     """Return the values of all loaders as lines of name and value."""
     rows = [(name, f"{value:.6g}") for name, value in {k: v for one in results for k, v in one.items()}.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.cli.run import Job, run_command, table
+from trainer.cli.run import Job, print_results, run_command
 
 EXAMPLES = """\
   trainer test --config runs/version_0/config.yaml --ckpt-path best
@@ -17,4 +17,4 @@ def run(arguments: list[str]) -> int:
 
 def _test(job: Job) -> None:
     results = job.trainer.test(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, verbose=False)
-    job.trainer.print(f"test:\n{table(results)}")
+    print_results(job, "test", results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.cli.run import Job, run_command, table
+from trainer.cli.run import Job, print_results, run_command
 
 EXAMPLES = """\
   trainer validate --config runs/version_0/config.yaml --ckpt-path best
@@ -18,4 +18,4 @@ def run(arguments: list[str]) -> int:
 
 def _validate(job: Job) -> None:
     results = job.trainer.validate(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, verbose=False)
-    job.trainer.print(f"validation:\n{table(results)}")
+    print_results(job, "validation", results)
