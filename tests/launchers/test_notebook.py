@@ -47,6 +47,7 @@ def test_a_function_of_the_prompt_gives_its_results_by_rank(tmp_path: Path) -> N
 
 def test_a_training_in_the_function(tmp_path: Path) -> None:
     source = """
+        import sys
         import torch
         from torch.utils.data import DataLoader
         from trainer import Trainer, TrainModule, launch
@@ -71,11 +72,18 @@ def test_a_training_in_the_function(tmp_path: Path) -> None:
             torch.ones(300, 300) @ torch.ones(300, 300)  # as a notebook that has calculated before
             (n, first), (_, second) = launch(train, 3, devices=2)
             print(n, first == second, len(launch(train, 1, devices=2)))
+            print("a fit in this process:", file=sys.stderr, flush=True)
+            train(1)
+            launch(train, 1, devices=2)
 
         main()
     """
     lines = [line[8:] for line in source.splitlines()]
-    assert fork_python("\n".join(lines), cwd=tmp_path).wait().check().stdout == "2 True 2\n"
+    done = fork_python("\n".join(lines), cwd=tmp_path).wait().check()
+    assert done.stdout == "2 True 2\n"
+    before, after = done.stderr.split("a fit in this process:")
+    assert before.count("samples come in order") == 2
+    assert after.count("samples come in order") == 1  # of rank 0, though the forked processes inherit the log
 
 
 def test_the_error_of_the_first_process_that_fails_is_raised(tmp_path: Path) -> None:

@@ -365,4 +365,7 @@ def configure_logging(rank: int) -> None:
     if not log.hasHandlers():
         log.addHandler(_Shown())
         if log.level == logging.NOTSET:
-            log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+            log.setLevel(logging.INFO)
+    for handler in log.handlers:
+        if isinstance(handler, _Shown):  # perhaps of the process that this one was forked from
+            handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
