@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.errors import ConfigError
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMENSIONS = 8
 
@@ -24,7 +26,16 @@ class Neighbour:
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send a tensor after a header with its shape and dtype."""
+        """Send a tensor after a header with its shape and dtype.
+
+        Raises:
+            ConfigError: the header has no room for its dimensions.
+        """
+        if tensor.dim() > _MOST_DIMENSIONS:
+            raise ConfigError(
+                f"what a block returns has {tensor.dim()} dimensions: between the stages of pipeline_parallel a tensor "
+                f"may have {_MOST_DIMENSIONS}. Join some of them, by flatten."
+            )
         header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())]
         self.send_content(torch.tensor(header, device="cpu"))
         self.send_content(tensor)

@@ -30,6 +30,7 @@ from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
 from trainer.strategies.fsdp.first_batch import FirstBatch, refuse_collecting
 from trainer.strategies.fsdp.mesh import ModelSplit
+from trainer.strategies.fsdp.messages import Neighbour
 from trainer.strategies.fsdp.plan import find_plan, resolve_plan
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategy import StepConfig
@@ -1103,3 +1104,9 @@ def test_a_weight_that_changes_while_a_stage_keeps_it_gathered_is_reported() -> 
         AssertionError, match=r"changed within a window, while gathered, .* change it in on_train_step_end"
     ):
         run_distributed(change_within_a_window, 2, timeout=90.0)
+
+
+def test_a_tensor_with_more_dimensions_than_a_header_has_room_for_is_refused() -> None:
+    neighbour = Neighbour(None, None, 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"has 9 dimensions: between the stages .* may have 8. Join some"):
+        neighbour.send(torch.zeros([1] * 9))

@@ -145,7 +145,8 @@ class RangeTest(Callback):
             self.finder.results["lr"].append(lr)
             self.finder.results["loss"].append(smoothed)
             lowest = min(self.finder.results["loss"])
-            if self.threshold is not None and step >= ENOUGH and smoothed > self.threshold * lowest:
+            enough = len(self.finder.results["loss"]) >= ENOUGH
+            if self.threshold is not None and enough and smoothed > self.threshold * lowest:
                 self._stop(trainer, f"the loss grows: at step {step}, with learning rate {lr:.3g}, it is {loss:.3g}")
         self._set(trainer.global_step, trainer.optimizers)
 

@@ -73,7 +73,7 @@ class Tuner:
             min_lr, max_lr: the first and the last learning rate.
             num_training: steps from one to the other.
             mode: whether the learning rate grows by a factor or by an amount.
-            early_stop_threshold: end when the loss is so many times the lowest one, from step 13 on; None: do not.
+            early_stop_threshold: end when the loss is so many times the lowest one, from 13 losses on; None: do not.
             update_attr: set the module's (or its hparams') attribute to the suggestion.
             attr_name: that attribute; default: `lr` or `learning_rate`, whichever there is.
 
