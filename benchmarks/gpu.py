@@ -2,10 +2,10 @@
 
 Runs in the interpreter that it is started with, makes no environment and needs no network. Each part has ten minutes in
 a process of its own; what is not installed is left out and named. Without a device the report names every test as
-skipped, and the exit code is 2. Parts: `tests` (those marked gpu), `overhead` (a step
-of a tiny model against a hand-written loop), `gpt2` (tokens per second and peak memory of a GPT-2 of 124 M parameters
-against a hand-written loop), `saves` (how long a checkpoint blocks training), `parallel` (the same GPT-2 on several
-devices, under each strategy).
+skipped, and the exit code is 2. Parts: `tests` (those marked gpu), `strategies` (the suites over strategies, on CUDA),
+`overhead` (a step of a tiny model against a hand-written loop), `gpt2` (tokens per second and peak memory of a GPT-2 of
+124 M parameters against a hand-written loop, with and without torch.compile), `saves` (how long a checkpoint blocks
+training, and what is lost beside one), `parallel` (the same GPT-2 on several devices, under each strategy).
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT_S = 570.0
 NEEDED = ("torch", "numpy", "safetensors", "tqdm", "yaml", "pydantic")
 """Modules without which the trainer does not run."""
-OPTIONAL = ("pytest", "pytest_timeout", "xdist", "deepspeed", "tensorboard", "torchmetrics", "triton")
+OPTIONAL = (
+    "pytest",
+    "pytest_timeout",
+    "xdist",
+    "deepspeed",
+    "tensorboard",
+    "torchmetrics",
+    "torchao",
+    "triton",
+    "lightning_fabric",
+)
 """Modules whose tests and figures are left out where they are not installed."""
 
 
@@ -41,13 +51,35 @@ NO_RESULT = "pytest ended without a result."
 
 def tests(device: str, small: bool) -> str:
     """Run the tests marked gpu; name those that were skipped or failed."""
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
+    return run_tests("-m", "gpu", *files)
+
+
+SUITES = (
+    "tests/test_parity.py",
+    "tests/strategies/test_strategy_parity.py",
+    "tests/strategies/test_model_parallel.py",
+    "tests/strategies/test_portability.py",
+    "tests/test_precision_float8.py",
+)
+"""Those over the table of strategies, and one device against a hand-written loop."""
+
+
+def strategies(device: str, small: bool) -> str:
+    """Run the suites over strategies on the devices. Where there are too few, processes share one, over sockets."""
+    os.environ["TESTS_DEVICE"] = device
+    side_by_side = ("-n", "4", "--dist", "loadfile") if find_spec("xdist") is not None else ()
+    return run_tests("-m", "not long", *side_by_side, *(SUITES[:1] if small else SUITES))
+
+
+def run_tests(*arguments: str | Path) -> str:
+    """Run pytest, and return the counts with the reasons of what was skipped or failed."""
     if find_spec("pytest") is None:
         return "Left out: pytest is not installed."
-    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in path.read_text())
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.xml")
-        warnings = ("-W", "ignore::pytest.PytestConfigWarning")  # where a plugin for an option is not installed
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *warnings, f"--junitxml={result}", *files]
+        # Other versions of torch than the tests' own warn of other things, and options of plugins may be unknown.
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "default", f"--junitxml={result}", *map(str, arguments)]
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
         return _of_junit(result)
 
@@ -73,48 +105,10 @@ def _of_junit(result: Path) -> str:
 
 def overhead(device: str, small: bool) -> str:
     """Compare a step of a tiny model, with batches on the device, with that of a hand-written loop."""
-    import torch
-    from torch import nn
-
     from benchmarks._gpt2 import Stopwatch
-    from benchmarks._ours import OFF, all_on
-    from trainer import Trainer, TrainModule
 
     steps, rounds = (30, 1) if small else (3000, 7)
-    batches = [(torch.randn(32, 32, device=device), torch.randn(32, 1, device=device)) for _ in range(steps)]
-
-    class Tiny(TrainModule):
-        def __init__(self, watch: Stopwatch, logs: bool) -> None:
-            super().__init__()
-            self.watch, self.logs = watch, logs
-            self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.watch.tick()
-            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-            if self.logs:
-                self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    def loop(watch: Stopwatch, folder: str) -> None:
-        module = Tiny(watch, logs=False).to(device)
-        optimizer = module.configure_optimizers()
-        for number, batch in enumerate(batches):
-            optimizer.zero_grad()
-            module.training_step(batch, number).backward()
-            optimizer.step()
-
-    def ours(options: dict[str, Any], watch: Stopwatch, folder: str) -> None:
-        trainer = Trainer(accelerator=device, devices=1, max_epochs=1, default_root_dir=folder, **options)
-        trainer.fit(Tiny(watch, logs=True), batches)
-
-    ways: dict[str, Callable[[Stopwatch, str], None]] = {"hand-written loop": loop}
-    ways["ours, off, one self.log per step"] = lambda watch, folder: ours(OFF, watch, folder)
-    if find_spec("tensorboard") is not None:
-        ways["ours, all on: bar, CSV, TensorBoard, checkpoints"] = lambda watch, folder: ours(all_on(), watch, folder)
+    ways = _tiny_ways(device, steps)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, run in ways.items():
@@ -130,47 +124,120 @@ def overhead(device: str, small: bool) -> str:
     return table([f"{rounds} rounds of {steps} steps", "wall time per step, us", "ratio"], rows)
 
 
+def _tiny_ways(device: str, steps: int) -> dict[str, Callable[[Any, str], None]]:
+    """Return the ways to train a tiny model: by hand, with the trainer, and with Fabric where it is installed."""
+    import torch
+
+    from benchmarks._ours import all_on
+    from benchmarks._task import OFF
+    from benchmarks._tiny import Tiny
+    from trainer import Trainer
+
+    batches = [(torch.randn(32, 32, device=device), torch.randn(32, 1, device=device)) for _ in range(steps)]
+
+    def loop(watch: Any, folder: str) -> None:
+        module = Tiny(watch, logs=False).to(device)
+        optimizer = module.configure_optimizers()
+        for number, batch in enumerate(batches):
+            optimizer.zero_grad()
+            module.training_step(batch, number).backward()
+            optimizer.step()
+
+    def ours(options: dict[str, Any], watch: Any, logs: bool = True) -> None:
+        Trainer(accelerator=device, devices=1, max_epochs=1, **options).fit(Tiny(watch, logs), batches)
+
+    def fabric(watch: Any, folder: str) -> None:
+        from lightning_fabric import Fabric
+
+        plug = Fabric(accelerator=device, devices=1)
+        module = Tiny(watch, logs=False)
+        module, optimizer = plug.setup(module, module.configure_optimizers())
+        module.mark_forward_method("training_step")
+        for number, batch in enumerate(batches):
+            optimizer.zero_grad()
+            plug.backward(module.training_step(batch, number))
+            optimizer.step()
+
+    ways: dict[str, Callable[[Any, str], None]] = {"hand-written loop": loop}
+    ways["ours, off"] = lambda watch, folder: ours(OFF, watch, logs=False)
+    ways["ours, off, one self.log per step"] = lambda watch, folder: ours(OFF, watch)
+    if find_spec("tensorboard") is not None:
+        on = "ours, all on: bar, CSV, TensorBoard, checkpoints"
+        ways[on] = lambda watch, folder: ours({**all_on(), "default_root_dir": folder}, watch)
+    if find_spec("lightning_fabric") is not None:
+        ways["Fabric"] = fabric
+    return ways
+
+
 def gpt2(device: str, small: bool) -> str:
-    """Compare tokens per second and peak memory of a GPT-2 with those of a hand-written loop, in bf16-mixed."""
+    """Compare tokens per second and peak memory of a GPT-2 with those of a hand-written loop, in rounds, in turn."""
+    from benchmarks._gpt2 import sizes
+
+    _, context, layers, width = sizes(small)
+    head = f"{layers} layers of width {width}, context {context}, micro-batches of {2 if small else 8}"
+    rows = _train_in_turn(device, small, compiled=False, rounds=1 if small else 5)
+    if find_spec("triton") is not None or small:
+        rows += _train_in_turn(device, small, compiled=True, rounds=1 if small else 3)
+    columns = ["tokens per second, median", "share of the loop", "least", "most", "peak memory, GiB"]
+    return table([head, *columns], rows)
+
+
+def _train_in_turn(device: str, small: bool, compiled: bool, rounds: int) -> list[list[str]]:
+    """Train by hand and with the trainer, in bf16-mixed, and with it in 8 bits where the device has them."""
     import torch
 
     from benchmarks._gpt2 import GPT2, Stopwatch, peak, reset_peak, sizes, tokens
-    from benchmarks._ours import OFF
+    from benchmarks._task import OFF
     from trainer import Trainer
+    from trainer.precision import has_float8
 
-    _, context, layers, width = sizes(small)
+    _, context, _, _ = sizes(small)
     steps, batch_size = (6, 2) if small else (40, 8)
     data = list(tokens(steps * batch_size, small).to(device).split(batch_size))
+    kind = torch.device(device).type
 
     def loop(watch: Stopwatch) -> None:
         module = GPT2(watch, small).to(device)
+        if compiled:
+            module.net.compile()
         optimizer = module.configure_optimizers()
         for number, batch in enumerate(data):
             optimizer.zero_grad()
-            with torch.autocast(torch.device(device).type, torch.bfloat16):
+            with torch.autocast(kind, torch.bfloat16):
                 loss = module.training_step(batch, number)
             loss.backward()
             optimizer.step()
 
-    def ours(watch: Stopwatch) -> None:
-        options = {"accelerator": device, "devices": 1, "max_epochs": 1, "precision": "bf16-mixed", **OFF}
-        Trainer(**options).fit(GPT2(watch, small), data)
+    def ours(watch: Stopwatch, precision: str = "bf16-mixed") -> None:
+        options = {"accelerator": device, "devices": 1, "max_epochs": 1, "precision": precision, **OFF}
+        Trainer(**options, compile=compiled).fit(GPT2(watch, small), data)
 
+    ways: dict[str, Callable[[Stopwatch], None]] = {"hand-written loop, bf16-mixed": loop, "ours, bf16-mixed": ours}
+    if find_spec("torchao") is not None and has_float8("tensorwise"):
+        ways["ours, fp8"] = lambda watch: ours(watch, "fp8")
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    memory = {}
+    for number in range(rounds):
+        for name in [*ways] if number % 2 else [*ways][::-1]:
+            torch.compiler.reset()  # torch compiles a function for a few modules only
+            reset_peak(device)
+            watch = Stopwatch(device, max(1, steps // 4), steps)
+            ways[name](watch)
+            speeds[name].append(batch_size * context / watch.seconds)
+            memory[name] = peak(device)
     rows = []
-    for name, run in [("hand-written loop", loop), ("ours", ours), ("hand-written loop, again", loop)]:
-        reset_peak(device)
-        watch = Stopwatch(device, max(1, steps // 4), steps)
-        run(watch)
-        rows.append([name, f"{batch_size * context / watch.seconds:.0f}", peak(device)])
-    head = f"{layers} layers of width {width}, context {context}, micro-batches of {batch_size}, bf16-mixed"
-    return table([head, "tokens per second", "peak memory, GiB"], rows)
+    for name, found in speeds.items():
+        shares = [one / other for one, other in zip(found, next(iter(speeds.values())), strict=True)]
+        columns = [f"{median(found):.0f}", *(f"{share:.3f}" for share in (median(shares), min(shares), max(shares)))]
+        rows.append([f"{name}, compiled" if compiled else name, *columns, memory[name]])
+    return rows
 
 
 def saves(device: str, small: bool) -> str:
     """Measure for how long a checkpoint of a model on the device blocks training, and when it is on disk."""
     import torch
 
-    from benchmarks._ours import OFF
+    from benchmarks._task import OFF
     from benchmarks.checkpoint import Background, Model, Rounds, foreground
     from trainer import Trainer
 
@@ -184,7 +251,44 @@ def saves(device: str, small: bool) -> str:
         for name, times in rounds.times.items()
     ]
     size = f"{parameters / 1e6:.0f} M parameters with AdamW, {rounds.size / 1e6:.0f} MB"
-    return table([size, "blocked, s", "on disk, s", "the first one blocked, s"], rows)
+    blocked = table([size, "blocked, s", "on disk, s", "the first one blocked, s"], rows)
+    return f"{blocked}\n\n{_beside_saves(device, small)}"
+
+
+def _beside_saves(device: str, small: bool) -> str:
+    """Compare the throughput of a GPT-2 that saves in the background with that of one that does not save."""
+    from benchmarks._gpt2 import GPT2, Stopwatch, tokens
+    from benchmarks._task import OFF
+    from trainer import Trainer
+    from trainer.callbacks import ModelCheckpoint
+
+    steps, every, batch_size, number = (12, 4, 2, 1) if small else (120, 40, 8, 3)
+    data = list(tokens(batch_size * steps, small).to(device).split(batch_size))
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    written = []
+    for _ in range(number):
+        for saving in seconds:
+            with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+                checkpoint = ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=every, async_save=True)
+                options: dict[str, Any] = {"accelerator": device, "devices": 1, "precision": "bf16-mixed", **OFF}
+                if saving:
+                    options |= {"callbacks": checkpoint, "enable_checkpointing": True}
+                watch = Stopwatch(device, every, steps)  # the first save, which allocates memory, is before it
+                Trainer(**options, max_steps=steps, max_epochs=-1).fit(GPT2(watch, small), data)
+                seconds[saving].append(watch.seconds)
+                if saving:
+                    written.append(checkpoint.write_seconds or 0.0)
+    shares = [without / beside for without, beside in zip(seconds[False], seconds[True], strict=True)]
+    step = median(seconds[False])
+    loss = (1 - median(shares)) * (steps - every)
+    names = ["steps", "step without saves, ms", "throughput with a save each " + str(every) + " steps", "least", "most"]
+    names += ["steps lost by a save", "writing one, s"]
+    row = [
+        str(steps - every),
+        f"{step * 1e3:.1f}",
+        *(f"{share:.3f}" for share in (median(shares), min(shares), max(shares))),
+    ]
+    return table(names, [[*row, f"{loss / ((steps - every) // every):.2f}", f"{median(written):.2f}"]])
 
 
 def parallel(device: str, small: bool) -> str:
@@ -214,7 +318,7 @@ def parallel(device: str, small: bool) -> str:
     return table([head, "tokens per second", "peak memory of a device, GiB", "largest difference of a loss"], rows)
 
 
-PARTS = {part.__name__: part for part in (tests, overhead, gpt2, saves, parallel)}
+PARTS = {part.__name__: part for part in (tests, strategies, overhead, gpt2, saves, parallel)}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -311,7 +415,7 @@ def in_its_own_process(part: str, device: str, small: bool) -> tuple[str, bool]:
             return f"**Ended with exit code {code}; its output says why.**{took}", False
         text = report.read_text()
         failed = NO_RESULT in text or ("passed" in text and " 0 failed" not in text)
-        return text + took, not (part == "tests" and failed)
+        return text + took, not (part in ("tests", "strategies") and failed)
 
 
 def machine(device: str) -> list[str]:

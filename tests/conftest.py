@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.processes import DEVICE
 from trainer.fault_tolerance.signals import _undo_keep_exit_code
 from trainer.seed import GLOBAL_SEED, isolated_rng, seed_generators
 
@@ -34,6 +35,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 pytest_plugins = ["tests.tiers"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from tests that are not about them: those start on what the machine has, which is slower there."""
+    if "gpu" not in config.option.markexpr and DEVICE == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:

@@ -58,6 +58,7 @@ def test_finished_parts_are_in_the_report_of_an_interrupted_run(tmp_path: Path, 
         gpu.main(["--device", "cpu", "--small", "--report", str(report)])
     assert [line for line in report.read_text().splitlines() if line.startswith("figures")] == [
         "figures of tests",
+        "figures of strategies",
         "figures of overhead",
     ]
 
@@ -83,7 +84,9 @@ def test_the_report_has_the_machine_the_figures_and_what_is_missing(tmp_path: Pa
     rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     assert [row.split(" | ")[0].strip("| ") for row in rows[1:]] == [
         "hand-written loop",
+        "ours, off",
         "ours, off, one self.log per step",
+        "Fabric",
     ]
     assert all(float(row.split(" | ")[1]) > 0 for row in rows[1:])
 

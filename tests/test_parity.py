@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, ReduceLRO
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.processes import DEVICE
 from trainer import Trainer, TrainModule, seed_everything
 
 EPOCHS = 2
@@ -124,15 +125,15 @@ def make_data(samples: int) -> TensorDataset:
 
 def train_by_hand(model: Classifier, case: Case) -> tuple[list[Optimizer], Any]:
     """Train with plain torch, as a careful user would."""
-    model.to(dtype := DTYPES.get(case.precision, torch.float32))
+    model.to(DEVICE, dtype := DTYPES.get(case.precision, torch.float32))
     # A generator of its own: torch's DataLoader would draw from the global one, and the trainer's does not.
     loader = DataLoader(make_data(case.samples), 4, generator=torch.Generator())
-    batches = [(x.to(dtype), y) for x, y in loader]
+    batches = [(x.to(DEVICE, dtype), y.to(DEVICE)) for x, y in loader]
     optimizers = case.optimizers(model)
     parameters = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
     scheduler = case.scheduler(optimizers[0]) if case.scheduler else None
     half = AUTOCAST.get(case.precision)
-    scaler = torch.amp.GradScaler("cpu", enabled=case.precision == "16-mixed")
+    scaler = torch.amp.GradScaler(DEVICE, enabled=case.precision == "16-mixed")
     for _ in range(EPOCHS):
         for first in range(0, len(batches), case.accumulate):
             window = batches[first : first + case.accumulate]
@@ -141,7 +142,7 @@ def train_by_hand(model: Classifier, case: Case) -> tuple[list[Optimizer], Any]:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             for x, y in window:
-                with torch.autocast("cpu", half) if half else nullcontext():
+                with torch.autocast(DEVICE, half) if half else nullcontext():
                     loss = cross_entropy(model(x), y)
                 loss = loss / len(window) if equal else loss / (samples / len(x))
                 scaler.scale(loss).backward()
@@ -192,7 +193,7 @@ def test_one_device_has_the_same_bits_as_a_hand_written_loop(name: str) -> None:
     trainer.fit(module, DataLoader(data, 4), DataLoader(data, 4))
 
     assert_same_bits(module.state_dict(), expected.state_dict())
-    assert not torch.equal(module.head.weight, start["head.weight"].to(module.head.weight.dtype))
+    assert not torch.equal(module.head.weight, start["head.weight"].to(module.head.weight))
     ours, theirs = ([o.state_dict() for o in optimizers] for optimizers in (trainer.optimizers, expected_optimizers))
     assert any(group["state"] for group in theirs)
     assert_same_bits(ours, theirs)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers.compare import QUIET
+from tests.helpers.processes import DEVICE
 from trainer import Trainer, TrainModule
 
 
@@ -65,6 +66,6 @@ def batches(sizes: tuple[int, ...] = (4, 4, 4, 3), seed: int = 0) -> list[tuple[
 
 
 def trained(module: Model, compile: Any, epochs: int = 2, ckpt_path: Any = None, **more: Any) -> Trainer:
-    trainer = Trainer(accelerator="cpu", max_epochs=epochs, seed=3, compile=compile, **{**QUIET, **more})
+    trainer = Trainer(accelerator=DEVICE, max_epochs=epochs, seed=3, compile=compile, **{**QUIET, **more})
     trainer.fit(module, batches(), batches((4, 2), seed=1), ckpt_path=ckpt_path)
     return trainer

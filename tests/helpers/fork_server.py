@@ -64,7 +64,8 @@ class ForkServer:
 
     def __init__(self, hash_seed: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
-        env = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+        # The question of which GPUs there are must not initialize CUDA, which does not survive a fork.
+        env = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self.server = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.fork_server", str(self.folder)],

@@ -20,7 +20,10 @@ from trainer.testing import processes
 from trainer.testing.processes import TIMEOUT, Result, Running, alive, clean_environment, descendants, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+DEVICE = os.environ.get("TESTS_DEVICE", "cpu")
+"""Kind of device that the suites over strategies, and the toy, run on: "cpu" or "cuda"."""
 __all__ = [
+    "DEVICE",
     "ROOT",
     "Result",
     "Running",
@@ -29,6 +32,7 @@ __all__ = [
     "fork_python",
     "fork_ranks",
     "once_per_module",
+    "processes_share_a_gpu",
     "run_distributed",
     "run_python",
     "start_python",
@@ -86,6 +90,13 @@ def run_distributed(
             one.kill()
         del store
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def processes_share_a_gpu(processes: int) -> bool:
+    """Whether tests that run on GPUs have fewer of them than processes."""
+    import torch
+
+    return DEVICE == "cuda" and torch.cuda.device_count() < processes
 
 
 def once_per_module(run: Callable[[], Any]) -> Any:
@@ -149,6 +160,10 @@ def _start_ranks(
             "MASTER_PORT": store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
+        if processes_share_a_gpu(world_size):
+            # NCCL refuses two processes of a machine on one GPU: each is a machine of its own.
+            place |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
+            place |= {"NCCL_HOSTID": rank, "NCCL_SOCKET_IFNAME": "lo"}
         here = clean_environment({**_path(), **{name: str(value) for name, value in place.items()}, **env})
         running.append(Forked(rank, code, cwd, here))
     return store, running

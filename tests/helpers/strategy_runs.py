@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.compare import QUIET
-from tests.helpers.processes import run_distributed
+from tests.helpers.processes import DEVICE, processes_share_a_gpu, run_distributed
 from trainer import Callback, Trainer, TrainModule
 from trainer.precision import PRECISIONS
 from trainer.strategies import STRATEGIES
@@ -48,11 +48,13 @@ class Way:
         if self.strategy not in STRATEGIES:
             return f"there is no strategy {self.strategy!r} in the table"
         strategy = STRATEGIES[self.strategy](**dict(self.options))
-        return " ".join(strategy.problems(PRECISIONS[precision], "cpu", self.processes))
+        return " ".join(strategy.problems(PRECISIONS[precision], DEVICE, self.processes))
 
     def trainer(self, **settings: Any) -> Trainer:
         strategy = STRATEGIES[self.strategy](**dict(self.options))
-        return Trainer(strategy=strategy, devices=self.processes, accelerator="cpu", **{**QUIET, **settings})
+        devices, machines = (1, self.processes) if processes_share_a_gpu(self.processes) else (self.processes, 1)
+        place = {"accelerator": DEVICE, "devices": devices, "num_nodes": machines}
+        return Trainer(strategy=strategy, **{**place, **QUIET, **settings})
 
 
 SINGLE = "single"

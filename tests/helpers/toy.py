@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.processes import DEVICE
 from trainer import Trainer, TrainModule
 
 
@@ -46,9 +47,9 @@ def loader(batches: int = 8, batch_size: int = 4, **options: Any) -> DataLoader[
 
 
 def quiet(**settings: Any) -> Trainer:
-    """Return a trainer on the CPU with only the given callbacks."""
+    """Return a trainer with only the given callbacks."""
     off: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": DEVICE,
         "logger": False,
         "enable_progress_bar": False,
         "enable_checkpointing": False,
