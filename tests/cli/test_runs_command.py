@@ -82,6 +82,15 @@ def test_states_steps_metrics_and_hyperparameters_that_differ(command: Command, 
     lock.release()
 
 
+def test_a_run_that_has_stopped_inside_its_last_epoch_is_not_finished(command: Command, project: Path) -> None:
+    for steps, state in ((1, "unfinished"), (-1, "finished")):
+        module = Logged()
+        module.stops_at = steps
+        trainer = quiet(max_epochs=1, enable_checkpointing=True, default_root_dir="runs")
+        trainer.fit(module, loader(), ckpt_path="last")
+        assert [one["state"] for one in listed(command, "runs")] == [state]
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.arguments import local_path
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.cli.runs.find import read_metrics, run_directories
+from trainer.cli.runs.find import by_numbers, read_metrics, run_directories
 from trainer.errors import ConfigError, MissingPackageError, did_you_mean, printable
 
 EXAMPLES = """\
@@ -68,7 +68,7 @@ def curves_of(paths: list[str]) -> Curves:
     curves: Curves = {}
     for text in paths:
         path = local_path(text)
-        runs = sorted(run_directories(path)) if path.is_dir() else []
+        runs = sorted(run_directories(path), key=by_numbers) if path.is_dir() else []
         found = {str(one): metrics for one in runs if (metrics := read_metrics(one))}
         if not found:
             if not path.exists():

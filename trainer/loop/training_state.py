@@ -468,7 +468,8 @@ def save_state(
         nonfinite = run.nonfinite.check_state(looked_at, reported=callable(info))
         about: dict[str, Any] = {"step": run.progress.step, "epoch": run.progress.epoch, "captured": time.time_ns()}
         if run.stage == "fit":
-            about["ends"] = {"max_steps": run.config.max_steps, "max_epochs": run.config.max_epochs}
+            epochs = run.progress.epoch + run.progress.epoch_ended
+            about["finished"] = run.progress.step >= run.last_step or epochs == run.config.max_epochs
         about |= info(nonfinite) if callable(info) else info
         if nonfinite:
             about["nonfinite"] = nonfinite

@@ -52,7 +52,7 @@ def find_runs(folder: Path) -> list[RunSummary]:
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: give the default_root_dir of runs, or a folder above it.")
-    return [summary_of(path, folder) for path in sorted(run_directories(folder), key=_by_numbers)]
+    return [summary_of(path, folder) for path in sorted(run_directories(folder), key=by_numbers)]
 
 
 def run_directories(folder: Path) -> Iterator[Path]:
@@ -81,9 +81,7 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     if last is not None:
         one.step, one.epoch = _count(last, "step"), _count(last, "epoch")
         one.metrics = numbers((best or last).get("metrics"))
-        ends = last.get("ends")
-        finished = _is_finished(one, ends if isinstance(ends, dict) else _configured(path / "config.yaml"))
-        one.state = "finished" if finished else "unfinished"
+        one.state = "finished" if last.get("finished") is True else "unfinished"
         if (captured := _count(last, "captured")) is not None and one.began is not None:
             one.seconds = max(0.0, captured / 1e9 - one.began)  # a validation may have written to the folder since
     else:
@@ -112,23 +110,6 @@ def _saved_hyperparameters(checkpoints: Path, infos: dict[str, Any]) -> dict[str
 def _pointed(checkpoints: Path, pointer: str, infos: dict[str, Any]) -> dict[str, Any] | None:
     """Return the info of the checkpoint to which `last` or `best` points."""
     return infos.get(str(read_json(checkpoints / f"{pointer}.json").get("checkpoint")))
-
-
-def _is_finished(one: RunSummary, ends: dict[str, Any]) -> bool:
-    """Whether the last checkpoint is that of one of the ends, by the name of the trainer's argument."""
-    done = {"max_steps": one.step, "max_epochs": None if one.epoch is None else one.epoch + 1}
-    return any(type(end) is int and end > 0 and (done.get(name) or 0) >= end for name, end in ends.items())
-
-
-def _configured(config: Path) -> dict[str, Any]:
-    """Return the trainer's arguments in a configuration: checkpoints of earlier versions do not know the ends."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(_text_of(config))["trainer"]
-    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def is_locked(folder: Path) -> bool:
@@ -207,6 +188,6 @@ def _dotted(before: str, key: str) -> str:
     return f"{before}.{key}" if before else str(key)
 
 
-def _by_numbers(path: Path) -> list[Any]:
+def by_numbers(path: Path) -> list[Any]:
     """Sort `version_10` after `version_9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
