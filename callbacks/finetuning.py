@@ -37,7 +37,7 @@ class BaseFinetuning(AddsGroups):
     Override `freeze_before_training` and `finetune_function`. `configure_optimizers` gives the optimizer what
     trains at the start, `[p for p in self.parameters() if p.requires_grad]`; `unfreeze_and_add_param_group` adds the
     rest. A resumed run has the same groups and the same frozen parameters. Schedulers that compute a rate for each
-    group that they know, such as LambdaLR, leave the rates of groups that are added alone.
+    group that they know, such as LambdaLR, do not change the rates of groups that are added.
 
     Not with DeepSpeed, which flattens the parameters that train at the start.
     """

@@ -33,8 +33,8 @@ class GradNormMonitor(Callback):
     all their gradients, and `grad_norm/<name>` that of each; names are those of `LearningRateMonitor`, which logs the
     learning rates of the parameter groups.
 
-    `weight_norm` and `update_norm` are logged in the first step and every `log_every_n_steps`. Under sharding that is a
-    sum over processes, and for `update_norm` in that step a copy of the weights that this process holds.
+    `weight_norm` and `update_norm` are logged in the first step and every `log_every_n_steps`. Under sharding they
+    take a sum over the processes; `update_norm` takes, in such a step, a copy of the weights that this process holds.
 
     With several parameter groups these steps also have the three norms of each group, named as its learning rate is:
     `grad_norm/AdamW/pg1`, or with the group's `"name"` `grad_norm/AdamW/body`. DeepSpeed's engine holds the gradients,

@@ -32,7 +32,7 @@ class MLFlowLogger(Tracker):
     store has are not sent again.
 
     Args:
-        experiment_name: made if it is not there.
+        experiment_name: the experiment, which is created if there is none of this name.
         run_name: shown name of the run; default: MLflow makes one.
         tracking_uri: such as "http://host:5000", "sqlite:///mlflow.db" or "file:./mlruns". Default: the variable
             MLFLOW_TRACKING_URI, else the folder `save_dir`.
@@ -43,7 +43,7 @@ class MLFlowLogger(Tracker):
         prefix: put before the name of each value, with a "-".
         artifact_location: where a new experiment keeps its artifacts.
         run_id: a run to continue.
-        synchronous: here without effect, because a thread waits for MLflow, and not the training.
+        synchronous: no effect: a thread waits for MLflow, not the training.
 
     Raises:
         MissingPackageError: at the start of a run, when mlflow is not installed.

@@ -161,7 +161,7 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: TrainModule, predictions: Any, batch_indices: Any
     ) -> None:
-        """Write all predictions of this process: a list, of several loaders a list for each. Likewise the indices."""
+        """Write all predictions of this process: a list, or one for each of several loaders. Likewise the indices."""
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._kept = [[] for _ in trainer.num_predict_batches]

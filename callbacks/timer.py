@@ -64,7 +64,7 @@ class Timer(Callback):
         return self._since.get(stage)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the end that a stage has by now, by `time.monotonic`; None while it is in progress, or before it."""
+        """Return the present time, by `time.monotonic`, as the end of a stage that is over; None otherwise."""
         return None if stage in self._since or not self.time_elapsed(stage) else time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:

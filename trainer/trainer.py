@@ -320,7 +320,7 @@ class Trainer:
 
         Raises:
             ConfigError: `weights_only` is no bool, or `storage_options` is given.
-            CheckpointError: the checkpoint could not be written; nothing is left at `path`.
+            CheckpointError: the checkpoint could not be written; nothing is left at `filepath`.
         """
         run = self._begun("save_checkpoint")
         _refuse_no_bool("weights_only", weights_only, "; data of your own are info={...}")

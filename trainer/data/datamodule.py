@@ -54,7 +54,7 @@ class DataModule(OptionalMethods, HasHyperparameters):
         super().__init__()
 
     prepare_data_per_node: bool = True
-    """True: `prepare_data` runs once on every node (each has its own disk). False: once in all (a shared disk)."""
+    """True: `prepare_data` runs once on every node (each has its own disk). False: once overall (a shared disk)."""
 
     def prepare_data(self) -> None:
         """Download, tokenize and so on. Runs in one process per node, before the others continue; set no attributes
@@ -186,10 +186,7 @@ class DataModule(OptionalMethods, HasHyperparameters):
 
     @property
     def trainer(self) -> Trainer | None:
-        """The trainer that uses this data module; None before `fit`, `validate`, `test` or `predict`.
-
-        So that a `setup` which asks for it can also be called by hand.
-        """
+        """The trainer that uses this data module; None before a run, so that `setup` can also be called by hand."""
         return self.__dict__.get("_trainer")
 
     def attach(self, trainer: Trainer | None) -> None:
