@@ -60,7 +60,7 @@ test-xla: $(if $(filter .venv-xla/bin/python,$(XLA_PYTHON)),.venv-xla/ready)  ##
 # In the interpreter given, with the torch that is there: no environment is made. Writes gpu-report.md.
 PART ?= all
 
-test-gpu:        ## tests and figures on CUDA devices: make test-gpu [PART=tests|overhead|gpt2|saves|parallel] [PYTHON=...]
+test-gpu:        ## tests and figures on CUDA devices: make test-gpu [PART=tests|strategies|overhead|gpt2|saves|parallel] [PYTHON=...]
 	$(PYTHON) -m benchmarks gpu --part $(PART)
 
 check: format lint types test  ## what a change has to pass

@@ -21,7 +21,7 @@ from benchmarks._report import Report
 from benchmarks._task import Batches
 from benchmarks._turns import Clock, Contender, take_turns
 
-LAYERS, HEADS, VOCABULARY, LENGTH, SAMPLES = 4, 4, 64, 256, 2
+LAYERS, HEADS, VOCABULARY, LENGTH, SAMPLES = 8, 4, 64, 256, 2
 MICRO_BATCHES = 8
 """Micro-batches of a step of the pipeline."""
 WARM_UP = 2 * MICRO_BATCHES
@@ -176,11 +176,18 @@ class _LastStage(nn.Module):
         return self.head(self.norm(x))
 
 
-def pipeline_by_hand(width: int, passes: int, clock: Clock, folder: Path) -> None:
+def pipeline_by_hand(width: int, passes: int, clock: Clock, folder: Path, shards: bool = True) -> None:
+    """Train stages with torch's schedule; `shards`: each is wrapped in fully_shard, as with more readers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, net = dist.get_rank(), Decoder(width)
-    own: nn.Module = _FirstStage(net) if rank == 0 else _LastStage(net)
+    own: Any = _FirstStage(net) if rank == 0 else _LastStage(net)
+    if shards:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "readers"))["readers"]
+        for unit in (*own.blocks, own):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
     schedule = Schedule1F1B(PipelineStage(own, rank, 2, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss_of)
     optimizer = adamw(own)
     data = batches(passes)
@@ -241,7 +248,12 @@ def by_trainer(option: str, window: int, width: int, passes: int, clock: Clock, 
 LAYOUTS = {
     "tensor": (tensor_by_hand, 1, "parallelize_module"),
     "context": (context_by_hand, 1, "fully_shard and an all-to-all by hand, embeddings and loss of half a sequence"),
-    "pipeline": (pipeline_by_hand, MICRO_BATCHES, f"Schedule1F1B with {MICRO_BATCHES} micro-batches"),
+    "pipeline": (pipeline_by_hand, MICRO_BATCHES, f"Schedule1F1B of {MICRO_BATCHES} micro-batches, and fully_shard"),
+    "pipeline, unsharded": (
+        partial(pipeline_by_hand, shards=False),
+        MICRO_BATCHES,
+        f"Schedule1F1B of {MICRO_BATCHES} micro-batches, without fully_shard, so for one reader only",
+    ),
 }
 """By layout: the hand-written loop, the micro-batches of a step, and what the loop is made of."""
 
@@ -264,16 +276,17 @@ def main(arguments: list[str]) -> int:
     parameters, lines = sum(p.numel() for p in Decoder(options.width).parameters()), []
     for layout in options.layouts:
         loop, window, means = LAYOUTS[layout]
+        option = f"{layout.partition(',')[0]}_parallel"
         passes = max(1, options.steps // window) * window
         report = Report(
-            f"parallel_{layout}",
-            f"{layout}_parallel=2 against {means}: time of a micro-batch of {SAMPLES} x {LENGTH} tokens; two "
+            f"parallel_{layout.replace(', ', '_')}",
+            f"{option}=2 against {means}: time of a micro-batch of {SAMPLES} x {LENGTH} tokens; two "
             f"processes, one thread each, a decoder of {parameters:,} parameters, AdamW. Bar: 0.95 of the throughput, "
             "a ratio of 1.053.",
             unit="ms",
             scale=1e3,
         )
-        ours = Contender("ours", partial(by_trainer, f"{layout}_parallel", window, options.width, passes), bar=BAR)
+        ours = Contender("ours", partial(by_trainer, option, window, options.width, passes), bar=BAR)
         take_turns(
             report, Contender("hand-written", partial(loop, options.width, passes)), [ours], passes, options.rounds
         )

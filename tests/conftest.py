@@ -51,7 +51,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and there is none")
+        pytest.skip("needs a CUDA device, which make test-gpu shows to it")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +59,23 @@ class Neighbour:
         """Wait for the content of a tensor whose shape and dtype are known, and return it with that."""
         dist.recv(tensor, group=self._receiving, group_src=self._stage)
         return tensor
+
+    def begin_to_receive(self, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return a function that waits for a contiguous tensor of the shape and dtype of `like`, and returns it.
+
+        From the CPU to the CPU it can come before it is asked for. NCCL's receive would keep a part of the GPU busy.
+        """
+        content = torch.empty_like(like, memory_format=torch.contiguous_format)
+        if content.device.type != "cpu":
+            return lambda: self.receive_content(content)
+        work = dist.irecv(content, group=self._receiving, group_src=self._stage)
+        assert work is not None  # of a process of the group
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return content
+
+        return wait
 
     def flush(self) -> None:
         for work, _ in self._pending:

@@ -87,6 +87,8 @@ class Pipeline:
         self._groups = {stages: shared(stages) for stages in sorted({tuple(found) for found in self.ties.values()})}
         self._saved: deque[MicroBatch] = deque()
         self._received: torch.Tensor | None = None
+        self._gradient: Callable[[], torch.Tensor] | None = None
+        """Waits for the gradient of the oldest micro-batch; None: it is not on its way."""
         self._taken = False
         """True if the first own block has run in the forward in progress."""
         self._first_batch = FirstBatch(module, self.stage, self.elsewhere)
@@ -195,6 +197,7 @@ class Pipeline:
         self._first_batch.end_forward(training)
         if training:
             self._saved.append(MicroBatch(outputs, received, synchronizes))
+            self._expect_gradient()
         if self.is_last:
             return outputs
         return torch.zeros((), device=device, requires_grad=True) if training else None
@@ -225,11 +228,20 @@ class Pipeline:
             self._backward_of_oldest(run)
 
     def _backward_of_oldest(self, run: Callable[[bool, Callable[[], None]], None]) -> None:
-        micro_batch = self._saved.popleft()
-        assert self._next is not None
-        gradient = self._next.receive_content(torch.empty_like(micro_batch.sent, memory_format=torch.contiguous_format))
+        micro_batch, gradient = self._saved.popleft(), self._expected_gradient()
+        self._expect_gradient()
         run(micro_batch.synchronizes, lambda: torch.autograd.backward(micro_batch.sent, gradient))
         self._send_gradient(micro_batch)
+
+    def _expect_gradient(self) -> None:
+        """Begin to receive the gradient of the oldest micro-batch, which can come while this stage computes."""
+        if self._next is not None and self._saved and self._gradient is None:
+            self._gradient = self._next.begin_to_receive(self._saved[0].sent)
+
+    def _expected_gradient(self) -> torch.Tensor:
+        assert self._gradient is not None
+        gradient, self._gradient = self._gradient(), None
+        return gradient
 
     def _send_gradient(self, micro_batch: MicroBatch) -> None:
         if self._before is not None:

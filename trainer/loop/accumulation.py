@@ -92,7 +92,8 @@ def even_window(window: list[Batch], strategy: Strategy) -> list[Batch]:
 
     For loaders that only know their own reader's batches. Collective.
     """
-    everywhere = strategy.processes.gather_reports([batch.samples for batch in window])
+    own = [batch.samples for batch in window]
+    everywhere = strategy.processes.gather_reports(own) if strategy.processes.readers > 1 else [own]
     of_each = list(zip(*everywhere, strict=False))
     totals = [None if None in samples else sum(samples) for samples in of_each]
     return [batch._replace(total=total) for batch, total in zip(window, totals, strict=False)]
