@@ -75,6 +75,7 @@ SLOW = (
     "model/test_optional_methods.py",
     "strategies/test_call_order.py",
     "strategies/test_changing_parameters.py",
+    "strategies/test_counts_of_torch.py",
     "strategies/test_deepspeed_engine.py",
     "strategies/test_deepspeed_state.py",
     "strategies/test_expert_parallel.py",
