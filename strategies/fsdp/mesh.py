@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,6 +67,7 @@ class ParallelMesh:
         shape = (layout.pipeline, math.prod(readers.values()), layout.context, layout.tensor)
         self._ranks = self.mesh.mesh.reshape(shape)
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._of_stages: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if layout.processes > 1:
             # Two for stages: NCCL would have a send wait for a receive in the other direction.
             for number, name in enumerate(("stage", "readers", "context", "stage, backwards")):
@@ -116,8 +119,11 @@ class ParallelMesh:
         ranks = dist.get_process_group_ranks(self._groups["stage"])
         if self.position("stage") not in stages or len(stages) == len(ranks):
             return self._groups["stage"] if len(stages) == len(ranks) else None
-        group: dist.ProcessGroup = dist.new_group([ranks[stage] for stage in stages], use_local_synchronization=True)
-        return group
+        some = tuple(stages)
+        if some not in self._of_stages:
+            members = [ranks[stage] for stage in stages]
+            self._of_stages[some] = dist.new_group(members, use_local_synchronization=True)
+        return self._of_stages[some]
 
     def position(self, name: str) -> int:
         """Return this process's coordinate along "stage", "readers", "context" or "tensor"."""
@@ -133,3 +139,30 @@ class ParallelMesh:
             for rank in self._ranks[:, reader].flatten().tolist():
                 reader_of[rank] = reader
         processes.set_readers(reader_of, self._ranks[-1, :, 0, 0].tolist(), self._groups["readers"])
+
+
+_KEPT: dict[tuple[Any, ...], ParallelMesh] = {}
+"""The meshes of this process, by process group and sizes."""
+
+
+def kept_mesh(device_type: str, layout: ModelSplit, readers: dict[str, int], processes: SingleProcess) -> ParallelMesh:
+    """Return the mesh of these sizes, which the first run that needs it has made. Collective.
+
+    A group keeps threads, and memory of the GPUs, until the process ends: runs one after the other share theirs. If a
+    process has forgotten its mesh, all make a new one.
+    """
+    is_made_of_groups = bool(layout) or len(readers) > 1
+    if not is_made_of_groups or dist.get_backend() == "fake":  # in a dry run nothing is sent
+        return ParallelMesh(device_type, layout, readers)
+    key = (dist.group.WORLD, device_type, layout, *readers.items())
+    if not all(processes.all_gather_object(key in _KEPT)):
+        if not _KEPT:
+            atexit.register(_KEPT.clear)  # before the process group is destroyed
+        _KEPT[key] = ParallelMesh(device_type, layout, readers)
+    return _KEPT[key]
+
+
+def forget_mesh(mesh: ParallelMesh) -> None:
+    """Have later runs make a new mesh: messages of a run that has ended with an error may still be on their way."""
+    for key in [key for key, kept in _KEPT.items() if kept is mesh]:
+        del _KEPT[key]

@@ -77,6 +77,11 @@ class Neighbour:
 
         return wait
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether something that was sent has not been received."""
+        return any(not work.is_completed() for work, _ in self._pending)
+
     def flush(self) -> None:
         for work, _ in self._pending:
             work.wait()

@@ -111,6 +111,12 @@ class Pipeline:
         """Placeholders for the parameters of other stages."""
         return {p for p in self.module.parameters() if isinstance(p, AbsentParameter)}
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages to or from this stage are on their way, as after an error within a window."""
+        neighbours = [one for one in (self._next, self._before) if one is not None]
+        return bool(self._saved) or self._gradient is not None or any(one.is_sending for one in neighbours)
+
     def describe(self) -> str:
         """Return the blocks of this stage in words."""
         return f"stage {self.stage} of {self.stages}: {describe_blocks(self.blocks)}"

@@ -34,7 +34,7 @@ from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
 from trainer.strategies.fsdp.first_batch import refuse_collecting
-from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
+from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategies.swapped_parameters import (
@@ -280,7 +280,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
         super().setup_environment(device_type, precision, device_ids)
         if self._mesh is None:
-            self._mesh = ParallelMesh(self.device.type, self.layout, self._sizes_of_readers())
+            self._mesh = kept_mesh(self.device.type, self.layout, self._sizes_of_readers(), self.processes)
         self._mesh.set_readers(self.processes)
 
     def _sizes_of_readers(self) -> dict[str, int]:
@@ -966,6 +966,8 @@ class FSDPStrategy(DistributedStrategy):
     def teardown(self) -> None:
         self._explaining.end()
         self._order.end()
+        if self._mesh is not None and self.pipeline is not None and self.pipeline.has_messages:
+            forget_mesh(self._mesh)
         super().teardown()
 
     def __str__(self) -> str:

@@ -1110,3 +1110,25 @@ def test_a_tensor_with_more_dimensions_than_a_header_has_room_for_is_refused() -
     neighbour = Neighbour(None, None, 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"has 9 dimensions: between the stages .* may have 8. Join some"):
         neighbour.send(torch.zeros([1] * 9))
+
+
+def fit_several_times(way: str) -> tuple[list[int], list[list[float]]]:
+    """Return the number of process groups after each run, and the losses of each."""
+    groups, losses = [], []
+    for _ in range(3):
+        recorder = StepLosses()
+        torch.manual_seed(3)
+        module = GPT(tied=True)
+        settings = {"max_steps": 3, "accumulate_grad_batches": 3, "log_every_n_steps": 1, "seed": 3}
+        trainer = WAYS[way].trainer(**settings, callbacks=recorder)
+        trainer.fit(module, DataLoader(module.data(81), WAYS[way].micro_batch))
+        losses.append(recorder.losses)
+        groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    return groups, losses
+
+
+@pytest.mark.parametrize("way", TWO)
+def test_runs_one_after_the_other_share_process_groups(way: str) -> None:
+    for groups, losses in run_distributed(fit_several_times, 2, way):
+        assert len(set(groups)) == 1
+        assert all(one == losses[0] for one in losses)
