@@ -28,7 +28,7 @@ from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
 from trainer.loop.host_times import SAVING
 from trainer.loop.progress import Progress
-from trainer.metrics.monitor import log_assumed_mode, resolve_mode
+from trainer.metrics.monitor import log_assumed_mode, log_misspelt, resolve_mode
 from trainer.settings import read_duration
 
 if TYPE_CHECKING:
@@ -320,6 +320,10 @@ class ModelCheckpoint(Checkpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         self._base = checkpoint.get("base")
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        if self.monitor is not None:
+            log_misspelt(self.monitor, trainer.run.metrics.names, "ModelCheckpoint")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self.trainable_only:

@@ -13,7 +13,7 @@ from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError, did_you_mean
-from trainer.metrics.monitor import log_assumed_mode, resolve_mode
+from trainer.metrics.monitor import log_assumed_mode, log_misspelt, resolve_mode
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -166,6 +166,9 @@ class EarlyStopping(Callback):
             self._start_afresh()
             if self._unclear_mode and trainer.is_global_zero:
                 log_assumed_mode(self.monitor, "EarlyStopping")
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        log_misspelt(self.monitor, trainer.run.metrics.names, "EarlyStopping")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""

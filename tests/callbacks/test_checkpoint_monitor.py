@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.processes import start_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
-from trainer.callbacks import ModelCheckpoint
+from trainer.callbacks import EarlyStopping, ModelCheckpoint
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.manifest import verify_checkpoint
 
@@ -207,6 +207,22 @@ def test_a_value_not_known_yet_is_nan_in_a_name() -> None:
     ]
 
 
+@pytest.mark.parametrize(("monitor", "reports"), [("val_los", 2), ("val_loss", 0), ("train_loss", 0)])
+def test_a_monitor_that_is_nearly_a_name_of_the_sanity_check_is_reported_before_the_first_step(
+    monitor: str, reports: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stop(Callback):
+        def on_train_start(self, trainer: Trainer, module: Any) -> None:
+            raise InterruptedError
+
+    callbacks = [ModelCheckpoint(monitor=monitor), EarlyStopping(monitor), Stop()]
+    trainer = quiet(max_epochs=1, num_sanity_val_steps=1, enable_checkpointing=True, callbacks=callbacks)
+    with caplog.at_level(logging.WARNING, logger="trainer"), pytest.raises(InterruptedError):
+        trainer.fit(Toy(), loader(2), loader(1))
+    message = f"monitors '{monitor}', which the sanity check has not logged. Did you mean 'val_loss'?"
+    assert caplog.text.count(message) == reports
+
+
 def test_an_unclear_mode_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     class Score(Toy):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -247,7 +263,7 @@ KILLED = """
 import sys
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback
-from trainer.callbacks import ModelCheckpoint
+from trainer.callbacks import EarlyStopping, ModelCheckpoint
 
 class Say(Callback):
     def on_train_batch_end(self, trainer, *args):

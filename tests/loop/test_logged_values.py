@@ -423,19 +423,26 @@ class Seldom(Toy):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("stop", [None, 1, 2, 3, 4, 5], ids=str)
-def test_a_value_logged_between_two_flushes_reaches_the_loggers_once(stop: int | None, tmp_path: Any) -> None:
+@pytest.mark.parametrize("batches", [10, 7])  # of an epoch
+@pytest.mark.parametrize("stop", [None, 1, 2, 3, 4, 5, 7], ids=str)
+def test_a_value_logged_between_two_flushes_reaches_the_loggers_once(
+    stop: int | None, batches: int, tmp_path: Any
+) -> None:
     def run(**settings: Any) -> Trainer:
         saves = ModelCheckpoint(dirpath=tmp_path / "c", save_top_k=1)
-        settings = {"max_epochs": 1, "log_every_n_steps": 4, "enable_checkpointing": True, **settings}
+        settings = {"max_epochs": 2, "log_every_n_steps": 4, "enable_checkpointing": True, **settings}
         trainer = quiet(**settings, logger=CSVLogger(), callbacks=[saves], default_root_dir=tmp_path)
-        trainer.fit(Seldom(1, 2, 6, 9), loader(10), ckpt_path=None if "max_steps" in settings else "last")
+        trainer.fit(Seldom(1, 2, 6, 9), loader(batches), ckpt_path=None if "max_steps" in settings else "last")
         return trainer
 
     if stop is not None:
         run(max_steps=stop)
     rows = rows_of(run())
-    assert [(int(row["step"]), float(row["seldom"])) for row in rows if "seldom" in row] == [(4, 20.0), (8, 60.0)]
+    assert [(int(row["step"]), float(row["seldom"])) for row in rows if "seldom" in row] == [
+        (4, 20.0),
+        (8, 60.0),
+        (12, 90.0),
+    ]
 
 
 def test_a_value_of_an_earlier_step_scores_no_checkpoint(tmp_path: Any) -> None:

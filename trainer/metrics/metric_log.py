@@ -73,6 +73,12 @@ class Entry:
         kept = value.item() if self.from_float32 else _copied(value)  # type: ignore[union-attr]
         self.window_values.append((kept, weight if type(weight) is int else _copied(weight)))
 
+    @property
+    def waits(self) -> bool:
+        """Whether the loggers have not got the latest value of a name that is logged by step alone."""
+        alone = bool(self.options.on_step) and not self.options.on_epoch and self.metric is None
+        return alone and self.window > max(self.superseded, self.flushed)
+
     def latest(self) -> Number:
         """Return the latest value by step, with the dtype of the tensor that it was."""
         value = self.window_values[-1][0]
@@ -519,13 +525,16 @@ class MetricLog:
     def read_epoch(self, scope: MetricScope) -> ReducedMetrics:
         """Return the reductions over the values logged in `scope`, and clear `scope`.
 
-        torchmetrics objects are computed; `reset_computed` resets them.
+        Values by step alone that the loggers have not got yet stay. torchmetrics objects are computed; `reset_computed`
+        resets them.
         """
         batches_of_some = scope.batches and scope is not self.train
         values = self._read_entries(scope.entries, scope.loader, partial(self._compare_names, batches_of_some))
         self._restored = self._restored and scope is not self.train
         self.computed += [e.metric for e in scope.entries.values() if e.metric is not None and not e.options.on_epoch]
+        kept = {name: e for name, e in scope.entries.items() if scope is self.train and e.waits}
         scope.entries.clear()
+        scope.entries.update(kept)
         return values
 
     def reset_computed(self) -> None:
