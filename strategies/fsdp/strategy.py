@@ -143,7 +143,7 @@ class FSDPStrategy(DistributedStrategy):
         self._plan_check: PlanCheck | None = None
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
         self._is_first_step = True
-        self._called: set[str] = set()  # step methods
+        self._called, self._called_first = set[str](), set[str]()  # step methods, and those of this window
         self._order = CallOrder(self.processes, self.name, "block")
         self._compares_gradients = False  # True until the first window has ended, if layers are split
         self._units: list[Any] = []
@@ -306,12 +306,13 @@ class FSDPStrategy(DistributedStrategy):
         self.module, self._full, self._gathered_at_start = module, SwappedParameters(self, self._computing_full), []
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         self._called.clear()
+        self._called_first.clear()
         self._explaining.end()
         self._explaining = ExplainingShards(module, self.name)
         self._explaining.begin()
         if module._wrapper is not None:
             if activation_checkpointing is not None:
-                enable_activation_checkpointing(module, activation_checkpointing)
+                self._checkpoint(module, activation_checkpointing)
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one, maybe by another strategy object
             _, _, self.pipeline, self._context, self._loss_parallel, self.split_description = self.wrapped.applied_split
@@ -327,7 +328,7 @@ class FSDPStrategy(DistributedStrategy):
         values = initial_values(module, self.init_device, loaded, self.device)
         units = self._split_model(module)
         if activation_checkpointing is not None:
-            enable_activation_checkpointing(module, activation_checkpointing)
+            self._checkpoint(module, activation_checkpointing)
         self.wrapped = self._shard(module, units)
         self._list_units()
         self.wrapped.applied_split = AppliedSplit(
@@ -346,6 +347,9 @@ class FSDPStrategy(DistributedStrategy):
                 set_values(tensors[name].detach(), value)
         if self.precision.float8 == "tensorwise":
             self._gather_in_float8()
+
+    def _checkpoint(self, module: TrainModule, policy: BlockPolicy) -> None:
+        enable_activation_checkpointing(module, policy, around_graphs=self.layout.tensor * self.layout.expert > 1)
 
     def _gather_in_float8(self) -> None:
         from trainer.strategies.fsdp.float8_gather import gather_in_float8
@@ -569,11 +573,22 @@ class FSDPStrategy(DistributedStrategy):
             return outputs
 
     def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
-        """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call."""
+        """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call.
+
+        In training until its window ends, since a backward recomputes what was not compiled.
+        """
         if not self.layout or step in self._called:
             return NULL_CONTEXT
-        self._called.add(step)
+        (self._called_first if torch.is_grad_enabled() else self._called).add(step)
         return torch.compiler.set_stance("force_eager") if is_compiled(self.module) else NULL_CONTEXT
+
+    def _as_forward(self) -> AbstractContextManager[Any]:
+        """Return a context in which a backward recomputes as the forward has computed."""
+        return torch.compiler.set_stance("force_eager") if self._called_first else NULL_CONTEXT
+
+    def _end_first_window(self) -> None:
+        self._called |= self._called_first
+        self._called_first.clear()
 
     def _call_step(self, step: str, *args: Any) -> Any:
         between = step == "training_step" and self._is_between
@@ -778,7 +793,7 @@ class FSDPStrategy(DistributedStrategy):
                 self.pipeline.backward(loss, self._backward_of)
             return
         if not self._steps_by_hand:
-            with self._loss_context(), self._order.of(BACKWARD):
+            with self._loss_context(), self._order.of(BACKWARD), self._as_forward():
                 self._run_backward(loss)
             if self._reuses_memory and not self._communicates:
                 copy_gradients(unsharded_parameters(self.wrapped))
@@ -787,12 +802,12 @@ class FSDPStrategy(DistributedStrategy):
         # sharded after the backward, although this step may use it again.
         if loss.requires_grad:
             loss.register_hook(self.wrapped._get_fsdp_state()._pre_backward)
-        with self._order.paused():
+        with self._order.paused(), self._as_forward():
             self._run_backward(loss)
         self.wrapped.unshard()
 
     def _backward_of(self, communicates: bool, backward: Callable[[], None]) -> None:
-        with self._communicating(communicates), self._loss_context():
+        with self._communicating(communicates), self._loss_context(), self._as_forward():
             backward()
 
     def end_window(self) -> None:
@@ -800,6 +815,8 @@ class FSDPStrategy(DistributedStrategy):
             with self._explaining.paused():
                 self.pipeline.end_window(self._backward_of)
             self._gathered_at_start = []
+        if self._called_first:
+            self._end_first_window()
         if self._compares_gradients:
             self._compare_gradients()
 
@@ -824,6 +841,8 @@ class FSDPStrategy(DistributedStrategy):
         return self._mixed_precision().param_dtype is not None or self.precision.weights.itemsize < 4
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        if self._called_first:
+            self._end_first_window()
         if self._compares_gradients and closure is None:  # of a loop that has no windows
             self._compare_gradients()
         with self._explaining.paused() if closure is None else NULL_CONTEXT:

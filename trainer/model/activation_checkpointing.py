@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,9 @@ from trainer.errors import ConfigError
 from trainer.model.blocks import BlockPolicy, find_blocks, without_caches
 
 
-def enable_activation_checkpointing(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn.Module]:
+def enable_activation_checkpointing(
+    module: nn.Module, policy: BlockPolicy = "auto", around_graphs: bool = False
+) -> dict[str, nn.Module]:
     """Store only the inputs of each block between forward and backward, and recompute the rest.
 
     Results, gradients, random numbers (dropout) and running statistics of norms are bit-identical to those without;
@@ -26,6 +28,8 @@ def enable_activation_checkpointing(module: nn.Module, policy: BlockPolicy = "au
     Args:
         module: changed in place, until `disable_activation_checkpointing(module)`.
         policy: the choice of blocks, see `find_blocks`.
+        around_graphs: if a block is compiled (`compile_block`), run its graph twice, instead of having the graph
+            recompute: torch 2.13 cannot save what a graph with distributed tensors needs for that.
 
     Returns:
         The blocks by name.
@@ -47,8 +51,18 @@ def enable_activation_checkpointing(module: nn.Module, policy: BlockPolicy = "au
         )
     for block in blocks.values():
         if not isinstance(vars(block).get("forward"), _Recomputed):
-            block.forward = _Recomputed(block)
+            block.forward = _Recomputed(block, around_graphs)
     return blocks
+
+
+def compile_block(block: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile a module in place, with the options of torch.compile; with `around_graphs` what it recomputes alone."""
+    forward = vars(block).get("forward")
+    if isinstance(forward, _Recomputed) and forward.around_graphs:
+        forward.compiled = torch.compile(forward.run, **options)
+        block._compiled_call_impl = block._call_impl  # by which all see that it is compiled
+    else:
+        block.compile(**options)
 
 
 def disable_activation_checkpointing(module: nn.Module) -> None:
@@ -67,25 +81,29 @@ class _Recomputed:
     An object instead of a closure, so that a deep copy of the block calls the copy.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, around_graphs: bool) -> None:
         self.block = block
         self.replaced: Callable[..., Any] | None = vars(block).get("forward")
         self.forward: Callable[..., Any] = block.forward
         self.norms = [child for child in block.modules() if isinstance(child, _NormBase)]
         self.checked = self.changed_before = False
+        self.around_graphs = around_graphs
+        self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A copy of a compiled block is not compiled.
+        run = self.compiled if self.compiled and self.block._compiled_call_impl else self.run
         if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
+            return run(args, kwargs)
         args, kwargs = without_caches(args), without_caches(kwargs)
         # Only for norms, whose running statistics the second forward would change: torch.compile rejects such contexts.
         options: dict[str, Any] = {"context_fn": self._contexts} if self.norms else {}
         if self.checked or torch.compiler.is_compiling():
-            return checkpoint(self._run, args, kwargs, use_reentrant=False, **options)
+            return checkpoint(run, args, kwargs, use_reentrant=False, **options)
         before = self._buffer_versions()
         # A tuple and a dict of arguments, so that `checkpoint` takes none for its own option, and finds the devices of
         # all, to save the states of their generators.
-        result = checkpoint(self._run, args, kwargs, use_reentrant=False, **options)
+        result = checkpoint(run, args, kwargs, use_reentrant=False, **options)
         changed = [name for name, version in self._buffer_versions().items() if before.get(name) != version]
         if changed and self.changed_before:
             raise ConfigError(
@@ -97,7 +115,8 @@ class _Recomputed:
         self.changed_before, self.checked = bool(changed), not changed
         return result
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the `forward` that the block had."""
         return self.forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

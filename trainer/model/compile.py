@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from trainer.errors import did_you_mean, raise_problems
+from trainer.model.activation_checkpointing import compile_block
 from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks, has_forward
 from trainer.model.recompilation import RecompilationMonitor
 
@@ -217,7 +218,7 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
     """
     parts, uncompiled = parts_to_compile(module, compilation)
     for part in parts.values():
-        part.compile(**compilation.options)
+        compile_block(part, compilation.options)
     kind = type(module).__name__
     if parts:
         log.info("compile, %s: %s", compilation.describe(), ", ".join(name or kind for name in parts))
