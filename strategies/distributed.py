@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.optim import Optimizer
 
 from trainer.arguments import PositiveFloat
 from trainer.distributed.environment import Environment, detect_environment
@@ -25,6 +26,7 @@ from trainer.fault_tolerance.failure import leaving_process_group
 from trainer.launchers.restarts import exit_barrier
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
+from trainer.seed import derive_seed, isolated_rng, seed_generators
 from trainer.strategy import Strategy
 
 
@@ -45,6 +47,16 @@ class DistributedStrategy(Strategy):
         kind = TorchProcessGroup if here.world_size > 1 else SingleProcess
         self.processes = kind(here.rank, here.local_rank, here.world_size, here.num_nodes)
         super().setup_environment(device_type, precision, device_ids)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        if not getattr(optimizer, "bf16_stochastic_round", False):
+            super().step(optimizer, closure, **options)
+            return
+        # torchao's optimizers round at random: by the same numbers everywhere, so that replicas keep equal bits.
+        steps = int(next((state["step"] for state in optimizer.state.values()), 0))
+        with isolated_rng(self.device):
+            seed_generators(derive_seed("rounding", steps))
+            super().step(optimizer, closure, **options)
 
     def _join(self, here: Environment, device_type: str) -> None:
         """Create the process group; it lives until the process ends, so that fit, test and predict share it."""

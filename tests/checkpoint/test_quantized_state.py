@@ -32,6 +32,8 @@ class Net(TrainModule):
     def configure_optimizers(self) -> Any:
         if self.kind == "AdamW":
             return torch.optim.AdamW(self.parameters(), lr=torch.tensor(1e-2))
+        if self.kind == "rounds at random":
+            return optim._AdamW(self.parameters(), lr=1e-2, bf16_stochastic_round=True)
         return getattr(optim, self.kind)(self.parameters(), lr=1e-2)
 
 
@@ -47,7 +49,9 @@ def fit(
 
 def resume_sharded(kind: str, folder: Path) -> list[Mapping[str, torch.Tensor]]:
     warnings.simplefilter("ignore", DeprecationWarning)  # of inductor
-    options = {"strategy": "fsdp", "devices": 2}
+    options: dict[str, Any] = {"strategy": "fsdp", "devices": 2}
+    if kind == "rounds at random":
+        options = {"strategy": "ddp", "devices": 2, "precision": "bf16-true"}
     _, expected = fit(kind, 4, **options)
     trainer, _ = fit(kind, 2, **options)
     trainer.save_checkpoint(folder / "c")
@@ -56,12 +60,13 @@ def resume_sharded(kind: str, folder: Path) -> list[Mapping[str, torch.Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchao compiles its steps, and inductor warns
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "rounds at random"])
 def test_a_resumed_run_has_the_same_bits(kind: str, tmp_path: Path) -> None:
-    _, expected = fit(kind, 6)
-    trainer, _ = fit(kind, 3)
+    options = {"precision": "bf16-true"} if kind == "rounds at random" else {}
+    _, expected = fit(kind, 6, **options)
+    trainer, _ = fit(kind, 3, **options)
     trainer.save_checkpoint(tmp_path / "c")
-    _, found = fit(kind, 6, tmp_path / "c")
+    _, found = fit(kind, 6, tmp_path / "c", **options)
     assert_same_bits(found, expected)
 
 
@@ -74,6 +79,12 @@ def test_a_resumed_sharded_run_has_the_same_bits(tmp_path: Path) -> None:
     # Not AdamW4bit, whose compiled step of torchao 0.18 fails with FSDP2's parameters.
     for expected, found in run_distributed(resume_sharded, 2, "AdamW8bit", tmp_path):
         assert_same_bits(found, expected)
+
+
+def test_replicas_round_at_random_alike(tmp_path: Path) -> None:
+    first, second = run_distributed(resume_sharded, 2, "rounds at random", tmp_path)
+    assert_same_bits(first, second)
+    assert_same_bits(first[0], first[1])
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
