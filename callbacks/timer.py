@@ -28,7 +28,7 @@ class Timer(Callback):
         duration: a `timedelta`, `"DD:HH:MM:SS"`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or seconds. It
             counts all of training, validation included. None: only measure.
         interval: "step": stop after any step; "epoch": only at the end of an epoch.
-        verbose: no effect: the reason of the stop is always printed.
+        verbose: no effect: the reason of a stop is always logged.
 
     Raises:
         ConfigError: `duration` or `interval` is something else.

@@ -56,6 +56,14 @@ def test_when_it_stops(values: list[float], options: dict[str, Any], epochs: int
     assert epochs_run(values, **options) == epochs
 
 
+def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "trainer"):
+        epochs_run([5, 6, 7, 8], patience=2)
+        epochs_run([4, 3], patience=2)  # ends by itself
+    (message,) = [record.getMessage() for record in caplog.records if "stopped" in record.getMessage()]
+    assert message == "stopped after step 3: early stopping: val_loss has not improved in 2 validations; best 5"
+
+
 def test_the_reason_names_value_and_best() -> None:
     trainer = quiet(max_epochs=9, callbacks=[EarlyStopping("val_loss", patience=2)])
     trainer.fit(Scripted([3, 4, 5, 6]), loader(1), loader(1))

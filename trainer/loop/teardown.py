@@ -34,13 +34,17 @@ _OF_STATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticErro
 
 
 def finish(run: Run) -> None:
-    """Call the teardown hooks, print why a training was stopped, and wait for the other processes."""
+    """Call the teardown hooks, say why a training was stopped, and wait for the other processes."""
     run.watchdog.expect_slow_work()
     if run.stage == "fit":
         require_saved(run)
     run.tear_down()
-    if run.stage == "fit" and exit_code(run.stop_reason) and run.strategy.processes.is_global_zero:
-        print_text(run.callbacks, f"stopped after step {run.progress.step}: {run.stop_reason}. {_resume_advice(run)}\n")
+    if run.stage == "fit" and run.stop_reason and run.strategy.processes.is_global_zero:
+        stopped = f"stopped after step {run.progress.step}: {run.stop_reason}"
+        if exit_code(run.stop_reason):
+            print_text(run.callbacks, f"{stopped}. {_resume_advice(run)}\n")
+        else:
+            log.info(stopped)
     run.shut_down()
 
 
