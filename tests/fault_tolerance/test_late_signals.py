@@ -29,6 +29,7 @@ class Slow(Toy):
         time.sleep(0.05)
         return super().training_step(batch, batch_idx)
 
+files = [open(os.devnull) for _ in range(1100 if "files" in sys.argv else 0)]  # select() takes descriptors up to 1023
 trainer = quiet(max_epochs=1000, devices=2 if "two" in sys.argv else 1)
 print("made", flush=True)
 while "before" in sys.argv:
@@ -129,7 +130,7 @@ def test_sigusr1_changes_nothing_when_the_command_has_nothing_left_to_train() ->
     assert codes == ["batch 75", "epoch 0", "train 0", "fit 0"]
 
 
-@pytest.mark.parametrize("number", ["one", "two"])
+@pytest.mark.parametrize("number", ["one", "two", "files"])
 def test_the_third_sigterm_ends_a_hung_step_with_its_stacks(number: str) -> None:
     running = start_python(TRAINING, "hung", number)
     running.wait_for("step", count=2 if number == "two" else 1)
@@ -143,7 +144,7 @@ def test_the_third_sigterm_ends_a_hung_step_with_its_stacks(number: str) -> None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs real-time signals")
-@pytest.mark.parametrize(("number", "code"), [("one", -signal.SIGKILL), ("two", 143)])
+@pytest.mark.parametrize(("number", "code"), [("one", -signal.SIGKILL), ("files", -signal.SIGKILL), ("two", 143)])
 def test_the_third_sigterm_ends_a_step_that_holds_the_interpreters_lock(number: str, code: int) -> None:
     running = start_python(TRAINING, "stuck", number)
     running.wait_for("step", count=2 if number == "two" else 1)

@@ -114,7 +114,9 @@ def _work_and_exit(work: Callable[[], dict[str, Any]], write: int) -> None:
 def _read(descriptor: int) -> bytes:
     """Return what comes until the other end is closed; nothing if that takes long."""
     message, deadline = b"", time.monotonic() + _LONGEST_S
-    while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    poll = select.poll()  # select.select takes no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    while poll.poll(1000 * max(0.0, deadline - time.monotonic())):
         part = os.read(descriptor, 1 << 16)
         if not part:
             return message

@@ -36,7 +36,7 @@ def main(parent: int, noticed: int, rank: str) -> None:
     numbers = socket.socket(fileno=0)
     count = unnoticed = before = 0
     while os.getppid() == parent:
-        ready, _, _ = select.select([numbers.fileno(), noticed], [], [], 2.0)
+        ready = _readable([numbers.fileno(), noticed], seconds=2.0)
         time.sleep(0.1)  # in which the parent takes a signal that it notices; signals that come together are one
         if noticed in ready:
             count += len(os.read(noticed, 64))
@@ -53,7 +53,7 @@ def main(parent: int, noticed: int, rank: str) -> None:
         if (
             now
             and count + unnoticed >= SIGTERMS
-            and not _soon(lambda: not select.select([numbers.fileno()], [], [], 0)[0], seconds=2.0)
+            and not _soon(lambda: not _readable([numbers.fileno()], seconds=0.0), seconds=2.0)
         ):
             os.write(2, f"rank {rank}: {_WORDS}\n".encode())
             with suppress(ProcessLookupError):  # its launcher was faster
@@ -62,6 +62,14 @@ def main(parent: int, noticed: int, rank: str) -> None:
                 time.sleep(1.0)
                 os.kill(parent, signal.SIGKILL)
             return
+
+
+def _readable(descriptors: list[int], seconds: float) -> list[int]:
+    """Return those from which something can be read, as select.select does for descriptors up to 1023."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(1000 * seconds)]
 
 
 def _soon(condition: Callable[[], bool], seconds: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -106,9 +106,10 @@ class SigtermWatch:
             faulthandler.unregister(DUMP_SIGNAL)
 
     def _listen(self, read: socket.socket, noticed: int | None) -> None:
-        with read:
+        with read, selectors.DefaultSelector() as incoming:  # select.select takes no descriptor above 1023
+            incoming.register(read, selectors.EVENT_READ)
             # The call of `select` ends with the interpreter's lock: until then the guard sees the numbers, too.
-            while select.select([read], [], []) and (numbers := read.recv(64)):
+            while incoming.select() and (numbers := read.recv(64)):
                 for number in numbers:
                     if number == signal.SIGTERM and self._count.add() and noticed is not None:
                         with suppress(OSError):  # the guard has been killed
