@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+_Cut = tuple[int, tuple[int, ...]]
+"""The largest sum of a stage, and where each stage ends."""
+
 
 def cut_blocks(sizes: Sequence[int], stages: int) -> list[int]:
     """Return where each stage ends: the largest sum of a stage is as small as it can be, and no stage is empty."""
@@ -16,17 +19,24 @@ def _cut_blocks(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
     count, sums = len(sizes), [0]
     for size in sizes:
         sums.append(sums[-1] + size)
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    best: dict[int, _Cut] = {0: (0, ())}
     for stage in range(1, stages + 1):
-        best = {
-            end: min(
-                (max(largest, sums[end] - sums[start]), (*ends, end))
-                for start, (largest, ends) in best.items()
-                if start < end
-            )
-            for end in range(stage, count - (stages - stage) + 1)
-        }
+        best = {end: _last_cut(sums, best, stage - 1, end) for end in range(stage, count - (stages - stage) + 1)}
     return best[count][1]
+
+
+def _last_cut(sums: list[int], before: dict[int, _Cut], first: int, end: int) -> _Cut:
+    """Return the best cut of the blocks up to `end`, from those of one stage less, which end at `first` or later."""
+    found: _Cut | None = None
+    for start in range(min(end - 1, max(before)), first - 1, -1):
+        last = sums[end] - sums[start]
+        if found is not None and last > found[0]:
+            break  # a stage that begins earlier is larger still
+        largest, ends = before[start]
+        cut = (max(largest, last), (*ends, end))
+        found = cut if found is None else min(found, cut)
+    assert found is not None
+    return found
 
 
 def bubble(stages: int, window: int) -> float:
