@@ -16,7 +16,7 @@ NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocabulary": ("vocab_size",),
-    "kv_heads": ("num_key_value_heads", "n_head_kv"),
+    "kv_heads": ("num_key_value_heads", "n_head_kv", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "intermediate": ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
@@ -26,7 +26,8 @@ NAMES = {
 NEEDED = ("layers", "hidden", "heads", "vocabulary")
 NOT_GATED = (
     *("gpt2", "gpt_neox", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "opt", "bloom", "falcon", "mpt", "phi", "xglm"),
-    *("starcoder2", "nemotron", "arcee", "apertus", "persimmon", "bert", "roberta", "xlm-roberta", "electra", "vit"),
+    *("starcoder2", "nemotron", "arcee", "apertus", "persimmon", "biogpt", "jais2"),
+    *("bert", "bert-generation", "camembert", "electra", "ernie", "megatron-bert", "roberta", "xlm-roberta", "vit"),
 )
 """Model types whose MLP has two layers."""
 TIED = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3", "gemma3_text")
@@ -54,7 +55,7 @@ def read_config(path: str) -> Architecture:
             f"--config {path} does not say {', '.join(missing)} (by names such as {NAMES[missing[0]][0]}): give "
             "--layers, --hidden, --heads and --vocab instead."
         )
-    if found["kv_heads"] is None and config.get("multi_query") and not config.get("new_decoder_architecture"):
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # whatever else Falcon's says
         found["kv_heads"] = 1
     each = found["intermediate"] if found["experts"] else None
     shared = _first(config, ("shared_expert_intermediate_size", "shared_intermediate_size"))
