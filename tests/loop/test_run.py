@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.processes import fork_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Trainer, TrainModule
 from trainer.errors import ConfigError
@@ -188,3 +190,21 @@ def test_the_steps_of_a_fit_are_known_in_setup() -> None:
     trainer.fit(module := Schedules(), loader(3))
     assert module.steps == (6, 3)
     assert trainer.global_step == 6
+
+
+def test_run_directories_into_which_nothing_was_written_are_removed_at_the_end(tmp_path: Path) -> None:
+    source = """
+import os
+from tests.helpers.processes import fork_python
+from tests.helpers.toy import Toy, loader, quiet
+
+for number in range(3):
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Toy(), loader(2))
+    if number == 1:
+        (trainer.run_dir / "mine.txt").write_text("kept")
+os.mkdir("elsewhere")
+os.chdir("elsewhere")
+"""
+    fork_python(source, cwd=tmp_path).wait().check()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["version_1"]

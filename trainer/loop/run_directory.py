@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -295,7 +296,15 @@ def _make_version(root: Path, number: int) -> Path:
             number += 1
         else:
             sync_directory(root)
+            atexit.register(_remove_if_empty, path.absolute(), os.getpid())
             return path
+
+
+def _remove_if_empty(run_dir: Path, process: int) -> None:
+    """Remove, when the process that made it ends, a run directory into which neither trainer nor user has written."""
+    if os.getpid() == process:  # not in a fork of it
+        with suppress(OSError):
+            run_dir.rmdir()
 
 
 def _delete_leftovers(run_dir: Path) -> None:
