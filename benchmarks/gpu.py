@@ -262,7 +262,8 @@ def _beside_saves(device: str, small: bool) -> str:
     from trainer import Trainer
     from trainer.callbacks import ModelCheckpoint
 
-    steps, every, batch_size, number = (12, 4, 2, 1) if small else (120, 40, 8, 3)
+    every, batch_size, number = (4, 2, 1) if small else (40, 8, 3)
+    first, steps = every + 1, 3 * every + 1  # from after the first save, which allocates memory, to after the third
     data = list(tokens(batch_size * steps, small).to(device).split(batch_size))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     written = []
@@ -273,22 +274,18 @@ def _beside_saves(device: str, small: bool) -> str:
                 options: dict[str, Any] = {"accelerator": device, "devices": 1, "precision": "bf16-mixed", **OFF}
                 if saving:
                     options |= {"callbacks": checkpoint, "enable_checkpointing": True}
-                watch = Stopwatch(device, every, steps)  # the first save, which allocates memory, is before it
+                watch = Stopwatch(device, first, steps)
                 Trainer(**options, max_steps=steps, max_epochs=-1).fit(GPT2(watch, small), data)
                 seconds[saving].append(watch.seconds)
                 if saving:
                     written.append(checkpoint.write_seconds or 0.0)
     shares = [without / beside for without, beside in zip(seconds[False], seconds[True], strict=True)]
-    step = median(seconds[False])
-    loss = (1 - median(shares)) * (steps - every)
-    names = ["steps", "step without saves, ms", "throughput with a save each " + str(every) + " steps", "least", "most"]
+    names = ["steps", "step without saves, ms", f"throughput with a save each {every} steps", "least", "most"]
     names += ["steps lost by a save", "writing one, s"]
-    row = [
-        str(steps - every),
-        f"{step * 1e3:.1f}",
-        *(f"{share:.3f}" for share in (median(shares), min(shares), max(shares))),
-    ]
-    return table(names, [[*row, f"{loss / ((steps - every) // every):.2f}", f"{median(written):.2f}"]])
+    row = [str(steps - first), f"{median(seconds[False]) * 1e3:.1f}"]
+    row += [f"{share:.3f}" for share in (median(shares), min(shares), max(shares))]
+    row += [f"{(1 / median(shares) - 1) * every:.2f}", f"{median(written):.2f}"]
+    return table(names, [row])
 
 
 def parallel(device: str, small: bool) -> str:

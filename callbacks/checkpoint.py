@@ -322,7 +322,7 @@ class ModelCheckpoint(Checkpoint):
         self._base = checkpoint.get("base")
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if self.monitor is not None:
+        if self.monitor is not None and trainer.is_global_zero:
             log_misspelt(self.monitor, trainer.run.metrics.names, "ModelCheckpoint")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:

@@ -168,7 +168,8 @@ class EarlyStopping(Callback):
                 log_assumed_mode(self.monitor, "EarlyStopping")
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        log_misspelt(self.monitor, trainer.run.metrics.names, "EarlyStopping")
+        if trainer.is_global_zero:
+            log_misspelt(self.monitor, trainer.run.metrics.names, "EarlyStopping")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""

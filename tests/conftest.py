@@ -38,7 +38,7 @@ pytest_plugins = ["tests.tiers"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs from tests that are not about them: those start on what the machine has, which is slower there."""
+    """Hide the GPUs from tests that are not about them, and would run on them by default."""
     if "gpu" not in config.option.markexpr and DEVICE == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

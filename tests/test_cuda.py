@@ -123,7 +123,7 @@ def test_a_checkpoint_in_the_background_holds_the_step_at_which_it_was_taken(tmp
 
 
 class NoWaiting(Callback):
-    """Have torch raise an error where the host waits for the GPU, from the third step to the next flush."""
+    """Have torch raise an error where the host waits for the GPU between two flushes."""
 
     runs_last = True
 
@@ -207,22 +207,22 @@ class Hungry(Net):
         return super().training_step(batch, batch_idx)
 
 
-def train_with_little_memory() -> tuple[int, list[float]]:
+def train_with_little_memory() -> tuple[int, int]:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((1 << 30) / total)
     torch.manual_seed(3)
     trainer = Trainer(**ON_ONE_GPU, max_epochs=1, accumulate_grad_batches="auto", seed=5)
     trainer.fit(Hungry(), loader(32))
-    return trainer.train_dataloader.parts, [trainer.global_step]
+    return trainer.train_dataloader.parts, trainer.global_step
 
 
 def test_batches_that_do_not_fit_are_split() -> None:
     ((parts, steps),) = run_distributed(train_with_little_memory, 1)
     assert parts == 4  # 8 samples take 512 MiB of 1 GiB; 16 would take all
-    assert steps == [3]
+    assert steps == 3
 
 
-def test_memory_that_ends_is_reported_with_what_helps(tmp_path: Path) -> None:
+def test_memory_that_ends_is_reported(tmp_path: Path) -> None:
     source = (
         "import torch\nfrom trainer import Trainer\nfrom tests.test_cuda import Hungry, loader\n"
         "torch.cuda.set_per_process_memory_fraction((1 << 30) / torch.cuda.get_device_properties(0).total_memory)\n"
@@ -245,7 +245,6 @@ def test_an_error_of_a_kernel_is_the_one_that_is_reported(tmp_path: Path) -> Non
     )
     done = run_python(source, cwd=tmp_path).check(1)
     assert "device-side assert" in done.stderr
-    assert done.stderr.rstrip().splitlines()[-1] != ""
     assert not list(tmp_path.glob("*.partial"))
 
 

@@ -63,7 +63,8 @@ class Neighbour:
     def begin_to_receive(self, like: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return a function that waits for a contiguous tensor of the shape and dtype of `like`, and returns it.
 
-        From the CPU to the CPU it can come before it is asked for. NCCL's receive would keep a part of the GPU busy.
+        On the CPU it comes while this process computes. On a GPU it is received when the function is called: until a
+        message comes, NCCL's receive keeps a part of the GPU busy.
         """
         content = torch.empty_like(like, memory_format=torch.contiguous_format)
         if content.device.type != "cpu":

@@ -195,7 +195,6 @@ def test_the_steps_of_a_fit_are_known_in_setup() -> None:
 def test_run_directories_into_which_nothing_was_written_are_removed_at_the_end(tmp_path: Path) -> None:
     source = """
 import os
-from tests.helpers.processes import fork_python
 from tests.helpers.toy import Toy, loader, quiet
 
 for number in range(3):
