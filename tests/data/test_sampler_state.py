@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import os
 import random
 import time
 from collections import deque
@@ -349,3 +351,13 @@ def test_generators_of_others_are_left_alone() -> None:
     sampler = Around(dataset)
     sampler.me = sampler  # type: ignore[attr-defined]
     assert own_generators(sampler) == []
+
+
+def test_a_child_is_read_from_a_process_with_many_open_files() -> None:
+    read, write = os.pipe()
+    high = fcntl.fcntl(read, fcntl.F_DUPFD, 1500)  # select.select takes descriptors up to 1023
+    os.write(write, b"order")
+    for descriptor in (read, write):
+        os.close(descriptor)
+    assert sampler_check._read(high) == b"order"
+    os.close(high)

@@ -1132,3 +1132,21 @@ def test_runs_one_after_the_other_share_process_groups(way: str) -> None:
     for groups, losses in run_distributed(fit_several_times, 2, way):
         assert len(set(groups)) == 1
         assert all(one == losses[0] for one in losses)
+
+
+def leave_a_window() -> list[bool]:
+    """Return, for three strategies one after the other, whether each has the first one's mesh; the second leaves."""
+    meshes = []
+    for leaves in (False, True, False):
+        strategy, module = FSDPStrategy(**PP), Small(Attending(), Attending())
+        strategy.setup_environment("cpu", PRECISIONS["32-true"])
+        meshes.append(strategy._mesh)
+        if leaves:
+            strategy.setup_module(module, for_training=True)
+            strategy.call_step("training_step", [torch.randn(4, 8, 8)], 0)  # the first stage waits for a gradient
+        strategy.teardown()
+    return [mesh is meshes[0] for mesh in meshes]
+
+
+def test_all_processes_make_new_groups_after_a_window_that_one_has_left() -> None:
+    assert run_distributed(leave_a_window, 2, timeout=90.0) == [[True, True, False]] * 2
