@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 from benchmarks._report import Report
 from benchmarks._task import Batches
-from benchmarks._turns import Clock, Contender, take_turns
+from benchmarks._turns import PIECE, Clock, Contender, take_turns
 
-LAYERS, HEADS, VOCABULARY, LENGTH, SAMPLES = 8, 4, 64, 256, 2
+HEADS, VOCABULARY, LENGTH, SAMPLES = 4, 64, 256, 2
 MICRO_BATCHES = 8
 """Micro-batches of a step of the pipeline."""
 WARM_UP = 2 * MICRO_BATCHES
@@ -56,11 +56,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
@@ -69,6 +69,9 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+Build = Callable[[], Decoder]
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -94,12 +97,12 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
-def tensor_by_hand(width: int, passes: int, clock: Clock, folder: Path) -> None:
+def tensor_by_hand(build: Build, passes: int, clock: Clock, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    net = Decoder(width)
+    net = build()
     plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
     plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ("out", "down")}
     plan |= {
@@ -129,11 +132,11 @@ def _exchanged(tensor: torch.Tensor, parted: int, full: int) -> torch.Tensor:
     return torch.cat(list(received), parted)
 
 
-def context_by_hand(width: int, passes: int, clock: Clock, folder: Path) -> None:
+def context_by_hand(build: Build, passes: int, clock: Clock, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    net = Decoder(width)
+    net = build()
     mesh = init_device_mesh("cpu", (2,))
     for block in net.blocks:
         block.exchange = _AllToAll.apply
@@ -156,7 +159,7 @@ def _loop(net: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], clo
 class _FirstStage(nn.Module):
     def __init__(self, net: Decoder) -> None:
         super().__init__()
-        self.embed, self.blocks = net.embed, net.blocks[: LAYERS // 2]
+        self.embed, self.blocks = net.embed, net.blocks[: len(net.blocks) // 2]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -168,7 +171,7 @@ class _FirstStage(nn.Module):
 class _LastStage(nn.Module):
     def __init__(self, net: Decoder) -> None:
         super().__init__()
-        self.blocks, self.norm, self.head = net.blocks[LAYERS // 2 :], net.norm, net.head
+        self.blocks, self.norm, self.head = net.blocks[len(net.blocks) // 2 :], net.norm, net.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -176,13 +179,13 @@ class _LastStage(nn.Module):
         return self.head(self.norm(x))
 
 
-def pipeline_by_hand(width: int, passes: int, clock: Clock, folder: Path, shards: bool = True) -> None:
+def pipeline_by_hand(build: Build, passes: int, clock: Clock, folder: Path, shards: bool = True) -> None:
     """Train stages with torch's schedule; `shards`: each is wrapped in fully_shard, as with more readers."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank, net = dist.get_rank(), Decoder(width)
+    rank, net = dist.get_rank(), build()
     own: Any = _FirstStage(net) if rank == 0 else _LastStage(net)
     if shards:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "readers"))["readers"]
@@ -206,7 +209,7 @@ def pipeline_by_hand(width: int, passes: int, clock: Clock, folder: Path, shards
 # -- by the trainer ----------------------------------------------------------------------------------------------------
 
 
-def by_trainer(option: str, window: int, width: int, passes: int, clock: Clock, folder: Path) -> None:
+def by_trainer(option: str, window: int, build: Build, passes: int, clock: Clock, folder: Path) -> None:
     from benchmarks import _ours
     from trainer import Trainer, TrainModule
     from trainer.strategies import FSDPStrategy
@@ -223,7 +226,7 @@ def by_trainer(option: str, window: int, width: int, passes: int, clock: Clock, 
 
         def __init__(self) -> None:
             super().__init__()
-            self.net = Decoder(width)
+            self.net = build()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             if batch_idx >= WARM_UP:
@@ -262,22 +265,28 @@ def main(arguments: list[str]) -> int:
     """Start two processes of this command, or run as one of them."""
     parser = argparse.ArgumentParser("python -m benchmarks parallel", description=__doc__)
     parser.add_argument("--layouts", nargs="+", choices=[*LAYOUTS], default=[*LAYOUTS])
-    parser.add_argument("--steps", type=int, default=64, help="micro-batches of a run, a multiple of 32")
+    parser.add_argument("--steps", type=int, default=64, help="micro-batches of a run, in four pieces of full windows")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--width", type=int, default=256, help="of the decoder, a multiple of 8")
+    parser.add_argument("--layers", type=int, default=8, help="of the decoder, an even number")
     parser.add_argument("--save", type=Path, default=None)
     options = parser.parse_args(arguments)
+    pieces = 4 * max(LAYOUTS[layout][1] for layout in options.layouts)
+    if not 1 <= options.steps <= 4 * PIECE or options.steps % pieces:
+        parser.error(
+            f"--steps {options.steps}: give a multiple of {pieces} up to {4 * PIECE}, for four pieces of windows"
+        )
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run([*command, "-m", "benchmarks", "parallel", *arguments], env=env, check=False).returncode
+    build = partial(Decoder, options.width, options.layers)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    parameters, lines = sum(p.numel() for p in Decoder(options.width).parameters()), []
+    parameters, lines = sum(p.numel() for p in build().parameters()), []
     for layout in options.layouts:
         loop, window, means = LAYOUTS[layout]
         option = f"{layout.partition(',')[0]}_parallel"
-        passes = max(1, options.steps // window) * window
         report = Report(
             f"parallel_{layout.replace(', ', '_')}",
             f"{option}=2 against {means}: time of a micro-batch of {SAMPLES} x {LENGTH} tokens; two "
@@ -286,9 +295,13 @@ def main(arguments: list[str]) -> int:
             unit="ms",
             scale=1e3,
         )
-        ours = Contender("ours", partial(by_trainer, option, window, options.width, passes), bar=BAR)
+        ours = Contender("ours", partial(by_trainer, option, window, build, options.steps), bar=BAR)
         take_turns(
-            report, Contender("hand-written", partial(loop, options.width, passes)), [ours], passes, options.rounds
+            report,
+            Contender("hand-written", partial(loop, build, options.steps)),
+            [ours],
+            options.steps,
+            options.rounds,
         )
         _add_up(report)
         if dist.get_rank() == 0:
