@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import ConfigError, first_of
+from trainer.model.blocks import is_compiled
 from trainer.model.full_parameters import Block, ParameterSlot, checksum, same_bits, slots_of
 from trainer.strategy import Strategy, full_state_dict
 
@@ -190,6 +191,6 @@ def _move_last(hooks: dict[int, Any], others: set[int], after: bool) -> None:
         hooks.update(ordered)
 
 
-def is_compiled(module: nn.Module) -> bool:
+def has_compiled(module: nn.Module) -> bool:
     """Whether a submodule is compiled, and hooks would have it compiled again."""
-    return any(child._compiled_call_impl is not None or "_orig_mod" in child._modules for child in module.modules())
+    return any(map(is_compiled, module.modules()))

@@ -77,7 +77,7 @@ from trainer.strategies.deepspeed.problems import (
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
-    is_compiled,
+    has_compiled,
     unchanged_while_gathered,
     without_hooks,
 )
@@ -384,7 +384,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if step != "training_step" or not (self._is_first_step or torch.is_anomaly_enabled()):
             return self._refusing.paused()
         self._is_first_step = False
-        if is_compiled(self.module):
+        if has_compiled(self.module):
             return self._refusing.paused()
         units = {child: partitioned_parameters(child, recurse=False) for child in self.module.modules()}
         names = {parameter: name for name, parameter in self.module.named_parameters()}

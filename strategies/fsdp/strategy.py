@@ -39,7 +39,7 @@ from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
-    is_compiled,
+    has_compiled,
     unchanged_while_gathered,
     without_hooks,
 )
@@ -531,7 +531,7 @@ class FSDPStrategy(DistributedStrategy):
         self._compares_gradients = self.layout.tensor > 1
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
-        low = self._mixed_precision().param_dtype is not None or is_compiled(self.module)
+        low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
         self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else None
         self._refuse_of_split_models(optimizers, config)
         window = config.accumulate_grad_batches or 1
@@ -580,7 +580,7 @@ class FSDPStrategy(DistributedStrategy):
         if not self.layout or step in self._called:
             return NULL_CONTEXT
         (self._called_first if torch.is_grad_enabled() else self._called).add(step)
-        return torch.compiler.set_stance("force_eager") if is_compiled(self.module) else NULL_CONTEXT
+        return torch.compiler.set_stance("force_eager") if has_compiled(self.module) else NULL_CONTEXT
 
     def _as_forward(self) -> AbstractContextManager[Any]:
         """Return a context in which a backward recomputes as the forward has computed."""
@@ -629,7 +629,7 @@ class FSDPStrategy(DistributedStrategy):
         if step != "training_step" or not (self._is_first_step or torch.is_anomaly_enabled()):
             return NULL_CONTEXT
         self._is_first_step = False
-        if self.layout or self._steps_by_hand or is_compiled(self.module):
+        if self.layout or self._steps_by_hand or has_compiled(self.module):
             return NULL_CONTEXT
         units = [(unit, partial(self._gathered_by, unit)) for unit in self._units]
         return unchanged_while_gathered(units, self._gathering_hooks(self._units), self)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.arguments import raise_if_raising
 from trainer.errors import ConfigError
-from trainer.model.blocks import BlockPolicy, find_blocks, without_caches
+from trainer.model.blocks import BlockPolicy, find_blocks, is_compiled, without_caches
 
 
 def enable_activation_checkpointing(
@@ -35,8 +35,8 @@ def enable_activation_checkpointing(
         The blocks by name.
 
     Raises:
-        ConfigError: the policy matches nothing. Raised later, in the second training forward of a block, if the block
-            changes a buffer each time.
+        ConfigError: the policy matches nothing, or `around_graphs` and a graph of the user's own has a block in it.
+            Raised later, in the second training forward of a block, if the block changes a buffer each time.
     """
     try:
         blocks = find_blocks(module, policy)
@@ -49,10 +49,24 @@ def enable_activation_checkpointing(
         raise ConfigError(
             f"activation checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
         )
+    if around_graphs:
+        _refuse_compiled(module, blocks)
     for block in blocks.values():
         if not isinstance(vars(block).get("forward"), _Recomputed):
             block.forward = _Recomputed(block, around_graphs)
     return blocks
+
+
+def _refuse_compiled(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError for modules that the user has compiled with checkpointed blocks in them."""
+    chosen = set(map(id, blocks.values()))
+    for name, child in module.named_modules():
+        if is_compiled(child) and any(id(part) in chosen for part in child.modules()):
+            raise ConfigError(
+                f"{name} is compiled by your code, and torch cannot recompute activations within a graph that has "
+                "split layers: leave the compilation to Trainer(compile={'blocks': 'auto'}), which recomputes around "
+                "the graphs, or leave out activation_checkpointing."
+            )
 
 
 def compile_block(block: nn.Module, options: Mapping[str, Any]) -> None:

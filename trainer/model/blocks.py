@@ -132,6 +132,11 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module itself are compiled, by the Trainer or by the user."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
 def _size(module: nn.Module) -> int:
     return sum(map(_elements, module.parameters()))
 

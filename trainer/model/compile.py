@@ -20,7 +20,7 @@ from torch import nn
 
 from trainer.errors import did_you_mean, raise_problems
 from trainer.model.activation_checkpointing import compile_block
-from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks, has_forward
+from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks, has_forward, is_compiled
 from trainer.model.recompilation import RecompilationMonitor
 
 log = logging.getLogger("trainer")
@@ -259,7 +259,7 @@ def _split(modules: NamedModules) -> tuple[NamedModules, NamedModules]:
     parts: NamedModules = {}
     uncompiled: NamedModules = {}
     for name, module in modules.items():
-        if _is_metric(module) or _is_compiled(module):
+        if _is_metric(module) or is_compiled(module):
             continue
         if has_forward(module) and is_compilable(module):
             parts[name] = module
@@ -278,11 +278,6 @@ def _split(modules: NamedModules) -> tuple[NamedModules, NamedModules]:
 def is_compilable(module: nn.Module) -> bool:
     """Whether `module.compile()` has an effect: Dynamo skips torch's own files and TorchScript."""
     return not str(module.forward.__module__).startswith("torch.") and not isinstance(module, torch.jit.ScriptModule)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether the user has compiled the module."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _is_metric(module: nn.Module) -> bool:
