@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -164,8 +165,9 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     stay as they are.
 
     Raises:
-        ConfigError: no layer can.
+        ConfigError: no layer can, or torchao does not work with this torch.
     """
+    _check_torchao(name)
     multiple = MX_BLOCK if recipe == "mx" else 16  # GPUs multiply matrices of such sizes
     linear = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
     plain = [path for path, child in linear.items() if type(child) is nn.Linear]
@@ -191,6 +193,17 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
         "".join(f"; not, {why}: {first_of(others)}" for why, others in reasons.items() if others),
         "" if native else "; emulated on this machine: the same rounding, but not faster",
     )
+
+
+def _check_torchao(name: str) -> None:
+    """Raise ConfigError if torchao cannot be imported, as 0.18 with torch 2.9."""
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"precision={name!r}: torchao {version('torchao')} does not work with torch {torch.__version__} ({error}): "
+            "update torch (2.13 is tested), or use 'bf16-mixed'."
+        ) from error
 
 
 def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: bool) -> None:

@@ -14,6 +14,7 @@ from tests.helpers.processes import DEVICE, processes_share_a_gpu, run_distribut
 from trainer import Callback, Trainer, TrainModule
 from trainer.precision import PRECISIONS
 from trainer.strategies import STRATEGIES
+from trainer.testing.processes import TIMEOUT
 
 GLOBAL_MICRO_BATCH = 8
 """Samples of a micro-batch over all processes, on any number of them."""
@@ -146,7 +147,8 @@ def run_each(function: Callable[..., Any], names: Iterable[str], *args: Any) -> 
         if processes == 1 and engine == "torch":
             ranks = [one_after_the_other(function, together, args)]
         else:
-            ranks = run_distributed(one_after_the_other, processes, function, together, args)
+            timeout = TIMEOUT * len(together)
+            ranks = run_distributed(one_after_the_other, processes, function, together, args, timeout=timeout)
         results.update({name: [rank[name] for rank in ranks] for name in together})
     return results
 

@@ -30,6 +30,10 @@ RUNS = [
     *(("CP x2", name) for name in ARCHITECTURES if name not in EAGER),
     *(("PP x2", name) for name in ARCHITECTURES),
     *(("EP x2", name) for name in MIXTURES),
+    *((f"{way}, compiled", "Llama, tied") for way in ("CP x2", "PP x2")),
+    *((f"{way}, compiled", "Qwen3") for way in ("CP x2", "PP x2")),
+    *((f"{way}, compiled", "Gemma3, sliding window in some layers") for way in ("CP x2", "PP x2")),
+    *((f"{way}, compiled", "Qwen3-MoE") for way in ("CP x2", "PP x2", "EP x2")),
 ]
 
 
