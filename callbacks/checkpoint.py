@@ -225,6 +225,13 @@ class ModelCheckpoint(Checkpoint):
 
     # -- for users -----------------------------------------------------------------------------------------------------
 
+    def output_location(self) -> tuple[str, Path] | None:
+        """Return the monitored value and the path of the best checkpoint; None without `monitor` or such a value."""
+        score, path = self.best_model_score, self.best_model_path
+        if self.monitor is None or score is None or "://" in path:
+            return None
+        return f"best {self.monitor} {float(score):.6g}:", Path(path)
+
     @property
     def best_model_path(self) -> str:
         """The best checkpoint, by `monitor`; without it the newest. Empty before the first, and with `save_top_k=0`.

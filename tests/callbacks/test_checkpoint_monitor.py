@@ -55,6 +55,15 @@ def test_a_save_at_the_epochs_last_step_waits_for_its_validation() -> None:
     assert scores(checkpoint) == {"step=4": 0.5, "step=12": 0.8}
 
 
+def test_the_last_lines_of_a_run_name_the_best_checkpoint() -> None:
+    checkpoint, newest = ModelCheckpoint(monitor="val_loss", filename="{step}"), ModelCheckpoint()
+    assert checkpoint.output_location() is None
+    fit(checkpoint, ByStep({4: 0.5, 8: 0.25, 12: 0.8}), epochs=3)
+    assert checkpoint.output_location() == ("best val_loss 0.25:", folder(checkpoint) / "step=8")
+    fit(newest, ByStep({4: 0.5}))
+    assert newest.output_location() is None
+
+
 @pytest.mark.parametrize(
     ("trigger", "settings"),
     [
