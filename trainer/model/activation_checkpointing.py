@@ -63,9 +63,9 @@ def _refuse_compiled(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None
     for name, child in module.named_modules():
         if is_compiled(child) and any(id(part) in chosen for part in child.modules()):
             raise ConfigError(
-                f"{name} is compiled by your code, and torch cannot recompute activations within a graph that has "
-                "split layers: leave the compilation to Trainer(compile={'blocks': 'auto'}), which recomputes around "
-                "the graphs, or leave out activation_checkpointing."
+                f"{name or type(module).__name__} is compiled by your code, and torch cannot recompute activations "
+                "within a graph that has split layers: leave the compilation to Trainer(compile={'blocks': 'auto'}), "
+                "which recomputes around the graphs, or leave out activation_checkpointing."
             )
 
 
