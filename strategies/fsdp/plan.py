@@ -216,7 +216,7 @@ def _no_layers(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyl
         for name, style in styles.items()
         if type(style) in (ColwiseParallel, RowwiseParallel)
         and not isinstance(names[name], (nn.Linear, nn.Embedding))
-        and "_orig_mod" not in names[name]._modules
+        and not hasattr(names[name], "_orig_mod")
     }
     return [
         f"tensor_parallel_plan: {name} is of class {kind}, and its style splits nn.Linear and nn.Embedding, also with "

@@ -134,7 +134,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of the module itself are compiled, by the Trainer or by the user."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _size(module: nn.Module) -> int:
