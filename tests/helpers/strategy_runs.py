@@ -105,6 +105,24 @@ WAYS = {
     "PP 2 x CP 2 x TP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("context_parallel", 2), ("tensor_parallel", 2))),
     "EP 2 x TP 2 x FSDP 2": Way("fsdp", 8, (("expert_parallel", 2), ("tensor_parallel", 2))),
     "PP 2 x EP 2 x FSDP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("expert_parallel", 2))),
+    "PP 2 x CP 2 x FSDP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("context_parallel", 2))),
+    "PP 2 x EP 2 x TP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("expert_parallel", 2), ("tensor_parallel", 2))),
+    "PP 2 x EP 2 x CP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("expert_parallel", 2), ("context_parallel", 2))),
+    "EP 2 x CP 2 x TP 2": Way("fsdp", 8, (("expert_parallel", 2), ("context_parallel", 2), ("tensor_parallel", 2))),
+    "EP 2 x CP 2 x FSDP 2": Way("fsdp", 8, (("expert_parallel", 2), ("context_parallel", 2))),
+    "HYBRID 2 x PP 2 x TP 2": Way(
+        "fsdp",
+        8,
+        (
+            ("pipeline_parallel", 2),
+            ("tensor_parallel", 2),
+            ("sharding_strategy", "HYBRID_SHARD"),
+            ("device_mesh", (2, 1)),
+        ),
+    ),
+    "HYBRID 2 x TP 2 x FSDP 2": Way(
+        "fsdp", 8, (("tensor_parallel", 2), ("sharding_strategy", "HYBRID_SHARD"), ("device_mesh", (2, 2)))
+    ),
     "ZeRO-1 x1": Way("deepspeed_stage_1", 1),
     "ZeRO-2 x1": Way("deepspeed_stage_2", 1),
     "ZeRO-1 x2": Way("deepspeed_stage_1", 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 from trainer.arguments import kept_path
 from trainer.checkpoint.disk import replace_notes
@@ -127,6 +129,7 @@ def start_run(
                 build_optimizers(run)
             restore_training(run, checkpoint)
             if stage == "fit":
+                report_short_schedules(run)
                 find_fitting_batches(run)
             report_changes(run, checkpoint, allow_changes)
             run.watch_numbers()
@@ -286,6 +289,26 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     make_loaders(run, data)
     check_loaders(run)
     split_batches(run)
+
+
+def report_short_schedules(run: Run) -> None:
+    """Report each OneCycleLR that the run outlasts: torch refuses a step beyond those that it was made for."""
+    if not run.module.automatic_optimization or run.module.overrides("lr_scheduler_step"):
+        return
+    for config in run.scheduler_configs:
+        planned = run.estimated_stepping_batches if config.interval == "step" else run.config.max_epochs
+        steps = getattr(config.scheduler, "total_steps", None) if isinstance(config.scheduler, OneCycleLR) else None
+        if steps is None or planned in (None, math.inf) or planned // config.frequency <= steps:
+            continue
+        log.warning(
+            "the OneCycleLR has %d steps%s, and the run takes %d of it: torch refuses the next one. %s",
+            steps,
+            " (those of the checkpoint)" if run.resumed_from else "",
+            planned // config.frequency,
+            "A longer schedule starts from the weights alone: fit(weights=...)."
+            if run.resumed_from
+            else "Set total_steps=self.trainer.estimated_stepping_batches, and interval to 'step'.",
+        )
 
 
 def build_optimizers(run: Run) -> None:
