@@ -129,6 +129,7 @@ def test_an_assumed_step_can_be_shared_by_any_number_of_gpus(command: Command) -
         (("--layers", "3"), "--hidden, --heads, --vocab missing"),
         (("--config", "none.json"), "give the config.json of a Hugging Face model"),
         (("--config", "empty.json"), "does not say layers, hidden, heads, vocabulary"),
+        (("--config", "t5.json"), "is of an encoder-decoder"),
         (("--params", "7b", "--precision", "bf16-mixd"), "bf16-mixed"),
         (("--params", "7b", "--batch", "8", "--global-batch-tokens", "1M"), "either --batch"),
         (("--params", "7b", "--gpus-per-node", "7"), "not a multiple of --gpus-per-node 7"),
@@ -138,6 +139,7 @@ def test_an_assumed_step_can_be_shared_by_any_number_of_gpus(command: Command) -
 )
 def test_mistakes_are_reported(command: Command, project: Path, arguments: tuple[str, ...], message: str) -> None:
     (project / "empty.json").write_text("{}")
+    (project / "t5.json").write_text('{"is_encoder_decoder": true, "d_model": 512, "num_layers": 6, "num_heads": 8}')
     code, _, err = command("plan", *GPUS, *arguments)
     assert code == 2
     assert message in err
@@ -226,4 +228,39 @@ def test_parameters_are_those_of_the_model(name: str, sizes: dict[str, Any], tmp
         model = transformers.AutoModelForCausalLM.from_config(config)
     counted = sum(p.numel() for p in model.parameters())
     # Biases and some norms are left out.
-    assert read_config(str(tmp_path / "config.json")).parameters == pytest.approx(counted, rel=0.03)
+    assert read_config(str(tmp_path / "config.json"))[0].parameters == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kind", "notes"),
+    [
+        ("llama", []),
+        ("gpt2", []),
+        ("mixtral", []),
+        ("gpt_oss", []),
+        ("gemma3_text", []),
+        ("qwen3_moe", []),
+        ("jamba", ["recurrence or convolution", "without experts"]),
+        ("bamba", ["recurrence or convolution"]),
+        ("falcon_h1", ["recurrence or convolution"]),
+        ("zamba2", ["recurrence or convolution"]),
+        ("lfm2", ["recurrence or convolution"]),
+        ("qwen3_next", ["recurrence or convolution"]),
+        ("recurrent_gemma", ["recurrence or convolution"]),
+        ("deepseek_v3", ["without experts", "low rank"]),
+        ("llava", ["images or sound"]),
+        ("mllama", ["images or sound", "cross-attention"]),
+    ],
+)
+def test_what_is_planned_as_something_else_is_named(kind: str, notes: list[str], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    _, found = read_config(str(tmp_path / "config.json"))
+    assert len(found) == len(notes)
+    assert all(words in note for words, note in zip(notes, found, strict=True))
+
+
+def test_the_notes_are_printed(command: Command, project: Path) -> None:
+    (project / "config.json").write_text(json.dumps({**LLAMA_70B, "mamba_d_state": 16}))
+    _, out, _ = command("plan", "--config", "config.json", *GPUS)
+    assert "note: the config has mamba_d_state: its layers of recurrence" in out

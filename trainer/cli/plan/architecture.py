@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,13 +33,25 @@ NOT_GATED = (
 """Model types whose MLP has two layers."""
 TIED = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3", "gemma3_text")
 """Model types whose head has the weights of the embedding, unless the config says otherwise."""
+SIMPLIFIED = {
+    r"(use_)?mamba_.*|ssm_.*|conv_L_cache|linear_num_key_heads|lru_width|.*block_types?": (
+        "its layers of recurrence or convolution are planned as attention"
+    ),
+    r"first_k_dense_replace|expert_layer_period|interleave_moe_layer_step|decoder_sparse_step|mlp_only_layers": (
+        "its layers without experts are planned with them"
+    ),
+    r"kv_lora_rank": "its projections of low rank are planned at full size",
+    r"vision_config|audio_config": "its layers for images or sound are left out",
+    r"cross_attention_layers": "its layers of cross-attention are planned as others",
+}
+"""Names in configs that say what the plan leaves out, and the words for it."""
 
 
-def read_config(path: str) -> Architecture:
-    """Return the sizes in a model's config.json.
+def read_config(path: str) -> tuple[Architecture, list[str]]:
+    """Return the sizes in a model's config.json, and notes on what the model has beyond these.
 
     Raises:
-        ConfigError: there is no such file, or it does not have the sizes.
+        ConfigError: there is no such file, or it does not have the sizes, or is that of an encoder-decoder.
     """
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -48,6 +61,11 @@ def read_config(path: str) -> Architecture:
         config = {**config, **config["text_config"]}  # a model for texts and images
     if not isinstance(config, dict):
         raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model; this is not a JSON object.")
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"--config {path} is of an encoder-decoder, and a plan is made for one stack of layers: give --layers, "
+            "--hidden, --heads and --vocab of one with as many parameters."
+        )
     found = {size: _first(config, names) for size, names in NAMES.items()}
     missing = [size for size in NEEDED if found[size] is None]
     if missing:
@@ -62,7 +80,19 @@ def read_config(path: str) -> Architecture:
     found["shared"] = shared or (each or 0) * (_first(config, ("n_shared_experts", "num_shared_experts")) or 0)
     kind = config.get("model_type", "")
     tied = config.get("tie_word_embeddings", kind in TIED)
-    return complete(found, gated=kind not in NOT_GATED, tied=bool(tied))
+    return complete(found, gated=kind not in NOT_GATED, tied=bool(tied)), simplified(config)
+
+
+def simplified(config: Mapping[str, Any]) -> list[str]:
+    """Return a note for each part of the model that is planned as something else, or left out."""
+    # A step or period of 1, and an empty list, say that there is nothing of the kind.
+    said = [name for name, value in config.items() if value and value is not True and value != 1]
+    notes = []
+    for pattern, words in SIMPLIFIED.items():
+        if found := [name for name in said if re.fullmatch(pattern, name)]:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            notes.append(f"the config has {found[0]}{more}: {words}, so that parameters, memory and times are rough")
+    return notes
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -67,7 +67,9 @@ def _model(given: argparse.Namespace, notes: list[str]) -> Architecture:
     if sum([given.config is not None, given.params is not None, bool(sizes)]) > 1:
         raise ConfigError("give one of --config, --params, and the sizes --layers, --hidden, --heads and --vocab.")
     if given.config is not None:
-        return read_config(given.config)
+        model, beyond = read_config(given.config)
+        notes.extend(beyond)
+        return model
     if given.params is not None:
         notes.append("the shape is assumed from --params; give --config or --layers, --hidden, --heads and --vocab")
         return assumed(given.params)
