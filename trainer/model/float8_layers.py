@@ -1,0 +1,186 @@
+"""Linear layers whose matrix products have 8 bits, by torchao."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError, first_of, install_command
+
+log = logging.getLogger("trainer")
+
+NATIVE_FLOAT8 = {"tensorwise": (8, 9), "rowwise": (8, 9), "mx": (10, 0)}
+"""The least compute capability of a GPU that multiplies in 8 bits (Ada and Hopper; Blackwell), by recipe."""
+ROWS = 16
+"""GPUs multiply matrices of 8 bits whose sizes are multiples of this (https://docs.nvidia.com/cuda/cublas/)."""
+MX_BLOCK = 32
+"""Neighbouring numbers that share a scale in the formats of https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf."""
+
+
+def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
+    """Have linear layers compute in 8 bits, in place, with the same parameters; the log says which do not, and why.
+
+    Weights, activations and gradients are scaled by their largest value and rounded in each product
+    (https://github.com/pytorch/ao/tree/main/torchao/float8). Subclasses of nn.Linear compute in a way of their own, and
+    stay as they are.
+
+    Raises:
+        ConfigError: no layer can, or torchao does not work with this torch.
+    """
+    _check_torchao(name)
+    multiple = MX_BLOCK if recipe == "mx" else ROWS
+    linear = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
+    plain = [path for path, child in linear.items() if type(child) is nn.Linear]
+    fits = [path for path in plain if not (linear[path].in_features % multiple or linear[path].out_features % multiple)]
+    if not fits:
+        raise ConfigError(
+            f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {multiple}, "
+            "and only these compute in 8 bits: use 'bf16-mixed', or other sizes."
+        )
+    native = has_float8(recipe)
+    if recipe == "mx":
+        _convert_to_mx([linear[path] for path in fits], native)
+    else:
+        _convert_to_float8(module, fits, recipe, native)
+    reasons = {
+        f"because sizes are not multiples of {multiple}": [path for path in plain if path not in fits],
+        "because a subclass of nn.Linear may compute something else": [path for path in linear if path not in plain],
+    }
+    log.info(
+        "%s: %d linear layers compute in 8 bits%s%s",
+        name,
+        len(fits),
+        "".join(f"; not, {why}: {first_of(others)}" for why, others in reasons.items() if others),
+        "" if native else "; emulated on this machine: the same rounding, but not faster",
+    )
+
+
+def _check_torchao(name: str) -> None:
+    """Raise ConfigError if torchao cannot be imported, as 0.18 with torch 2.9."""
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"precision={name!r}: torchao {version('torchao')} does not work with torch {torch.__version__} ({error}): "
+            "update torch (2.13 is tested), or use 'bf16-mixed'."
+        ) from error
+
+
+def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: bool) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    linear = {path: module.get_submodule(path) for path in fits}
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not native)
+    convert_to_float8_training(module, config=config, module_filter_fn=lambda child, path: path in linear)
+    for path, before in linear.items():
+        after = module.get_submodule(path)
+        after.__class__ = _float8_linear()
+        _keep_attributes(before, after)
+
+
+@cache
+def _float8_linear() -> type[nn.Module]:
+    """Return torchao's layer, for any number of rows."""
+    from torchao.float8.float8_linear import Float8Linear as OfTorchao
+
+    class Float8Linear(OfTorchao):  # type: ignore[misc]
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return in_full_rows(super().forward, input, ROWS)
+
+    return Float8Linear
+
+
+def in_full_rows(product: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return `product(input)`, computed with zeros up to a number of rows that is a multiple of `multiple`.
+
+    The gradient of a weight is a product over the rows. Zeros add nothing to it, nor to a largest value.
+
+    Args:
+        input: (..., features).
+    """
+    size = input.shape[-1]
+    rows = input.numel() // size
+    if rows % multiple == 0:
+        return product(input)
+    padded = nn.functional.pad(input.reshape(rows, size), (0, 0, 0, -rows % multiple))
+    output = product(padded)[:rows]
+    return output.reshape(*input.shape[:-1], output.shape[-1])
+
+
+class MXLinear(nn.Linear):
+    """A linear layer whose products have a scale of 8 bits for each 32 numbers; made of an nn.Linear by its class."""
+
+    product: Any
+    """torchao's product of an input and a weight, with its gradients."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        device, dtype = input.device.type, input.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            weight = self.weight.to(dtype)
+            output = in_full_rows(lambda rows: self.product(rows, weight), input.to(dtype), MX_BLOCK)
+            return output if self.bias is None else output + self.bias.to(dtype)
+
+
+def _convert_to_mx(layers: list[nn.Module], native: bool) -> None:
+    try:
+        from torchao.prototype.moe_training import mxfp8_linear
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        scaled_mm = mxfp8_linear._to_mxfp8_then_scaled_mm
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"precision='mxfp8' needs the torchao that has it: {install_command('torchao')}; or use 'fp8-rowwise'. "
+            f"{error}"
+        ) from error
+    product = partial(
+        scaled_mm,
+        kernel_preference=KernelPreference.AUTO if native else KernelPreference.EMULATED,
+        scale_calculation_mode=ScaleCalculationMode.RCEIL,
+    )
+    for layer in layers:
+        layer.__class__ = MXLinear
+        vars(layer)["product"] = product
+
+
+def has_float8(recipe: str) -> bool:
+    """Whether this machine's GPU multiplies in 8 bits by a recipe; elsewhere that is emulated."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_FLOAT8[recipe]
+
+
+def restore_linear_layers(module: nn.Module) -> None:
+    """Undo `convert_linear_layers`, which an earlier run may have done."""
+    for child in module.modules():
+        if isinstance(child, MXLinear):
+            child.__class__ = nn.Linear  # type: ignore[assignment]
+            del child.product
+    float8 = sys.modules.get("torchao.float8.float8_linear")
+    if float8 is None:
+        return
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, float8.Float8Linear):
+                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+                linear._parameters.update(child._parameters)
+                _keep_attributes(child, linear)
+                setattr(parent, name, linear.train(child.training))
+
+
+def _keep_attributes(before: nn.Module, after: nn.Module) -> None:
+    """Give a layer the hooks of the one that it replaces, and the attributes that a user has set."""
+    known = {*vars(after), *_OF_FLOAT8}
+    vars(after).update({name: value for name, value in vars(before).items() if "hook" in name or name not in known})
+
+
+_OF_FLOAT8 = ("config", "linear_mm_config", *(f"scaling_type_{what}" for what in ("input", "weight", "grad_output")))
+"""The attributes that torchao adds to a layer."""
