@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
@@ -25,7 +26,11 @@ from trainer.precision import PRECISIONS, resolve_precision
 from trainer.strategies import STRATEGIES
 
 FLOAT8 = [name for name, precision in PRECISIONS.items() if precision.float8 in ("tensorwise", "rowwise")]
-COMPARED = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "PP x2")
+COMPARED = (
+    *(SINGLE, "DDP x2", "FSDP x2", "FSDP x2, SHARD_GRAD_OP", "FSDP x2, CPU offload", "FSDP 2x2", "TP x2", "CP x2"),
+    *("PP x2", "TP 2 x FSDP 2", "CP 2 x FSDP 2", "CP 2 x TP 2", "PP 2 x FSDP 2", "PP 2 x TP 2", "PP 2 x CP 2"),
+    *("HYBRID 2 x TP 2", "EP x2", "EP 2 x TP 2"),
+)
 STEPS, HALF = 10, 5
 BOUND = 1e-2
 """Of a loss; bf16-mixed stays within 3e-3."""
@@ -85,7 +90,8 @@ def test_losses_are_near_those_of_float32(way: str, precision: str, results: Any
 @pytest.mark.parametrize("way", COMPARED)
 def test_layers_of_fitting_sizes_are_converted(way: str, results: Any) -> None:
     for of_rank in results[way]:
-        assert len(of_rank["fp8"]["converted"]) == 8  # of two blocks; the head has 19 rows
+        # Of two blocks: the head has 19 rows, and halves of an attention's matrices have 24 or 8.
+        assert len(of_rank["fp8"]["converted"]) == (4 if "TP" in way else 8)
         assert of_rank["to float32"]["converted"] == []
 
 
@@ -211,6 +217,41 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.precision.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="torchao>="):
         resolve_precision("fp8")
+
+
+@pytest.mark.parametrize("precision", FLOAT8)
+@pytest.mark.parametrize("rows", [(1,), (5, 3), (2, 16), ()])
+def test_products_have_sizes_that_gpus_multiply(precision: str, rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(32, 48))
+    resolve_precision(precision).convert_module(layer)
+    single = nn.Linear(32, 48)
+    single.load_state_dict(layer[0].state_dict())
+    x = torch.randn(*rows, 32, requires_grad=True)
+    with CountProducts() as products:
+        output = layer(x)
+        output.square().sum().backward()
+    expected = single(x.detach())
+    assert output.shape == expected.shape == (*rows, 48)
+    torch.testing.assert_close(output, expected, rtol=0.1, atol=0.1)
+    expected.square().sum().backward()
+    error = (layer[0].weight.grad - single.weight.grad).norm() / single.weight.grad.norm()
+    assert error < 0.1
+    assert len(products.sizes) == 3
+    assert all(inner % 16 == columns % 16 == 0 for _, inner, columns in products.sizes)
+
+
+class CountProducts(TorchDispatchMode):
+    """Record the sizes of all products of matrices: rows, inner size, columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+            self.sizes.append((*args[0].shape, args[1].shape[1]))
+        return func(*args, **(kwargs or {}))
 
 
 def test_converted_layers_keep_their_hooks_and_attributes() -> None:

@@ -23,6 +23,7 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
+from trainer.model.float8_layers import restore_odd_parts
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parameter_access import ExplainingShards
 from trainer.model.pipeline_stages import bubble
@@ -327,6 +328,8 @@ class FSDPStrategy(DistributedStrategy):
         loaded = list(module.state_dict(keep_vars=True)) if self._will_load_checkpoint else []
         values = initial_values(module, self.init_device, loaded, self.device)
         units = self._split_model(module)
+        if self.precision.float8 is not None and self.layout.tensor > 1:
+            restore_odd_parts(module)
         if activation_checkpointing is not None:
             self._checkpoint(module, activation_checkpointing)
         self.wrapped = self._shard(module, units)

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -77,25 +77,15 @@ def _check_torchao(name: str) -> None:
 def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    from trainer.model.float8_linear import Float8Linear
+
     linear = {path: module.get_submodule(path) for path in fits}
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not native)
     convert_to_float8_training(module, config=config, module_filter_fn=lambda child, path: path in linear)
     for path, before in linear.items():
         after = module.get_submodule(path)
-        after.__class__ = _float8_linear()
+        after.__class__ = Float8Linear
         _keep_attributes(before, after)
-
-
-@cache
-def _float8_linear() -> type[nn.Module]:
-    """Return torchao's layer, for any number of rows."""
-    from torchao.float8.float8_linear import Float8Linear as OfTorchao
-
-    class Float8Linear(OfTorchao):  # type: ignore[misc]
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return in_full_rows(super().forward, input, ROWS)
-
-    return Float8Linear
 
 
 def in_full_rows(product: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -164,16 +154,40 @@ def restore_linear_layers(module: nn.Module) -> None:
         if isinstance(child, MXLinear):
             child.__class__ = nn.Linear  # type: ignore[assignment]
             del child.product
-    float8 = sys.modules.get("torchao.float8.float8_linear")
-    if float8 is None:
-        return
     for parent in module.modules():
         for name, child in parent.named_children():
-            if isinstance(child, float8.Float8Linear):
-                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
-                linear._parameters.update(child._parameters)
-                _keep_attributes(child, linear)
-                setattr(parent, name, linear.train(child.training))
+            if _is_float8(child):
+                setattr(parent, name, _restored(child))
+
+
+def restore_odd_parts(module: nn.Module) -> None:
+    """Undo `convert_linear_layers` where a part of a split weight has sizes that GPUs do not multiply."""
+    odd = [name for name, child in module.named_modules() if _is_float8(child) and _has_odd_parts(child.weight)]
+    for name in odd:
+        module.set_submodule(name, _restored(module.get_submodule(name)))
+    if odd:
+        log.info("not in 8 bits, because sizes of their parts are not multiples of %d: %s", ROWS, first_of(odd))
+
+
+def _is_float8(module: nn.Module) -> bool:
+    float8 = sys.modules.get("torchao.float8.float8_linear")
+    return float8 is not None and isinstance(module, float8.Float8Linear)
+
+
+def _has_odd_parts(weight: Any) -> bool:
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(weight, DTensor):
+        return False
+    parts = zip(weight.device_mesh.shape, weight.placements, strict=True)
+    return any(isinstance(place, Shard) and weight.shape[place.dim] % (ROWS * number) != 0 for number, place in parts)
+
+
+def _restored(layer: Any) -> nn.Linear:
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    linear._parameters.update(layer._parameters)
+    _keep_attributes(layer, linear)
+    return linear.train(layer.training)
 
 
 def _keep_attributes(before: nn.Module, after: nn.Module) -> None:
