@@ -51,7 +51,7 @@ def fit(way: str, precision: str, folder: Path, steps: int = STEPS, ckpt_path: s
         callbacks=[recorder, ModelCheckpoint(save_last=True, every_n_train_steps=HALF)],
     )
     torch.manual_seed(3)
-    module = GPT(tied=True, deferred=True)
+    module = GPT(tied=True, deferred=True, experts=4 if "EP" in way else 0)
     trainer.fit(module, DataLoader(module.data(40), WAYS[way].micro_batch, shuffle=True), ckpt_path=ckpt_path)
     converted = [name for name, child in module.named_modules() if type(child).__name__ == "Float8Linear"]
     weights = trainer.full_state_dict(everywhere=True)
@@ -80,7 +80,7 @@ def results(
 @pytest.mark.parametrize("precision", FLOAT8)
 @pytest.mark.parametrize("way", COMPARED)
 def test_losses_are_near_those_of_float32(way: str, precision: str, results: Any) -> None:
-    expected = results[SINGLE][0]["32-true"]["losses"]
+    expected = results[way if "EP" in way else SINGLE][0]["32-true"]["losses"]
     for of_rank in results[way]:
         found = of_rank[precision]["losses"]
         assert found == pytest.approx(expected, rel=BOUND)
@@ -91,7 +91,15 @@ def test_losses_are_near_those_of_float32(way: str, precision: str, results: Any
 def test_layers_of_fitting_sizes_are_converted(way: str, results: Any) -> None:
     for of_rank in results[way]:
         # Of two blocks: the head has 19 rows, and halves of an attention's matrices have 24 or 8.
-        assert len(of_rank["fp8"]["converted"]) == (4 if "TP" in way else 8)
+        assert (
+            len(of_rank["fp8"]["converted"])
+            == {
+                (False, False): 8,
+                (True, False): 4,
+                (False, True): 6,
+                (True, True): 2,
+            }["TP" in way, "EP" in way]
+        )
         assert of_rank["to float32"]["converted"] == []
 
 
