@@ -115,9 +115,10 @@ def test_a_type_checker_of_another_project_finds_the_editable_install(tmp_path: 
     if not [*Path(sys.prefix).glob("lib/python*/site-packages/exact_trainer_types.pth")]:
         pytest.skip("the package was not installed by make")
     script = tmp_path / "script.py"
-    script.write_text(
-        "from trainer import Trainer\nfrom trainer.callbacks import ModelCheckpoint\nTrainer(max_epoch=3)\n"
-    )
+    modules = (trainer, trainer.callbacks, trainer.strategies)
+    names = {module.__name__: [name for name in dir(module) if not name.startswith("__")] for module in modules}
+    imports = "\n".join(f"from {module} import {', '.join(listed)}" for module, listed in names.items())
+    script.write_text(f"{imports}\nTrainer(max_epoch=3)\n")
     # Without the packages that ours imports, through which mypy would go for a minute.
     others = ",".join(f"{name}.*" for name in ("torch", "deepspeed", "torchmetrics", "transformers", "numpy", "sympy"))
     (tmp_path / "mypy.ini").write_text(f"[mypy]\n[mypy-{others}]\nfollow_imports = skip\n")
@@ -125,7 +126,7 @@ def test_a_type_checker_of_another_project_finds_the_editable_install(tmp_path: 
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     errors = re.findall("^script.py:(.*)", checked.stdout, re.MULTILINE)
     assert errors == [
-        '3: error: Argument "max_epoch" to "Trainer" has incompatible type "int"; expected "Never"  [arg-type]'
+        '4: error: Argument "max_epoch" to "Trainer" has incompatible type "int"; expected "Never"  [arg-type]'
     ]
 
 

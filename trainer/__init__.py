@@ -32,6 +32,7 @@ __all__ = [
 if TYPE_CHECKING:
     from trainer.callback import Callback
     from trainer.data.datamodule import DataModule
+    from trainer.data.datamodule import DataModule as LightningDataModule
     from trainer.data.length_grouped_sampler import LengthGroupedSampler
     from trainer.data.packed_dataset import PackedDataset
     from trainer.engine import Engine
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from trainer.launchers.notebook import launch
     from trainer.logger import Logger
     from trainer.module import TrainModule
+    from trainer.module import TrainModule as LightningModule
     from trainer.precision import Precision
     from trainer.seed import seed_everything
     from trainer.strategy import Strategy

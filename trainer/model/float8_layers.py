@@ -91,16 +91,17 @@ def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: 
 def in_full_rows(product: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor, multiple: int) -> torch.Tensor:
     """Return `product(input)`, computed with zeros up to a number of rows that is a multiple of `multiple`.
 
-    The gradient of a weight is a product over the rows. Zeros add nothing to it, nor to a largest value.
+    The gradient of a weight is a product over the rows. Zeros add nothing to it, nor to a largest value. An expert that
+    no token has chosen gets no rows, which have no largest value.
 
     Args:
         input: (..., features).
     """
     size = input.shape[-1]
     rows = input.numel() // size
-    if rows % multiple == 0:
+    if rows > 0 and rows % multiple == 0:
         return product(input)
-    padded = nn.functional.pad(input.reshape(rows, size), (0, 0, 0, -rows % multiple))
+    padded = nn.functional.pad(input.reshape(rows, size), (0, 0, 0, multiple - rows % multiple))
     output = product(padded)[:rows]
     return output.reshape(*input.shape[:-1], output.shape[-1])
 
