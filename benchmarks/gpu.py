@@ -189,7 +189,7 @@ def _train_in_turn(device: str, small: bool, compiled: bool, rounds: int) -> lis
     from benchmarks._gpt2 import GPT2, Stopwatch, peak, reset_peak, sizes, tokens
     from benchmarks._task import OFF
     from trainer import Trainer
-    from trainer.model.float8_layers import has_float8
+    from trainer.float8.conversion import has_float8
 
     _, context, _, _ = sizes(small)
     steps, batch_size = (6, 2) if small else (40, 8)

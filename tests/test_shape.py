@@ -53,7 +53,7 @@ def parsed(source: str) -> ast.Module:
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("compat",),
-    ("arguments",),
+    ("arguments", "float8"),
     ("precision", "hyperparameters", "optimizers", "settings"),
     ("distributed",),
     ("model",),

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS
 from trainer.errors import ConfigError, install_command, unknown_name_error
-from trainer.model.float8_layers import convert_linear_layers, restore_linear_layers
+from trainer.float8.conversion import convert_linear_layers, restore_linear_layers
 
 NULL_CONTEXT = nullcontext()
 """A context that does nothing. Shared, because every step enters it."""

@@ -230,7 +230,7 @@ class ContextParallel:
                     "between two blocks: compute what belongs to tokens, such as positions, before the first block."
                 )
             if dim is None or leaf.shape[dim] != self.length:
-                return leaf
+                return Shared.apply(leaf, self.group) if leaf.requires_grad else leaf
             return Cut.apply(leaf, dim, self.group) if leaf.requires_grad else leaf.chunk(self.parts, dim)[self.part]
 
         return map_leaves(args, part_of), map_leaves(kwargs, part_of)
@@ -504,6 +504,21 @@ class Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gather(gradient, ctx.dim, ctx.group) / dist.get_world_size(ctx.group), None, None
+
+
+class Shared(torch.autograd.Function):
+    """A tensor that all parts of a sequence use; the backward adds up its gradients, divided by their number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = gradient.contiguous() / dist.get_world_size(ctx.group)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class _Join(torch.autograd.Function):

@@ -21,9 +21,9 @@ from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, 
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, raise_problems
+from trainer.float8.conversion import restore_odd_parts
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
-from trainer.model.float8_layers import restore_odd_parts
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parameter_access import ExplainingShards
 from trainer.model.pipeline_stages import bubble

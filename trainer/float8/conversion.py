@@ -1,10 +1,9 @@
-"""Linear layers whose matrix products have 8 bits, by torchao."""
+"""Have the linear layers of a module compute in 8 bits by torchao's recipes, and undo it."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -14,15 +13,12 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError, first_of, install_command
+from trainer.float8 import MX_BLOCK, ROWS
 
 log = logging.getLogger("trainer")
 
 NATIVE_FLOAT8 = {"tensorwise": (8, 9), "rowwise": (8, 9), "mx": (10, 0)}
 """The least compute capability of a GPU that multiplies in 8 bits (Ada and Hopper; Blackwell), by recipe."""
-ROWS = 16
-"""GPUs multiply matrices of 8 bits whose sizes are multiples of this (https://docs.nvidia.com/cuda/cublas/)."""
-MX_BLOCK = 32
-"""Neighbouring numbers that share a scale in the formats of https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf."""
 
 
 def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
@@ -77,7 +73,7 @@ def _check_torchao(name: str) -> None:
 def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from trainer.model.float8_linear import Float8Linear
+    from trainer.float8.layers import Float8Linear
 
     linear = {path: module.get_submodule(path) for path in fits}
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not native)
@@ -88,45 +84,13 @@ def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: 
         _keep_attributes(before, after)
 
 
-def in_full_rows(product: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Return `product(input)`, computed with zeros up to a number of rows that is a multiple of `multiple`.
-
-    The gradient of a weight is a product over the rows. Zeros add nothing to it, nor to a largest value. An expert that
-    no token has chosen gets no rows, which have no largest value.
-
-    Args:
-        input: (..., features).
-    """
-    size = input.shape[-1]
-    rows = input.numel() // size
-    if rows > 0 and rows % multiple == 0:
-        return product(input)
-    padded = nn.functional.pad(input.reshape(rows, size), (0, 0, 0, multiple - rows % multiple))
-    output = product(padded)[:rows]
-    return output.reshape(*input.shape[:-1], output.shape[-1])
-
-
-class MXLinear(nn.Linear):
-    """A linear layer whose products have a scale of 8 bits for each 32 numbers; made of an nn.Linear by its class."""
-
-    product: Any
-    """torchao's product of an input and a weight, with its gradients."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device, dtype = input.device.type, input.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            weight = self.weight.to(dtype)
-            output = in_full_rows(lambda rows: self.product(rows, weight), input.to(dtype), MX_BLOCK)
-            return output if self.bias is None else output + self.bias.to(dtype)
-
-
 def _convert_to_mx(layers: list[nn.Module], native: bool) -> None:
     try:
         from torchao.prototype.moe_training import mxfp8_linear
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        from trainer.float8.layers import MXLinear
 
         scaled_mm = mxfp8_linear._to_mxfp8_then_scaled_mm
     except (ImportError, AttributeError) as error:
@@ -152,27 +116,37 @@ def has_float8(recipe: str) -> bool:
 def restore_linear_layers(module: nn.Module) -> None:
     """Undo `convert_linear_layers`, which an earlier run may have done."""
     for child in module.modules():
-        if isinstance(child, MXLinear):
-            child.__class__ = nn.Linear  # type: ignore[assignment]
+        if _is_converted(child, "MXLinear"):
+            child.__class__ = nn.Linear
             del child.product
-    for parent in module.modules():
-        for name, child in parent.named_children():
-            if _is_float8(child):
-                setattr(parent, name, _restored(child))
+    _restore(module, [name for name, child in _layers_of_torchao(module)])
 
 
 def restore_odd_parts(module: nn.Module) -> None:
     """Undo `convert_linear_layers` where a part of a split weight has sizes that GPUs do not multiply."""
-    odd = [name for name, child in module.named_modules() if _is_float8(child) and _has_odd_parts(child.weight)]
-    for name in odd:
-        module.set_submodule(name, _restored(module.get_submodule(name)))
+    odd = [name for name, child in _layers_of_torchao(module) if _has_odd_parts(child.weight)]
+    _restore(module, odd)
     if odd:
         log.info("not in 8 bits, because sizes of their parts are not multiples of %d: %s", ROWS, first_of(odd))
 
 
-def _is_float8(module: nn.Module) -> bool:
-    float8 = sys.modules.get("torchao.float8.float8_linear")
-    return float8 is not None and isinstance(module, float8.Float8Linear)
+def _layers_of_torchao(module: nn.Module) -> list[tuple[str, Any]]:
+    layers = module.named_modules(remove_duplicate=False)
+    return [(name, child) for name, child in layers if _is_converted(child, "Float8Linear")]
+
+
+def _restore(module: nn.Module, names: list[str]) -> None:
+    restored: dict[int, nn.Linear] = {}
+    for name in names:
+        layer = module.get_submodule(name)
+        if id(layer) not in restored:
+            restored[id(layer)] = _restored(layer)
+        module.set_submodule(name, restored[id(layer)])
+
+
+def _is_converted(layer: nn.Module, kind: str) -> bool:
+    layers = sys.modules.get("trainer.float8.layers")  # not imported: nothing was converted
+    return layers is not None and isinstance(layer, getattr(layers, kind))
 
 
 def _has_odd_parts(weight: Any) -> bool:
