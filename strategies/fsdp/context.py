@@ -16,7 +16,12 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
-from trainer.strategies.fsdp.first_batch import refuse_left_in_evaluation, refuse_left_tensors, tensors_in
+from trainer.strategies.fsdp.first_batch import (
+    refuse_left_in_evaluation,
+    refuse_left_tensors,
+    refuse_outer_checkpoint,
+    tensors_in,
+)
 from trainer.strategies.fsdp.rehearsal import rehearsal
 
 AttentionExchange = Literal["auto", "heads", "keys"]
@@ -131,6 +136,7 @@ class ContextParallel:
                 self._measure_hidden(hidden)
             own = Cut.apply(hidden, 1, self.group) if cuts else hidden
             if name in self._unsplit and not torch.compiler.is_compiling():
+                refuse_outer_checkpoint("context_parallel", name, block)
                 self._compare(name, block, own, args, kwargs)
             own_args, own_kwargs = self._parts_of(name, args, kwargs)
             return (own, *own_args), own_kwargs
@@ -343,14 +349,16 @@ def split_hidden(
     """Return the first argument of a block, which the block before has returned, and the other ones.
 
     Raises:
-        ConfigError: it is not a tensor.
+        ConfigError: it is not a tensor of floating-point numbers.
     """
     rest = dict(kwargs)
     hidden = args[0] if args else rest.pop(next(iter(rest), ""), None)
-    if not isinstance(hidden, torch.Tensor):
+    if not isinstance(hidden, torch.Tensor) or not (hidden.is_floating_point() or hidden.is_complex()):
+        what = f"a tensor of {hidden.dtype}" if isinstance(hidden, torch.Tensor) else f"a {type(hidden).__name__}"
         raise ConfigError(
-            f"{class_of(block).__name__} gets a {type(hidden).__name__} as its first argument: blocks that are split "
-            "over processes take a tensor (batch, length, features) first, and return one."
+            f"{class_of(block).__name__} gets {what} as its first argument: blocks that are split over processes take "
+            "what the block before has returned first, a tensor (batch, length, features), also by name: masks and "
+            "others come after it."
         )
     return hidden, args[1:], rest
 

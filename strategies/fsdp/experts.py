@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trainer.errors import raise_problems
+from trainer.errors import ConfigError, raise_problems
+from trainer.model.blocks import class_of
+from trainer.strategies.fsdp.rehearsal import rehearsal
 
 EXPERT_STYLES = ("experts", "moe_tp_experts", "ep_dispatch_experts")
 """The word of a plan for a module of experts, and Hugging Face's words for it."""
@@ -96,11 +98,16 @@ class _SplitExperts:
         self._parts = 1 if self._senders is None else dist.get_world_size(self._senders)
         self._copy = 0 if self._copies is None else dist.get_rank(self._copies)
         self._own = next(p for p in experts.parameters() if isinstance(p, DTensor)).to_local().shape[0]
+        self._compared = False
+        """True after the first forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, indices, weights = self._signature.bind(*args, **kwargs).args
         shape = hidden.shape
         hidden, indices, weights = hidden.flatten(0, -2), indices.flatten(0, -2), weights.flatten(0, -2)
+        if not self._compared and len(hidden) and not torch.compiler.is_compiling():
+            self._compared = True
+            self._compare(hidden[:8].detach(), indices.shape[1], weights[:8].detach())
         if self._copies is not None:
             hidden, weights = (add_up_gradients(one, self._copies) for one in (hidden, weights))
         pairs, part, expert = self._sort(indices)
@@ -123,6 +130,42 @@ class _SplitExperts:
             combined = _Sum.apply(combined, self._copies)
         result: torch.Tensor = combined.view(shape)
         return result
+
+    def _compare(self, hidden: torch.Tensor, choices: int, weights: torch.Tensor) -> None:
+        """Compare some tokens' outputs with weighted sums of one expert each, which is how tokens are computed here.
+
+        Raises:
+            ConfigError: they differ, or this process's experts cannot be used without the others.
+        """
+        choices = min(choices, self._own)
+        # The sum stays that of the router, which may be 1.
+        few = weights[:, :choices]
+        total, of_few = weights.sum(1, keepdim=True), few.sum(1, keepdim=True)
+        weights = few * torch.where(of_few == 0, 1, total / of_few)
+        rows, columns = (torch.arange(size, device=hidden.device) for size in weights.shape)
+        experts = (rows[:, None] + columns) % self._own
+        ones = torch.ones_like(hidden[:, :1])
+        try:
+            with rehearsal(self._experts, hidden.device), self._local_parameters():
+                found = self._forward(hidden, experts, weights).float()
+                each = [self._forward(hidden, experts[:, i : i + 1], ones) * weights[:, i : i + 1] for i in columns]
+        except IndexError as error:
+            raise self._error(f"with {self._own} of its experts it fails with: {error}") from error
+        except (RuntimeError, ValueError, TypeError):
+            return  # the forward itself raises it
+        expected = torch.stack(each).sum(0).float()
+        difference = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+        low = hidden.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(hidden.device.type)
+        if not difference <= (5e-2 if low else 1e-3):
+            raise self._error(f"its outputs are wrong by {difference:.1%}")
+
+    def _error(self, how: str) -> ConfigError:
+        return ConfigError(
+            f"tensor_parallel_plan: {class_of(self._experts).__name__} cannot be split as 'experts': {how}. For each "
+            "token it returns the sum of its experts' outputs times the weights as they are, and no more; and it takes "
+            "the number of experts from the rows of its parameters, of which each process has some. What else it does "
+            "belongs into the module around it."
+        )
 
     def _sort(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the pairs of a token and a choice for this process to send, by receiver; the receivers; and experts.

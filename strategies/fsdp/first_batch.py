@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -159,6 +161,21 @@ def refuse_left_in_evaluation(
         except (RuntimeError, TypeError, ValueError):
             return  # it has no gradients, or runs once for its inputs only
         refuse_left_tensors(option, name, block, (args, kwargs))
+
+
+def refuse_outer_checkpoint(option: str, name: str, block: nn.Module) -> None:
+    """Raise ConfigError if a block that is being called is within `torch.utils.checkpoint`.
+
+    The backward would call it once more by itself, when what was around it in the forward has gone.
+    """
+    if any(frame.f_code is _CHECKPOINT for frame, _ in traceback.walk_stack(None)):
+        raise ConfigError(
+            f"{option}: {name} ({class_of(block).__name__}) is called by torch.utils.checkpoint, whose backward would "
+            'call it out of turn: call the block itself, and give Trainer(activation_checkpointing="auto").'
+        )
+
+
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 def _comes_from(node: Any, begins: set[Any]) -> bool:

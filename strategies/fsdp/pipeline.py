@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from trainer.model.blocks import class_of, describe_blocks
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
-from trainer.strategies.fsdp.first_batch import FirstBatch, first_argument
+from trainer.strategies.fsdp.first_batch import FirstBatch, refuse_outer_checkpoint
 from trainer.strategies.fsdp.messages import Neighbour
 from trainer.strategies.fsdp.stages import split_blocks, stages_of_parameters
 
@@ -91,6 +92,8 @@ class Pipeline:
         """Waits for the gradient of the oldest micro-batch; None: it is not on its way."""
         self._taken = False
         """True if the first own block has run in the forward in progress."""
+        self._began = False
+        """True after the first call of the first own block."""
         self._first_batch = FirstBatch(module, self.stage, self.elsewhere)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
@@ -144,7 +147,7 @@ class Pipeline:
             if self.stage_of_block[name] < self.stage:
                 block.forward = self._first_batch.passer()
             elif self.stage_of_block[name] > self.stage:
-                block.forward = _leave
+                block.forward = partial(_leave, block)
             if name == own[0] and not self.is_first:
                 # Before FSDP's own hook, which has to see the tensor that gradients flow to.
                 block.register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
@@ -167,6 +170,9 @@ class Pipeline:
                 f"pipeline_parallel: {class_of(block).__name__} is called twice in one step, and a pipeline runs each "
                 "block once for a batch: call the model once, on one batch (torch.cat), or use another strategy."
             )
+        if not self._began:
+            refuse_outer_checkpoint("pipeline_parallel", next(iter(self.blocks)), block)
+            self._began = True
         self._taken = True
         self._around_blocks = self._generators.states()
         self._generators.seed(derive_seed(self._seed, self.stage))
@@ -304,8 +310,8 @@ class _Generators:
             self._module.manual_seed(seed)
 
 
-def _leave(*args: Any, **kwargs: Any) -> Any:
-    raise LeftStage(first_argument(args, kwargs))
+def _leave(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    raise LeftStage(split_hidden(block, args, kwargs)[0])
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

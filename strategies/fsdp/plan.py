@@ -193,7 +193,7 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
     found = styles_within(names, found, wrapped)
-    raise_problems(_no_layers(names, found), type(module).__name__)
+    raise_problems([*_no_layers(names, found), *_computed_weights(names, found)], type(module).__name__)
     raise_problems([*_indivisible(names, found, parts), *_heads(module, parts)], type(module).__name__)
     return found
 
@@ -223,6 +223,22 @@ def _no_layers(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyl
         "adapters of LoRA (without DoRA and other variants; of embeddings with 'rowwise' only): leave it out with "
         "None, or use another option than tensor_parallel."
         for kind, name in found.items()
+    ]
+
+
+def _computed_weights(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> list[str]:
+    """Return a problem if layers have weights that are no parameters."""
+    found = [
+        name
+        for name, style in styles.items()
+        if isinstance(style, (ColwiseParallel, RowwiseParallel))
+        and isinstance(names[name], (nn.Linear, nn.Embedding))
+        and "weight" not in names[name]._parameters
+    ]
+    return [
+        f"tensor_parallel_plan: the weight of {name} is computed from others (weight_norm or another parametrization), "
+        "and its style splits a weight that is a parameter: leave it out with None, or remove the parametrization."
+        for name in ([first_of(found)] if found else [])
     ]
 
 
@@ -407,8 +423,11 @@ class FirstStepErrors:
                 f"tensor_parallel={self._parts}: the first step fails with the layers split by tensor_parallel_plan: "
                 f"{str(error).splitlines()[0]}. Between a 'colwise' and a 'rowwise' layer each process has a part of "
                 "the features: give both of a pair, view heads as -1, and have at least one head of queries and keys "
-                "for each process. Where a style splits sequences, take their length from the layer's output. If it "
-                "fails without tensor_parallel as well, the plan is not the cause."
+                "for each process. Where a style splits sequences, take their length from the layer's output. Call the "
+                "layers of the plan, instead of computing with their weights (a tied head is a layer with the same "
+                "weight). Logits of 'colwise_loss_parallel' are for torch's cross_entropy; for another loss or a metric give "
+                "their layer the style 'colwise_gather_output'. If it fails without tensor_parallel as well, the plan is not "
+                "the cause."
             ) from error
         self._succeeded = self._succeeded or error is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,16 +13,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
 from trainer.strategies.fsdp.adapters import FullInputs
 from trainer.strategies.fsdp.context import gather
-from trainer.strategies.fsdp.first_batch import first_argument, tensors_in
+from trainer.strategies.fsdp.first_batch import first_argument, refuse_outer_checkpoint, tensors_in
 from trainer.strategies.fsdp.plan import SharedByHeads
 from trainer.strategies.fsdp.rehearsal import rehearsal, replaced_parameters
 
+log = logging.getLogger("trainer")
+
 FULL_PRECISION, LOW_PRECISION, FLOAT8 = 1e-2, 0.15, 0.3
 """Differences by rounding stay below these, also where a router chooses another expert for a few tokens."""
+OUTPUT = "its output"
 Hooks = tuple[dict[int, Any], dict[int, Any]]
 """The hooks of a layer before and after its forward."""
 
@@ -42,19 +46,48 @@ class PlanCheck:
     def __init__(
         self, module: nn.Module, styles: Mapping[str, ParallelStyle], group: dist.ProcessGroup, tolerance: float
     ) -> None:
-        self._group, self._tolerance, self._styles = group, tolerance, styles
+        self._module, self._group, self._tolerance, self._styles = module, group, tolerance, styles
         layers = {name: module.get_submodule(name) for name in styles}
         self._hooks = {name: _hooks_of(layer) for name, layer in layers.items()}
         """The hooks of each layer without those that split it."""
 
-    def watch(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Compare blocks in their first forward, if their layers are split by the styles of `STYLES`."""
-        for name, block in blocks.items():
+    def watch(self, blocks: Mapping[str, nn.Module], here: Mapping[str, nn.Module]) -> None:
+        """Compare modules in their first forward, if their layers are split by the styles of `STYLES`.
+
+        Args:
+            blocks: all blocks by name.
+            here: those of this process. Compared too are modules around a pair of layers outside of the blocks.
+        """
+        for name, block in {**here, **self._around_pairs(blocks)}.items():
             own = {layer.removeprefix(f"{name}."): layer for layer in self._styles if layer.startswith(f"{name}.")}
             split = {_splits_sequences(self._styles[layer]) for layer in own.values()}
             if own and name not in self._styles and None not in split:
                 hooks = {inner: self._hooks[layer] for inner, layer in own.items()}
                 block.register_forward_pre_hook(self._comparer(name, hooks, True in split), with_kwargs=True)
+
+    def _around_pairs(self, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Return the modules that compute with split features outside of the blocks; warn where there is none."""
+        outside = [layer for layer in self._styles if not layer.startswith(tuple(f"{name}." for name in blocks))]
+        leaves = [layer for layer in outside if _returns_part(self._styles[layer])]
+        ends = [layer for layer in outside if isinstance(self._styles[layer], RowwiseParallel)]
+        found: dict[str, nn.Module] = {}
+        alone = []
+        for layer in leaves:
+            around = layer.rpartition(".")[0]
+            while around and not any(end.startswith(f"{around}.") for end in ends):
+                around = around.rpartition(".")[0]
+            if around and not any(name.startswith(f"{around}.") for name in blocks):
+                found[around] = self._module.get_submodule(around)
+            else:
+                alone.append(layer)
+        if alone:
+            log.warning(
+                "tensor_parallel: what is computed between %s and the next layer is in no module without others, so "
+                "that nothing compares it with full layers: put the two into a module, or compare the first losses "
+                "with those of one process",
+                first_of(alone),
+            )
+        return found
 
     def _comparer(self, name: str, hooks: Mapping[str, Hooks], split: bool) -> Any:
         waiting = [True]
@@ -62,6 +95,7 @@ class PlanCheck:
         def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if waiting and not torch.compiler.is_compiling():
                 waiting.clear()
+                refuse_outer_checkpoint("tensor_parallel", name, block)
                 self._compare(name, block, hooks, split, without_caches(args), without_caches(kwargs))
 
         return compare
@@ -71,6 +105,8 @@ class PlanCheck:
     ) -> None:
         """Raise ConfigError if a block's output differs from that with full layers.
 
+        Other outputs, and what the block keeps, count in training, if something is computed from them.
+
         Args:
             split: the block takes and returns this process's part of sequences, which full layers have full.
         """
@@ -79,31 +115,56 @@ class PlanCheck:
         try:
             layers = {block.get_submodule(inner): own for inner, own in hooks.items()}
             with rehearsal(block, device), _full_layers(block, layers):
-                (expected, *_) = tensors_in(block.forward(*full_args, **full_kwargs))
-            if split:
-                expected = expected.chunk(dist.get_world_size(self._group), 1)[dist.get_rank(self._group)]
+                all_expected = _results(block, block.forward(*full_args, **full_kwargs))
             with rehearsal(block, device):
-                (found, *_) = map(_own, tensors_in(block.forward(*args, **kwargs)))
+                all_found = _results(block, block.forward(*args, **kwargs))
         except (RuntimeError, ValueError, TypeError):
             return  # The forward itself raises it, or the block works with parts of the features only.
+        expected, found = all_expected.pop(OUTPUT), all_found.pop(OUTPUT)
+        if split:
+            expected = expected.chunk(dist.get_world_size(self._group), 1)[dist.get_rank(self._group)]
         if found.shape != expected.shape:
             return
-        wrong, size = (found.float() - expected.float()).norm(), expected.float().norm()
+        size = expected.norm()
         read = next((one for one in map(_own, tensors_in((args, kwargs))) if one.shape == expected.shape), None)
         if self._tolerance <= FULL_PRECISION and read is not None:
             size = torch.maximum((expected - read).norm(), size / 100)  # what the block adds
-        difference = wrong / size.clamp(min=1e-12)
-        dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self._group)
-        if not difference <= self._tolerance:
-            raise ConfigError(
-                f"tensor_parallel={dist.get_world_size(self._group)}: with the layers that tensor_parallel_plan splits "
-                f"{name} ({class_of(block).__name__}) does not compute the same: its outputs are wrong by "
-                f"{float(difference):.1%}. Between a 'colwise' and a 'rowwise' layer each process has some of the "
-                "features or heads, and what is computed there cannot depend on the others: a weight with several "
-                "parts (a fused qkv, gate and up) is grouped by heads or several layers; norms, softmax and means over "
-                "these features, and numbers that go by the count of heads, need layers that are not split."
-                + (" Positions and lengths of the block's own are those of a part of the sequence." if split else "")
-            )
+        others = {
+            name: _difference(all_found[name], other, other.norm())
+            for name, other in all_expected.items()
+            if name in all_found and all_found[name].shape == other.shape
+        }
+        zero = torch.zeros((), device=device)
+        worst = max(others, key=lambda name: float(others[name]), default="")
+        differences = torch.stack([_difference(found, expected, size), others.get(worst, zero)])
+        dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=self._group)
+        of_output, of_others = differences.tolist()
+        place = f"{name} ({class_of(block).__name__})"
+        if not of_output <= self._tolerance:
+            raise self._error(f"{place} does not compute the same: its outputs are wrong by {of_output:.1%}", split)
+        if not of_others <= self._tolerance / 10:
+            words = f"{place} does not compute the same: {worst} is wrong by {of_others:.1%}"
+            block.register_forward_hook(self._refuser(worst, self._error(words, split)))
+
+    def _refuser(self, name: str, error: ConfigError) -> Any:
+        """Return a forward hook that raises `error` if a loss may be computed from what a block returns or keeps."""
+
+        def refuse(block: nn.Module, args: Any, output: Any) -> None:
+            result = _results(block, output).get(name)
+            if result is not None and result.requires_grad:
+                raise error
+
+        return refuse
+
+    def _error(self, words: str, split: bool) -> ConfigError:
+        return ConfigError(
+            f"tensor_parallel={dist.get_world_size(self._group)}: with the layers that tensor_parallel_plan splits "
+            f"{words}. Between a 'colwise' and a 'rowwise' layer each process has some of the features or heads, and "
+            "what is computed there cannot depend on the others: a weight with several parts (a fused qkv, gate and "
+            "up) is grouped by heads or several layers; norms, softmax and means over these features, and numbers that "
+            "go by the count of heads, need layers that are not split."
+            + (" Positions and lengths of the block's own are those of a part of the sequence." if split else "")
+        )
 
     def _with_full_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a block with the parts of sequences of all processes in the first one. Collective."""
@@ -112,12 +173,38 @@ class PlanCheck:
         return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
 
 
+def _results(block: nn.Module, output: Any) -> dict[str, torch.Tensor]:
+    """Return the numbers that a block has returned, and those that it keeps, by words for them."""
+    first, *others = map(_own, tensors_in(output))
+    found = {OUTPUT: first, **{f"its output {number}": other for number, other in enumerate(others, start=2)}}
+    for path, child in block.named_modules():
+        for attribute, value in vars(child).items():
+            if attribute not in ("_parameters", "_buffers"):
+                kept = [_own(one) for one in tensors_in(value)]
+                found.update({f"what it keeps in {path + '.' if path else ''}{attribute}": one for one in kept[:1]})
+    return {name: one if one.dtype == torch.float32 else one.float() for name, one in found.items() if _is_real(one)}
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.device.type != "meta"
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    difference: torch.Tensor = (found - expected).norm() / size.clamp(min=1e-12)
+    return difference
+
+
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _hooks_of(layer: nn.Module) -> Hooks:
     return dict(layer._forward_pre_hooks), dict(layer._forward_hooks)
+
+
+def _returns_part(style: ParallelStyle) -> bool:
+    """Whether a style's layer hands plain tensors to the next one that are parts of features."""
+    return isinstance(style, ColwiseParallel) and style.use_local_output and style.output_layouts == (Shard(-1),)
 
 
 def _splits_sequences(style: ParallelStyle) -> bool | None:

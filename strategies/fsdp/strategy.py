@@ -421,7 +421,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout.context > 1:
             self._context = ContextParallel(blocks, here, self._mesh.group("context"), self.context_exchange)
         if self._plan_check is not None:
-            self._plan_check.watch(here)
+            self._plan_check.watch(blocks, here)
         self.split_description = "; ".join(lines)
         log.info("fsdp: %s", "; ".join(filter(None, (self._mesh.describe(), self.split_description))))
         return here
