@@ -425,9 +425,9 @@ class FirstStepErrors:
                 "the features: give both of a pair, view heads as -1, and have at least one head of queries and keys "
                 "for each process. Where a style splits sequences, take their length from the layer's output. Call the "
                 "layers of the plan, instead of computing with their weights (a tied head is a layer with the same "
-                "weight). Logits of 'colwise_loss_parallel' are for torch's cross_entropy; for another loss or a metric give "
-                "their layer the style 'colwise_gather_output'. If it fails without tensor_parallel as well, the plan is not "
-                "the cause."
+                "weight). Logits of 'colwise_loss_parallel' are for torch's cross_entropy: for another loss, or a "
+                "metric, give their layer the style 'colwise_gather_output'. If it fails without tensor_parallel as "
+                "well, the plan is not the cause."
             ) from error
         self._succeeded = self._succeeded or error is None
 

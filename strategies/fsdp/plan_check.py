@@ -143,7 +143,7 @@ class PlanCheck:
         if not of_output <= self._tolerance:
             raise self._error(f"{place} does not compute the same: its outputs are wrong by {of_output:.1%}", split)
         if not of_others <= self._tolerance / 10:
-            words = f"{place} does not compute the same: {worst} is wrong by {of_others:.1%}"
+            words = f"{place} does not compute the same: {worst} is wrong by {of_others:.1%} (only logged: detach() it)"
             block.register_forward_hook(self._refuser(worst, self._error(words, split)))
 
     def _refuser(self, name: str, error: ConfigError) -> Any:

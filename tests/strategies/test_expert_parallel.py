@@ -108,7 +108,39 @@ class Unnamed(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Residual(Experts):
+    """Adds to each token what its experts return."""
+
+    def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return hidden + super().forward(hidden, indices, weights)
+
+
+class Normalizing(Experts):
+    def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden, indices, weights / weights.sum(-1, keepdim=True))
+
+
+class Counted(Experts):
+    """Goes through a fixed number of experts."""
+
+    def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden, indices, weights) + 0 * self.bias[EXPERTS - 1]
+
+
+def with_experts(kind: type[Experts]) -> type[TrainModule]:
+    class Other(GPT):
+        def __init__(self) -> None:
+            super().__init__(experts=EXPERTS)
+            assert self.net is not None
+            self.net.blocks[1].feed_forward.experts = kind(EXPERTS)
+
+    return Other
+
+
 REFUSED: dict[str, tuple[type[TrainModule], str]] = {
+    "more than a sum": (with_experts(Residual), "Residual cannot be split as 'experts': its outputs are wrong by"),
+    "weights that are not as they are": (with_experts(Normalizing), "Normalizing cannot be split as 'experts': its"),
+    "experts by number": (with_experts(Counted), "with 2 of its experts it fails with: index 3 is out of bounds"),
     "a list of experts": (Listed, "not a ModuleList of experts"),
     "an odd number": (Three, "3 experts of net.blocks.1.feed_forward.experts cannot be split over 2 processes"),
     "no experts in the plan": (Unnamed, "the plan of Unnamed names no experts"),
@@ -119,8 +151,10 @@ def refusals() -> dict[str, str]:
     found = {}
     for name, (kind, _) in REFUSED.items():
         trainer = Trainer(**QUIET, devices=2, accelerator="cpu", strategy=FSDPStrategy(expert_parallel=2), max_steps=1)
+        module = kind()
+        data = module.data(8) if isinstance(module, GPT) else TensorDataset(torch.ones(4, 4))
         with pytest.raises(ConfigError) as error:
-            trainer.fit(kind(), DataLoader(TensorDataset(torch.ones(4, 4))))
+            trainer.fit(module, DataLoader(data, 2))
         found[name] = str(error.value)
     return found
 

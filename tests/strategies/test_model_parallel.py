@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn.functional import dropout, mse_loss, scaled_dot_product_attention
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
@@ -32,6 +34,7 @@ from trainer.strategies.fsdp.first_batch import FirstBatch, refuse_collecting
 from trainer.strategies.fsdp.mesh import ModelSplit
 from trainer.strategies.fsdp.messages import Neighbour
 from trainer.strategies.fsdp.plan import find_plan, needs_newer_torch, resolve_plan
+from trainer.strategies.fsdp.plan_check import PlanCheck
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategy import StepConfig
 
@@ -512,8 +515,115 @@ class KeepsInEvaluation(Attending):
         return output
 
 
+class Conditioned(Attending):
+    """Reads a mean over all tokens, and a bias for pairs of tokens, which are computed between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mean: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x + self.read(mean)[:, None]).view(*x.shape[:2], 2, 3, 4).permute(3, 0, 2, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=pairs)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Pooled(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, x.mean(1), (x @ x.transpose(1, 2))[:, None])
+        return x
+
+
+class KeepsPart(Attending):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.qkv(x).square().mean()
+        return super().forward(x)
+
+
+class LogsPart(KeepsPart):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.kept = self.kept.detach()
+        return output
+
+
+class ReturnsPart(KeepsPart):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.kept
+
+
 class Planned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+
+
+class PlannedKept(Planned):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + sum(block.kept for block in self.blocks)  # type: ignore[operator]
+
+
+class PlannedReturned(Planned):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, total = self.embed(x), torch.zeros(())
+        for block in self.blocks:
+            x, of_block = block(x)
+            total = total + of_block
+        return x + total
+
+
+class Checkpointed(Planned):
+    """Recomputes its blocks by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+class MaskFirst(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(mask=mask, x=x)
+        return x
+
+
+class TakesMask(Attending):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * mask[0, 0]
+
+
+class WeightNormed(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.out)
+
+
+class Softmaxed(nn.Module):
+    """A softmax of split features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).softmax(-1))
+
+
+class PlannedAround(Small):
+    """A pair of split layers outside of the blocks."""
+
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"tail.up": "colwise", "tail.down": "rowwise"}
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.tail = Softmaxed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(super().forward(x))
 
 
 class CompiledPlanned(Planned):
@@ -760,6 +870,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
     "an unknown style": (TP, Unknown, Attending, "Did you mean 'colwise'"),
     "layers with adapters": (TP, Planned, WithAdapters, "is of class Adapted from"),
+    "a loss of split features that blocks keep": (TP, PlannedKept, KeepsPart, "what it keeps in kept is wrong by"),
+    "a loss of split features that blocks return": (TP, PlannedReturned, ReturnsPart, "its output 2 is wrong by"),
+    "a pair of layers outside of the blocks": (TP, PlannedAround, Attending, "tail (Softmaxed) does not compute the"),
+    "weights that are computed": (TP, Planned, WeightNormed, "weight of blocks.0.out, blocks.1.out is computed from"),
+    "split layers that the module recomputes": (TP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
+    "parts of sequences that it recomputes": (CP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
+    "a mask before the tokens": (CP, MaskFirst, TakesMask, "gets a tensor of torch.bool as its first argument"),
     "outputs that cannot be split": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
 }
 AT_THE_START = (
@@ -779,6 +896,7 @@ AT_THE_START = (
     "a pattern without a match",
     "an unknown style",
     "layers with adapters",
+    "weights that are computed",
     "outputs that cannot be split",
 )
 """What is found before the first step, the names of `REFUSED`."""
@@ -847,6 +965,13 @@ def test_graphs_of_the_user_with_split_blocks_to_recompute_are_refused_at_the_st
 def test_what_modules_and_plans_say_is_reported_at_the_start(refusals: Any) -> None:
     early = {name for name in REFUSED for of_rank in refusals if of_rank[name].startswith("at the start")}
     assert early == set(AT_THE_START)
+
+
+def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "tail": Softmaxed()})
+    styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
+    PlanCheck(module, styles, None, 1e-2).watch({}, {})  # type: ignore[arg-type]
+    assert "what is computed between up and the next layer is in no module without others" in caplog.text
 
 
 OTHER_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
@@ -923,6 +1048,9 @@ def train(way: str, kind: type[Small], block: type[nn.Module]) -> dict[str, torc
 TRAINED: dict[str, tuple[str, type[Small], type[nn.Module]]] = {
     "a mask that is computed from tokens": ("CP x2", Small, Biased),
     "tokens that are mixed between two blocks": ("CP x2", Centred, Attending),
+    "what is computed of all tokens between two blocks": ("CP x2", Pooled, Conditioned),
+    "what is computed of all tokens, with gathered keys": ("CP x2, keys", Pooled, Conditioned),
+    "what blocks keep of split features to log it": ("TP x2", Planned, LogsPart),
     "outputs of blocks that are kept": ("CP x2", Kept, Attending),
     "second outputs of blocks": ("CP x2", Summed, AddingTokens),
     "as many tokens as features, from the second batch on": ("CP x2", LongLater, Tabled),
@@ -955,6 +1083,8 @@ NOT_SENT: dict[str, tuple[type[Small], type[nn.Module], str]] = {
     "what blocks keep in evaluation": (ReadsKept, KeepsInEvaluation, "blocks.0.kept is a tensor with a gradient"),
     "tuples": (Unpacking, Tuples, "returns a tuple, and what a stage sends is one tensor"),
     "blocks in another order": (Backwards, Attending, "in the order in which they are registered"),
+    "blocks that the module recomputes": (Checkpointed, Attending, "is called by torch.utils.checkpoint"),
+    "a mask before the tokens": (MaskFirst, TakesMask, "gets a tensor of torch.bool as its first argument"),
 }
 """Mistakes that one stage finds while another one waits for it."""
 
