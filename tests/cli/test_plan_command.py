@@ -122,6 +122,9 @@ def test_an_assumed_step_can_be_shared_by_any_number_of_gpus(command: Command) -
         assert "cannot share" not in out
 
 
+SHAPE = ("--layers", "2", "--hidden", "64", "--vocab", "128")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +133,14 @@ def test_an_assumed_step_can_be_shared_by_any_number_of_gpus(command: Command) -
         (("--config", "none.json"), "give the config.json of a Hugging Face model"),
         (("--config", "empty.json"), "does not say layers, hidden, heads, vocabulary"),
         (("--config", "t5.json"), "is of an encoder-decoder"),
+        ((*SHAPE, "--heads", "5"), "--hidden 64 is not a multiple of --heads 5: give --head-dim"),
+        ((*SHAPE, "--heads", "4", "--kv-heads", "3"), "--kv-heads 3 does not divide --heads 4"),
+        (
+            (*SHAPE, "--heads", "4", "--experts", "8", "--experts-per-token", "9"),
+            "--experts-per-token 9 is more than --experts 8",
+        ),
+        (("--params", "7b", "--memory", "80"), "--memory is 80 bytes: give it with its unit, such as 80G"),
+        (("--params", "7b", "--precision", "transformer-engine"), "'fp8'"),
         (("--params", "7b", "--precision", "bf16-mixd"), "bf16-mixed"),
         (("--params", "7b", "--batch", "8", "--global-batch-tokens", "1M"), "either --batch"),
         (("--params", "7b", "--gpus-per-node", "7"), "not a multiple of --gpus-per-node 7"),
@@ -250,6 +261,7 @@ def test_parameters_are_those_of_the_model(name: str, sizes: dict[str, Any], tmp
         ("deepseek_v3", ["without experts", "low rank"]),
         ("llava", ["images or sound"]),
         ("mllama", ["images or sound", "cross-attention"]),
+        ("ernie4_5_moe", []),
     ],
 )
 def test_what_is_planned_as_something_else_is_named(kind: str, notes: list[str], tmp_path: Path) -> None:
@@ -264,3 +276,23 @@ def test_the_notes_are_printed(command: Command, project: Path) -> None:
     (project / "config.json").write_text(json.dumps({**LLAMA_70B, "mamba_d_state": 16}))
     _, out, _ = command("plan", "--config", "config.json", *GPUS)
     assert "note: the config has mamba_d_state: its layers of recurrence" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "notes"),
+    [
+        ({"ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}}, (4, 2), 0),
+        ({"moe_num_experts": 6, "moe_k": 3}, (6, 3), 0),
+        ({"expert_count": 8}, (0, 0), 1),
+    ],
+    ids=["nested", "other names", "unknown names"],
+)
+def test_mixtures_are_found_or_a_note_says_that_they_are_not(
+    config: dict[str, Any], experts: tuple[int, int], notes: int, tmp_path: Path
+) -> None:
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 128, **config}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    model, found = read_config(str(tmp_path / "config.json"))
+    assert len(found) == notes
+    if experts[0]:
+        assert (model.experts, model.experts_per_token) == experts

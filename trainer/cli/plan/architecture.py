@@ -17,11 +17,11 @@ NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocabulary": ("vocab_size",),
-    "kv_heads": ("num_key_value_heads", "n_head_kv", "num_kv_heads"),
+    "kv_heads": ("num_key_value_heads", "n_head_kv", "num_kv_heads", "kv_n_heads"),
     "head_dim": ("head_dim",),
     "intermediate": ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_k"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k"),
 }
 """Sizes, and the names that Hugging Face's configs have for them."""
 NEEDED = ("layers", "hidden", "heads", "vocabulary")
@@ -57,8 +57,9 @@ def read_config(path: str) -> tuple[Architecture, list[str]]:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model. {error}") from error
-    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
-        config = {**config, **config["text_config"]}  # a model for texts and images
+    for part in ("text_config", "attn_config", "ffn_config"):  # of a model for texts and images, and of DBRX
+        if isinstance(config, dict) and isinstance(config.get(part), dict):
+            config = {**config, **config[part]}
     if not isinstance(config, dict):
         raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model; this is not a JSON object.")
     if config.get("is_encoder_decoder"):
@@ -77,10 +78,15 @@ def read_config(path: str) -> tuple[Architecture, list[str]]:
         found["kv_heads"] = 1
     each = found["intermediate"] if found["experts"] else None
     shared = _first(config, ("shared_expert_intermediate_size", "shared_intermediate_size"))
-    found["shared"] = shared or (each or 0) * (_first(config, ("n_shared_experts", "num_shared_experts")) or 0)
+    found["shared"] = shared or (each or 0) * (
+        _first(config, ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")) or 0
+    )
     kind = config.get("model_type", "")
     tied = config.get("tie_word_embeddings", kind in TIED)
-    return complete(found, gated=kind not in NOT_GATED, tied=bool(tied)), simplified(config)
+    notes = simplified(config)
+    if found["experts"] is None and (unknown := [name for name in config if "expert" in name and config[name]]):
+        notes.append(f"the config has {unknown[0]}, but no number of experts by a known name: planned without experts")
+    return complete(found, gated=kind not in NOT_GATED, tied=bool(tied)), notes
 
 
 def simplified(config: Mapping[str, Any]) -> list[str]:
@@ -104,7 +110,7 @@ def architecture_of_options(given: Namespace) -> Architecture:
     """Return the sizes that the command line gives.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: one is missing, or they contradict each other.
     """
     missing = [f"--{'vocab' if size == 'vocabulary' else size}" for size in NEEDED if getattr(given, size) is None]
     if missing:
@@ -112,6 +118,12 @@ def architecture_of_options(given: Namespace) -> Architecture:
             f"{', '.join(missing)} missing: give --config model/config.json, or --layers, --hidden, --heads and "
             "--vocab, or --params 70b."
         )
+    if given.head_dim is None and given.hidden % given.heads:
+        raise ConfigError(f"--hidden {given.hidden} is not a multiple of --heads {given.heads}: give --head-dim.")
+    if given.kv_heads is not None and given.heads % given.kv_heads:
+        raise ConfigError(f"--kv-heads {given.kv_heads} does not divide --heads {given.heads}.")
+    if given.experts_per_token is not None and given.experts_per_token > (given.experts or 0):
+        raise ConfigError(f"--experts-per-token {given.experts_per_token} is more than --experts {given.experts or 0}.")
     return complete({size: getattr(given, size) for size in NAMES}, gated=not given.no_gate, tied=given.tied)
 
 

@@ -11,6 +11,7 @@ from trainer.cli.options import CommandParser, positive, quantity, reports_error
 from trainer.cli.plan.architecture import NAMES, architecture_of_options, assumed, read_config
 from trainer.cli.plan.candidates import Cluster, GlobalBatch, rank
 from trainer.cli.plan.report import as_data, report
+from trainer.compat.names import OTHER_PRECISIONS
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.memory import DtypeSizes
 from trainer.model.parallel_cost import Architecture
@@ -50,7 +51,9 @@ def run(arguments: list[str]) -> int:
     if cluster.gpus % cluster.per_machine:
         raise ConfigError(f"--gpus {cluster.gpus} is not a multiple of --gpus-per-node {cluster.per_machine}.")
     if given.precision not in PRECISIONS:
-        raise unknown_name_error("precision", given.precision, PRECISIONS)
+        raise unknown_name_error("precision", given.precision, PRECISIONS, OTHER_PRECISIONS)
+    if given.memory < 1e9:
+        raise ConfigError(f"--memory is {given.memory:,} bytes: give it with its unit, such as 80G.")
     if "fp8" in given.precision:
         notes.append("products of 8 bits are faster by what --flops says; give the figure you measure")
     batch = GlobalBatch(_samples(given, notes), given.seq, PRECISIONS[given.precision], given.precision)
