@@ -188,6 +188,7 @@ class ContextParallel:
             if name in self._unchecked and block.training and torch.is_grad_enabled():
                 self._unchecked.remove(name)
                 refuse_left_tensors("context_parallel", name, block, (args, kwargs))
+                _refuse_captured(name, block, (args, kwargs), output)
                 self._refuse_different_buffers(name, block)
             if waiting and not block.training and not torch.compiler.is_compiling():
                 waiting.clear()
@@ -327,6 +328,26 @@ class _Output(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     node: Any
     """That of autograd's graph which has computed it."""
+
+
+def _refuse_captured(name: str, block: nn.Module, inputs: Any, output: Any) -> None:
+    """Raise ConfigError if a block reads what comes from an earlier block's output in another way than as an argument.
+
+    The gradient of an argument is added up over the parts of a sequence; of anything else it would be that of one part.
+    """
+    seen: set[Any] = {one.grad_fn for one in tensors_in(inputs)}
+    waiting: list[Any] = [one.grad_fn for one in tensors_in(output)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == f"{_Join.__name__}Backward":
+            raise ConfigError(
+                f"context_parallel: {name} ({class_of(block).__name__}) reads a tensor with a gradient that was "
+                "computed from the output of an earlier block, and is none of its arguments: pass it as one."
+            )
+        waiting += [before for before, _ in node.next_functions]
 
 
 def _count_uses(roots: Iterable[Any]) -> Counter[Any]:

@@ -536,6 +536,24 @@ class Pooled(Small):
         return x
 
 
+class PutIntoBlocks(Small):
+    """Hands a mean over the tokens to the next block, but not as an argument."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            vars(block)["mean"] = x.mean(1)
+            x = block(x)
+        return x
+
+
+class ReadsMean(Attending):
+    mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.mean[:, None])
+
+
 class KeepsPart(Attending):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept = self.qkv(x).square().mean()
@@ -876,6 +894,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "weights that are computed": (TP, Planned, WeightNormed, "weight of blocks.0.out, blocks.1.out is computed from"),
     "split layers that the module recomputes": (TP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
     "parts of sequences that it recomputes": (CP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
+    "an input that is no argument": (CP, PutIntoBlocks, ReadsMean, "is none of its arguments: pass it as one"),
     "a mask before the tokens": (CP, MaskFirst, TakesMask, "gets a tensor of torch.bool as its first argument"),
     "outputs that cannot be split": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
 }
