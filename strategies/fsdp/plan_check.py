@@ -26,6 +26,7 @@ log = logging.getLogger("trainer")
 FULL_PRECISION, LOW_PRECISION, FLOAT8 = 1e-2, 0.15, 0.3
 """Differences by rounding stay below these, also where a router chooses another expert for a few tokens."""
 OUTPUT = "its output"
+"""The words for the first tensor that a block returns."""
 Hooks = tuple[dict[int, Any], dict[int, Any]]
 """The hooks of a layer before and after its forward."""
 
@@ -120,19 +121,19 @@ class PlanCheck:
                 all_found = _results(block, block.forward(*args, **kwargs))
         except (RuntimeError, ValueError, TypeError):
             return  # The forward itself raises it, or the block works with parts of the features only.
-        expected, found = all_expected.pop(OUTPUT), all_found.pop(OUTPUT)
-        if split:
+        expected, found = all_expected.pop(OUTPUT, None), all_found.pop(OUTPUT, None)
+        if split and expected is not None:
             expected = expected.chunk(dist.get_world_size(self._group), 1)[dist.get_rank(self._group)]
-        if found.shape != expected.shape:
+        if expected is None or found is None or found.shape != expected.shape:
             return
         size = expected.norm()
         read = next((one for one in map(_own, tensors_in((args, kwargs))) if one.shape == expected.shape), None)
         if self._tolerance <= FULL_PRECISION and read is not None:
             size = torch.maximum((expected - read).norm(), size / 100)  # what the block adds
         others = {
-            name: _difference(all_found[name], other, other.norm())
+            name: _difference(all_found[name], other, other.norm()).to(device)
             for name, other in all_expected.items()
-            if name in all_found and all_found[name].shape == other.shape
+            if name in all_found and all_found[name].shape == other.shape and not torch.equal(all_found[name], other)
         }
         zero = torch.zeros((), device=device)
         worst = max(others, key=lambda name: float(others[name]), default="")
