@@ -91,6 +91,29 @@ def test_a_run_that_has_stopped_inside_its_last_epoch_is_not_finished(command: C
         assert [one["state"] for one in listed(command, "runs")] == [state]
 
 
+def test_a_project_may_have_files_with_the_names_of_a_runs(command: Command, runs: Path, project: Path) -> None:
+    """Its own are no run, and hide none, with the user's Python files next to them and without."""
+    (project / "metrics.csv").write_text("model,accuracy\nresnet,0.5\n")
+    (project / "checkpoints" / "resnet").mkdir(parents=True)
+    (project / "checkpoints" / "resnet" / "weights.pt").write_text("")
+    names = ["runs/a/version_0", "runs/deep/er/version_0", "runs/empty"]
+    assert [one["name"] for one in listed(command, ".")] == names
+    (project / "mymodel.py").unlink()
+    assert [one["name"] for one in listed(command, ".")] == [project.name, *names]
+    (project / "metrics.csv").unlink()
+    assert [one["name"] for one in listed(command, ".")] == names
+    pytest.importorskip("matplotlib")
+    code, _, err = command("plot", ".")
+    assert (code, err) == (0, "")
+
+
+def test_a_project_whose_checkpoints_are_a_runs_hides_no_other(command: Command, runs: Path, project: Path) -> None:
+    """As `ModelCheckpoint(dirpath="checkpoints")` writes them."""
+    (runs / "a" / "version_0" / "checkpoints").rename(project / "checkpoints")
+    names = [project.name, "runs/a/version_0", "runs/deep/er/version_0", "runs/empty"]
+    assert [one["name"] for one in listed(command, ".")] == names
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [

@@ -13,11 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.directory import CHECKPOINTS, POINTERS
+from trainer.checkpoint.disk import MANIFEST_FILE
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
 
-FILES = ("config.yaml", "hparams.json", "metrics.csv", "metrics.jsonl", "checkpoints")
-"""Entries of run directories, of which each has one at least."""
+LOGGED = {"hparams.json", "metrics.csv", "metrics.jsonl"}
+"""Files of loggers: a run directory has one of them, or checkpoints."""
+PROJECT = {".git", "pyproject.toml"}
+"""Entries of a project, whose own files may have the names of a run's; so have folders with Python files."""
+CHECKPOINT_FILES = (MANIFEST_FILE, "checkpoint.json")
+LEFTOVERS = (".tmp-", ".old-", ".del-")
+"""Beginnings of the names of what a killed process has left among checkpoints."""
 MAX_BYTES = 50_000_000
 """Size of the largest JSON file that is read."""
 
@@ -56,15 +63,36 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 
 def run_directories(folder: Path) -> Iterator[Path]:
-    """Yield the run directories of a folder: itself, or those below. Links are not followed."""
+    """Yield the run directories of a folder: itself, and those below. Links are not followed.
+
+    A folder with the files of a run may be a project with results of its own, so what is below it is looked at, too.
+    """
     for path, folders, files in os.walk(folder):
         names = {*folders, *files}
-        project = any(name.endswith(".py") for name in files)  # whose config.yaml is that of the next run
-        if names & set(FILES[2:]) or ("hparams.json" in names and not project):
+        project = bool(names & PROJECT) or any(name.endswith(".py") for name in files)
+        keeps = CHECKPOINTS in folders and _keeps_checkpoints(Path(path, CHECKPOINTS), or_nothing=not project)
+        if keeps or (not project and names & LOGGED):
             yield Path(path)
-            folders.clear()
-        else:
-            folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        left_out = {"__pycache__", *([CHECKPOINTS] if keeps else [])}
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+
+
+def _keeps_checkpoints(folder: Path, or_nothing: bool) -> bool:
+    """Whether a folder holds checkpoints of a run, also unfinished ones, or a pointer; `or_nothing`: or nothing."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(folder) if name != ".lock"]
+        pointers = {f"{pointer}.json" for pointer in POINTERS}
+        written = (name in pointers or name.startswith(LEFTOVERS) or _is_checkpoint(folder / name) for name in names)
+        return any(written) if names else or_nothing
+    return False
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or what is left of one."""
+    with suppress(OSError):
+        names = os.listdir(path) if path.is_dir() else []
+        return any(name in CHECKPOINT_FILES or name.endswith(".safetensors") for name in names)
+    return False
 
 
 def summary_of(path: Path, folder: Path) -> RunSummary:
@@ -73,7 +101,7 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     with suppress(OSError):
         times = [entry.stat().st_mtime for entry in os.scandir(path)]
         one.began, one.seconds = min(times), max(times) - min(times)
-    checkpoints = path / "checkpoints"
+    checkpoints = path / CHECKPOINTS
     manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
     infos = {name: entry["info"] for name, entry in manifests.items() if isinstance(entry.get("info"), dict)}
     last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
