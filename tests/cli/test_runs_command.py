@@ -136,6 +136,22 @@ def test_the_time_of_a_run_is_not_that_of_a_later_validation(command: Command, r
     assert listed(command, str(runs / "a"))[0]["time"] == before < 1000
 
 
+def test_a_resumed_run_began_with_its_first_session(project: Path) -> None:
+    """Although its configuration and hyperparameters are written again, and old checkpoints deleted."""
+    found = []
+    for steps in (2, 3, -1):
+        module = Logged()
+        module.stops_at = steps
+        options = {"max_steps": 4, "logger": CSVLogger(), "callbacks": [ModelCheckpoint(save_top_k=1)]}
+        quiet(default_root_dir="runs", enable_checkpointing=True, **options).fit(module, loader(), ckpt_path="last")
+        (one,) = find_runs(Path("runs"))
+        found.append(one)
+    assert len({one.began for one in found}) == 1
+    times = [one.seconds for one in found]
+    assert times == sorted(times)
+    assert times[0] < times[2]
+
+
 def test_values_that_are_not_finite_are_last_and_text_in_json(command: Command, project: Path) -> None:
     for name, loss in (("a", "nan"), ("b", "2"), ("c", "inf"), ("d", "1")):
         (project / name).mkdir()

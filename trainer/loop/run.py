@@ -87,6 +87,8 @@ class Session:
         """Micro-batches of an epoch in the last `fit`; None: unknown."""
         self.seed = settings.seed or 0
         self.run_dir = settings.root
+        self.began: int | None = None
+        """When the first `fit` began in the run directory, in nanoseconds since 1970; None: not known yet."""
         self.config_text: str | None = None
         """The configuration as YAML, for the run directory and checkpoints; None: the run was started from Python."""
         self.callback_metrics: dict[str, float] = {}

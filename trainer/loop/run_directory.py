@@ -260,6 +260,17 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
         ) from None
 
 
+def beginning_of(run: Run, checkpoint: StoragePath | None) -> int:
+    """Return when the first `fit` began in the run directory, in nanoseconds since 1970, as the checkpoint has it."""
+    if checkpoint is not None and run.strategy.processes.is_global_zero:
+        directory = _run_dir_of(checkpoint, run.settings)
+        if directory is not None and directory.absolute() == run.session.run_dir.absolute():
+            info = read_manifest(checkpoint).info
+            known = [info[name] for name in ("began", "captured") if type(info.get(name)) is int and info[name] >= 0]
+            return min(known, default=time.time_ns())
+    return time.time_ns()
+
+
 def choose_logger_folders(run: Run) -> None:
     """Give the loggers of a run that continues no other a folder in which no run has left files. Collective.
 

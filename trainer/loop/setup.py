@@ -39,6 +39,7 @@ from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import (
     as_seen_here,
+    beginning_of,
     check_folders_of_shards,
     choose_logger_folders,
     choose_run_dir,
@@ -184,6 +185,8 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
     run.locate(run_dir, path)
+    if run.stage == "fit":
+        session.began = beginning_of(run, path)
     writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
     if session.config_text is not None and writes:
         replace_notes(session.run_dir / "config.yaml", session.config_text.encode())

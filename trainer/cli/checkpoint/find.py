@@ -65,11 +65,10 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
 def _of_runs_below(given: StoragePath) -> list[StoragePath]:
     """Return the folders of checkpoints of the run in a folder, and of those below it."""
     with reading(given):
-        runs: list[StoragePath]
         if isinstance(given, Path):
-            runs = sorted(run_directories(given), key=by_numbers) if given.is_dir() else []
+            runs: list[StoragePath] = [*sorted(run_directories(given), key=by_numbers)]
         else:
-            runs = [given, *versions(given)]  # type: ignore[type-var]  # a path of either kind
+            runs = [given, *versions(given)]
         return [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
 
 

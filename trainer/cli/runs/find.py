@@ -105,6 +105,10 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
     infos = {name: entry["info"] for name, entry in manifests.items() if isinstance(entry.get("info"), dict)}
     last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
+    # A run that is resumed writes its files again, so their times may be those of its latest start.
+    counts = (_count(info, name) for info in infos.values() for name in ("began", "captured"))
+    starts = [count / 1e9 for count in counts if count is not None]
+    one.began = min([*starts, *([] if one.began is None else [one.began])], default=None)
     last = last or max(infos.values(), key=lambda info: _count(info, "step") or 0, default=None)
     if last is not None:
         one.step, one.epoch = _count(last, "step"), _count(last, "epoch")
