@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -244,6 +245,24 @@ def test_traceback_is_shown_where_asked_for(bare: list[str], project: Path) -> N
     asked = subprocess.run([*command, "--traceback"], cwd=project, capture_output=True, text=True, check=False)
     assert "Traceback (most recent call last)" in asked.stderr
     assert "Bare has no configure_optimizers" in asked.stderr
+
+
+def test_commands_to_type_quote_their_paths(command: Command, bare: list[str]) -> None:
+    pytest.importorskip("tensorboard")
+    folder = "a b & c"
+    options = ["--optimizer", "SGD", "--trainer.default_root_dir", folder, "--trainer.logger", "TensorBoardLogger"]
+    code, out, err = command("fit", *bare, *options)
+    assert code == 0, err
+    commands = [line.partition(":")[2] for line in out.splitlines() if line.startswith(("validate it", "TensorBoard"))]
+    typed = [shlex.split(line) for line in commands]
+    assert [words[:3] for words in typed] == [
+        ["tensorboard", "--logdir", f"{folder}/version_0"],
+        ["trainer", "validate", "--config"],
+    ]
+    assert main(typed[1][1:]) == 0
+    (Path(folder) / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    _, out, _ = command("config", "--from", f"{folder}/zero.json", "--output", f"{folder}/run.yaml")
+    assert shlex.split(out.splitlines()[-1])[-1] == f"{folder}/run.yaml"
 
 
 def test_a_reader_that_leaves_early_ends_the_command_quietly() -> None:
