@@ -98,6 +98,12 @@ class Session:
         self.measured: dict[str, Measured] = {}
         """The latest values of all logged names, each with the step it was measured at."""
 
+    def argument(self, name: str, value: str | list[str]) -> str:
+        """Return an argument of `fit` as it is typed: `ckpt_path='last'`; for a command, `--ckpt-path last`."""
+        if self.config_text is None:
+            return f"{name}={value!r}"
+        return f"--{name.replace('_', '-')} {value if isinstance(value, str) else ' '.join(value)}"
+
     def start(self, stage: str) -> None:
         """Forget the values of an earlier run, and for a `fit` its counters."""
         if stage == "fit":

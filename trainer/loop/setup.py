@@ -298,6 +298,7 @@ def report_short_schedules(run: Run) -> None:
     """Report each OneCycleLR that the run outlasts: torch refuses a step beyond those that it was made for."""
     if not run.module.automatic_optimization or run.module.overrides("lr_scheduler_step"):
         return
+    weights = "fit(weights=...)" if run.session.config_text is None else "--weights PATH"
     for config in run.scheduler_configs:
         planned = run.estimated_stepping_batches if config.interval == "step" else run.config.max_epochs
         steps = getattr(config.scheduler, "total_steps", None) if isinstance(config.scheduler, OneCycleLR) else None
@@ -308,7 +309,7 @@ def report_short_schedules(run: Run) -> None:
             steps,
             " (those of the checkpoint)" if run.resumed_from else "",
             planned // config.frequency,
-            "A longer schedule starts from the weights alone: fit(weights=...)."
+            f"A longer schedule starts from the weights alone: {weights}."
             if run.resumed_from
             else "Set total_steps=self.trainer.estimated_stepping_batches, and interval to 'step'.",
         )
