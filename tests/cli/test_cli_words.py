@@ -23,6 +23,8 @@ from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.cli.main import COMMANDS, main
+from trainer.config.tree import KEYS
+from trainer.settings import ARGUMENTS
 
 TRAINED = """
 class Trained(Net):
@@ -382,6 +384,13 @@ def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
     }
     assert check.is_valid(right)
     assert check.is_valid({"trainer": {"precision": "${env:PRECISION}"}})
+    keys: list[tuple[str, ...]] = [*((key,) for key in KEYS), *(("trainer", name) for name in ARGUMENTS)]
+    for key in keys:
+        written: dict = {"module": "mymodel.py:Net"}
+        (written if len(key) == 1 else written.setdefault("trainer", {}))[key[-1]] = None
+        Path("run.yaml").write_text(yaml.safe_dump(written))
+        if command("fit", "--config", "run.yaml", "--print-config")[0] == 0:
+            assert check.is_valid(written), key
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
