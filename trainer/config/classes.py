@@ -71,12 +71,15 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
     return ResolvedClass(_require_class(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
 
 
-def check_short_name(name: str, kind: str, known: Collection[str]) -> None:
-    """Raise a ConfigError for a name without a module that is not a known one."""
+def check_short_name(
+    name: str, kind: str, known: Collection[str], equivalents: Mapping[str, str] | None = None
+) -> None:
+    """Raise a ConfigError for a name without a module that is not a known one; `equivalents` as in `did_you_mean`."""
     if ":" in name or "." in name or name in known:
         return
     if known:
-        raise ConfigError(f"{unknown_name_error(kind, name, known)} Or package.module.Class, or file.py:Class.")
+        error = unknown_name_error(kind, name, known, equivalents)
+        raise ConfigError(f"{error} Or package.module.Class, or file.py:Class.")
     raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
 
 
