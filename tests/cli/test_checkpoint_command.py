@@ -347,6 +347,11 @@ def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
         ),
         (["export", "runs/version_0", "new", "--hf"], 2, "the checkpoint names no Hugging Face model"),
         (
+            ["ls", "runs", "--metric", "val_los"],
+            2,
+            "no checkpoint has it. Did you mean 'val_loss'? There are: acc,",
+        ),
+        (
             ["ls", "runs", "--jsno"],
             2,
             "'--jsno'. Did you mean '--json'? See trainer checkpoint ls --help.",

@@ -141,12 +141,13 @@ def _ls(options: argparse.Namespace) -> int:
     from trainer.checkpoint.manifest import is_committed
     from trainer.checkpoint.storage import as_storage_path
     from trainer.cli.checkpoint.find import checkpoint_folders, leftover_names, listing, summarize
-    from trainer.cli.checkpoint.report import as_data, plain, table_of
+    from trainer.cli.checkpoint.report import as_data, plain, require_metrics, table_of
 
     if is_committed(as_storage_path(options.path)):
         found = {"": [summarize(as_storage_path(options.path), [], options.verify)]}
     else:
         found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
+    require_metrics(options.metric, [one for rows in found.values() for one in rows])
     if options.json:
         print(json.dumps([as_data(one) for rows in found.values() for one in rows], indent=2))
         return 0
