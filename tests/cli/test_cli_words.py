@@ -147,6 +147,7 @@ def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(
     code, _, err = command("fit", *bare)
     assert code == 2
     assert "Bare has no configure_optimizers" in err
+    assert "optimizer: {class_path: AdamW, lr: 0.001}, or --optimizer AdamW." in err
     optimizer = ["--optimizer", "AdamW", "--optimizer.lr", "0.25"]
     scheduler = ["--lr_scheduler", "StepLR", "--lr_scheduler.step_size=1", "--lr_scheduler.interval=step"]
     monitor = [
@@ -172,6 +173,11 @@ def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(
         (["--optimizer", "SGD", "--optimizer.learning_rate=1"], "optimizer (SGD) has no argument 'learning_rate'"),
         (["--lr_scheduler", "StepLR"], "lr_scheduler: there is no optimizer in the configuration"),
         (["--optimizer", "SGD", "--lr_scheduler", "StepLR"], "needs the argument 'step_size'"),
+        (
+            ["--optimizer", "SGD", "--lr_scheduler", "ReduceLROnPlateau"],
+            "command line: lr_scheduler: ReduceLROnPlateau needs the name of a logged value. Write lr_scheduler: "
+            "{class_path: ReduceLROnPlateau, monitor: val_loss}, or --lr_scheduler.monitor val_loss.",
+        ),
         (["--optimizer", "torch.nn.Linear"], "Linear is not derived from Optimizer"),
     ],
 )
