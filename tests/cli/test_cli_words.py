@@ -255,11 +255,22 @@ def test_untrained_weights_are_reported(command: Command, bare: list[str]) -> No
     assert "note: no --ckpt-path was given: the weights are those that the module begins with" in err
 
 
-def test_traceback_is_shown_where_asked_for(bare: list[str], project: Path) -> None:
-    command = [sys.executable, "-m", "trainer", "fit", *bare]
-    asked = subprocess.run([*command, "--traceback"], cwd=project, capture_output=True, text=True, check=False)
-    assert "Traceback (most recent call last)" in asked.stderr
-    assert "Bare has no configure_optimizers" in asked.stderr
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--trainer.max_epoch=1"], 2, "trainer has no argument 'max_epoch'"),
+        ([], 2, "Bare has no configure_optimizers"),
+        (["--optimizer", "SGD", "--ckpt-path", "best"], 1, "--ckpt-path best: no such checkpoint"),
+    ],
+)
+def test_traceback_is_shown_where_asked_for(
+    command: Command, bare: list[str], options: list[str], code: int, words: str
+) -> None:
+    plain, asked = (command("fit", *bare, *options, *more) for more in ((), ("--traceback",)))
+    assert (plain[0], asked[0]) == (code, code)
+    assert "Traceback" not in plain[2]
+    assert "Traceback (most recent call last)" in asked[2]
+    assert words in asked[2]
 
 
 def test_commands_to_type_quote_their_paths(command: Command, bare: list[str]) -> None:
