@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dis import opmap
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 
@@ -116,16 +117,23 @@ class MissingPackageError(TrainerError, ImportError):
 
 
 def refuse_other_package(package: ModuleType) -> None:
-    """Raise where the package `trainer` is another distribution's, installed over ours, or has gone with it.
+    """Raise where the package `trainer` is another one: the user's own, or that of another distribution.
 
-    Called by the command, and by those packages that have the name of a module that such a distribution imports first.
+    A distribution may be installed over ours, or have gone with it. Called by the command, and by those packages that
+    have the name of a module that such a distribution imports first.
     """
-    if "TrainModule" not in getattr(package, "__all__", ()):
-        folder = str(package.__path__[0])
+    if "TrainModule" in getattr(package, "__all__", ()):
+        return
+    folder = Path(package.__path__[0])
+    if folder != Path(__file__).parent and folder.parent.name not in ("site-packages", "dist-packages"):
         raise ImportError(
-            f"another distribution with the import name 'trainer' is, or was, installed over this one in {folder}. "
-            "Uninstall both (pip uninstall trainer coqui-tts-trainer exact-trainer), and install this one again."
+            f"Python takes the folder {folder} for this package: give it another name, or type the command in another "
+            "folder than the one it is in."
         )
+    raise ImportError(
+        f"another distribution with the import name 'trainer' is, or was, installed over this one in {folder}. "
+        "Uninstall both (pip uninstall trainer coqui-tts-trainer exact-trainer), and install this one again."
+    )
 
 
 RENAMED = {
