@@ -106,6 +106,31 @@ def install_command(package: str) -> str:
     return f'pip install "{OPTIONAL_PACKAGES[package]}"'
 
 
+OTHER_NAMES = {
+    "PIL": "pillow",
+    "cv2": "opencv-python",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "PyYAML",
+}
+"""Modules -> the packages that have them, where the names differ."""
+
+
+def missing_package_advice(error: BaseException) -> str:
+    """Return a sentence with what to install if a user's import failed because a package is not; else nothing."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    try:
+        if not name or find_spec(name) is not None:
+            return ""
+    except ValueError:  # a module without a spec
+        return ""
+    if name in OPTIONAL_PACKAGES:
+        return f" Install it with: {install_command(name)}"
+    if name in OTHER_NAMES:
+        return f" Install it with: pip install {OTHER_NAMES[name]}"
+    return f" If it is a package, install it: pip install {name}"
+
+
 class MissingPackageError(TrainerError, ImportError):
     """Raised when an optional package is not installed; the message has the command that installs it."""
 

@@ -18,7 +18,14 @@ from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
 from trainer.config.tree import Diagnostics
-from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, printable
+from trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingPackageError,
+    TrainerError,
+    missing_package_advice,
+    printable,
+)
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:
@@ -145,6 +152,13 @@ def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
         where = user_frame(error)
         usage_error(f"{error}{f' ({where})' if where else ''}")
         return code
+    except ModuleNotFoundError as error:
+        from trainer.config.classes import one_line_error, user_frame
+
+        if traced or job.trainer.world_size > 1 or not (missing_package_advice(error) and user_frame(error)):
+            raise
+        usage_error(one_line_error(error))
+        return 1
     except RuntimeError as error:
         # A spawned worker ends like this where it imports the user's trainer.py in place of this package.
         own = own_file(searched_before()) if "DataLoader worker" in str(error) else None
