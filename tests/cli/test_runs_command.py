@@ -16,7 +16,7 @@ from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint
-from trainer.cli.plot import smoothed
+from trainer.cli.plot import MOST_NAMES, smoothed, style_of
 from trainer.cli.runs.find import find_runs, read_metrics
 from trainer.fault_tolerance.file_lock import FolderLock
 
@@ -240,6 +240,8 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
     [
         (["runs/empty"], "runs/empty has no metrics.csv or metrics.jsonl with values below it"),
         (["runs/a", "--output", "taken.png"], "--output taken.png: it cannot be written: Is a directory."),
+        (["runs/a/version_0/hparams.json"], "hparams.json is a file: give the directory of a run, or its metrics.csv"),
+        (["empty/metrics.csv"], "empty/metrics.csv has no values. CSVLogger or JSONLLogger"),
         (["nowhere"], "there is no 'nowhere'. Give the directory of a run, or a folder with runs below."),
         (["runs/aa"], "there is no 'runs/aa'. Did you mean 'a'?"),
         (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),
@@ -252,9 +254,26 @@ def test_mistakes_of_plot(command: Command, runs: Path, arguments: list[str], wo
     if "taken.png" in arguments:
         pytest.importorskip("matplotlib")
     Path("taken.png").mkdir()
+    Path("empty").mkdir()
+    Path("empty/metrics.csv").write_text("step,loss\n")
     code, _, err = command("plot", *arguments)
     assert code == 2
     assert words in err
+
+
+def test_a_file_of_metrics_stands_for_its_run(command: Command, runs: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (runs / "a" / "version_0" / "metrics.jsonl").write_text('{"step": 1, "of_jsonl": 2.0}\n')
+    for name, metric in (("metrics.csv", "score"), ("metrics.jsonl", "of_jsonl")):
+        code, out, err = command("plot", f"runs/a/version_0/{name}")
+        assert (code, err) == (0, "")
+        assert metric in out
+
+
+def test_runs_that_are_named_look_different() -> None:
+    lines = {(style_of(number)["color"], style_of(number)["linestyle"]) for number in range(MOST_NAMES)}
+    points = {(style_of(number)["color"], style_of(number)["marker"]) for number in range(MOST_NAMES)}
+    assert len(lines) == len(points) == MOST_NAMES
 
 
 def test_smoothing_begins_at_the_first_value() -> None:

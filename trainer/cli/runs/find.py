@@ -18,7 +18,8 @@ from trainer.checkpoint.disk import MANIFEST_FILE
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
 
-LOGGED = {"hparams.json", "metrics.csv", "metrics.jsonl"}
+METRIC_FILES = ("metrics.csv", "metrics.jsonl")
+LOGGED = {"hparams.json", *METRIC_FILES}
 """Files of loggers: a run directory has one of them, or checkpoints."""
 PROJECT = {".git", "pyproject.toml"}
 """Entries of a project, whose own files may have the names of a run's; so have folders with Python files."""
@@ -172,20 +173,26 @@ def _text_of(file: Path) -> str:
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the logged values of a run by name: the steps and values in `metrics.csv`, else in `metrics.jsonl`."""
+    """Return the logged values of a run by name: the steps and values in `metrics.csv`, else in `metrics.jsonl`.
+
+    Args:
+        path: the run directory, or one of the two files.
+    """
+    files = [path] if path.name in METRIC_FILES else [path / name for name in METRIC_FILES]
+    file = next((file for file in files if file.is_file()), None)
     found: dict[str, list[tuple[int, float]]] = {}
-    with suppress(OSError, UnicodeDecodeError, csv.Error):
-        if (path / "metrics.csv").is_file():
-            with open(path / "metrics.csv", newline="", encoding="utf-8") as file:
-                for row in csv.DictReader(file):
-                    _add(found, row)
-        elif (path / "metrics.jsonl").is_file():
-            with open(path / "metrics.jsonl", encoding="utf-8") as lines:
-                for line in lines:
-                    with suppress(ValueError):
-                        row = json.loads(line)
-                        if isinstance(row, dict) and not isinstance(row.get("kind"), str):  # which is that of media
-                            _add(found, row)
+    if file is None:
+        return found
+    with suppress(OSError, UnicodeDecodeError, csv.Error), open(file, newline="", encoding="utf-8") as lines:
+        if file.suffix == ".csv":
+            for row in csv.DictReader(lines):
+                _add(found, row)
+        else:
+            for line in lines:
+                with suppress(ValueError):
+                    row = json.loads(line)
+                    if isinstance(row, dict) and not isinstance(row.get("kind"), str):  # which is that of media
+                        _add(found, row)
     return found
 
 
