@@ -88,7 +88,7 @@ class Session:
         self.seed = settings.seed or 0
         self.run_dir = settings.root
         self.began: int | None = None
-        """When the first `fit` began in the run directory, in nanoseconds since 1970; None: not known yet."""
+        """The beginning of the run directory's first `fit`, in nanoseconds since 1970; None: not known yet."""
         self.config_text: str | None = None
         """The configuration as YAML, for the run directory and checkpoints; None: the run was started from Python."""
         self.callback_metrics: dict[str, float] = {}
@@ -132,6 +132,10 @@ class Session:
         for values, earlier in zip(stored, before, strict=True):
             values.clear()
             values.update(earlier)
+
+    def remember_beginning(self, nanoseconds: int) -> None:
+        """Write into checkpoints when the first `fit` in the run directory began."""
+        self.began = nanoseconds
 
     def remember_fitting(self, samples: int) -> None:
         """Split batches into micro-batches of so many samples, in this `fit` and in its checkpoints."""

@@ -186,7 +186,7 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     path = find_again(run, ckpt_path, path)
     run.locate(run_dir, path)
     if run.stage == "fit":
-        session.began = beginning_of(run, path)
+        session.remember_beginning(beginning_of(run, path))
     writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
     if session.config_text is not None and writes:
         replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
