@@ -73,11 +73,11 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
     for callback in run.checkpoint_callbacks if run.session.has_fit else ():
         if path := callback.best_model_path if ckpt_path == "best" else callback.last_model_path:
             return locate(as_storage_path(path))
-    given = run.session.argument("ckpt_path", str(ckpt_path))
+    named = run.session.argument("ckpt_path", str(ckpt_path))
     looked = [str(folder) for folder in folders] or [str(run.settings.root)]
     which = " Only ModelCheckpoint(monitor=...) chooses a best one." if ckpt_path == "best" else ""
     raise CheckpointError(
-        f"{given}: no such checkpoint.{which} Looked in: {first_of(looked)}. "
+        f"{named}: no such checkpoint.{which} Looked in: {first_of(looked)}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
     )
 
