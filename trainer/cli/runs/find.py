@@ -1,4 +1,4 @@
-"""Find the runs below a folder, and read from their files what a table of runs shows. Imports no torch."""
+"""Find the runs below a folder, and read from their files what a table of runs shows, without torch and numpy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.directory import CHECKPOINTS, POINTERS
-from trainer.checkpoint.disk import MANIFEST_FILE
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
 
@@ -23,7 +21,9 @@ LOGGED = {"hparams.json", *METRIC_FILES}
 """Files of loggers: a run directory has one of them, or checkpoints."""
 PROJECT = {".git", "pyproject.toml"}
 """Entries of a project, whose own files may have the names of a run's; so have folders with Python files."""
-CHECKPOINT_FILES = (MANIFEST_FILE, "checkpoint.json")
+CHECKPOINTS = "checkpoints"
+CHECKPOINT_FILES = ("manifest.json", "checkpoint.json")
+POINTERS = ("last.json", "best.json")
 LEFTOVERS = (".tmp-", ".old-", ".del-")
 """Beginnings of the names of what a killed process has left among checkpoints."""
 MAX_BYTES = 50_000_000
@@ -82,8 +82,7 @@ def _keeps_checkpoints(folder: Path, or_nothing: bool) -> bool:
     """Whether a folder holds checkpoints of a run, also unfinished ones, or a pointer; `or_nothing`: or nothing."""
     with suppress(OSError):
         names = [name for name in os.listdir(folder) if name != ".lock"]
-        pointers = {f"{pointer}.json" for pointer in POINTERS}
-        written = (name in pointers or name.startswith(LEFTOVERS) or _is_checkpoint(folder / name) for name in names)
+        written = (name in POINTERS or name.startswith(LEFTOVERS) or _is_checkpoint(folder / name) for name in names)
         return any(written) if names else or_nothing
     return False
 
