@@ -267,8 +267,11 @@ def shows_widgets() -> bool:
 
 def draws_bars(stream: TextIO) -> bool:
     """Whether a stream is a terminal that can do more than lines."""
-    # A terminal of width 0 is a pseudo-terminal without a viewer.
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and os.get_terminal_size(stream.fileno()).columns > 0
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    # A pseudo-terminal without a viewer may have no size, and tqdm hides its bar where there are up to two lines.
+    size = os.get_terminal_size(stream.fileno())
+    return size.columns > 0 and size.lines > 2
 
 
 class Display(Protocol):

@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ import trainer
 import trainer.callbacks
 import trainer.strategies
 from trainer.cli.collisions import collisions
+from trainer.errors import refuse_other_package
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("trainer", "strategies", "callbacks")
@@ -338,6 +340,21 @@ def test_another_distribution_that_was_installed_over_this_one_is_named(first: s
     )
     assert ended.returncode == 1
     assert "another distribution with the import name 'trainer' is, or was, installed over this one" in ended.stderr
+
+
+def test_a_folder_of_the_users_own_is_to_be_renamed(tmp_path: Path) -> None:
+    """Where this package is installed editable, its command is found behind the user's package."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer/__init__.py").write_text("")
+    package = ModuleType("trainer")
+    package.__path__ = [str(tmp_path / "trainer")]
+    with pytest.raises(ImportError, match="give it another name") as caught:
+        refuse_other_package(package)
+    assert f"the folder {tmp_path / 'trainer'} for this package" in str(caught.value)
+    assert "ninstall" not in str(caught.value)
+    package.__path__ = [str(tmp_path / "site-packages" / "trainer")]
+    with pytest.raises(ImportError, match="pip uninstall"):
+        refuse_other_package(package)
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -169,8 +169,8 @@ class Callback:
         return False
 
     def output_location(self) -> tuple[str, Path] | None:
-        """Return a label or command, and the path of what this run wrote, for the last lines of `trainer fit` and
-        `predict`; None: print nothing."""
+        """Return a label that ends with a colon, or a command, and the path of what this run wrote, for the last lines
+        of `trainer fit` and `predict`; None: print nothing."""
         return None
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None: ...

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dis import opmap
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 
@@ -105,6 +106,31 @@ def install_command(package: str) -> str:
     return f'pip install "{OPTIONAL_PACKAGES[package]}"'
 
 
+OTHER_NAMES = {
+    "PIL": "pillow",
+    "cv2": "opencv-python",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "PyYAML",
+}
+"""Modules -> the packages that have them, where the names differ."""
+
+
+def missing_package_advice(error: BaseException) -> str:
+    """Return a sentence with what to install if a user's import failed because a package is not; else nothing."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    try:
+        if not name or find_spec(name) is not None:
+            return ""
+    except ValueError:  # a module without a spec
+        return ""
+    if name in OPTIONAL_PACKAGES:
+        return f" Install it with: {install_command(name)}"
+    if name in OTHER_NAMES:
+        return f" Install it with: pip install {OTHER_NAMES[name]}"
+    return f" If it is a package, install it: pip install {name}"
+
+
 class MissingPackageError(TrainerError, ImportError):
     """Raised when an optional package is not installed; the message has the command that installs it."""
 
@@ -116,16 +142,23 @@ class MissingPackageError(TrainerError, ImportError):
 
 
 def refuse_other_package(package: ModuleType) -> None:
-    """Raise where the package `trainer` is another distribution's, installed over ours, or has gone with it.
+    """Raise where the package `trainer` is another one: the user's own, or that of another distribution.
 
-    Called by the command, and by those packages that have the name of a module that such a distribution imports first.
+    A distribution may be installed over ours, or have gone with it. Called by the command, and by those packages that
+    have the name of a module that such a distribution imports first.
     """
-    if "TrainModule" not in getattr(package, "__all__", ()):
-        folder = str(package.__path__[0])
+    if "TrainModule" in getattr(package, "__all__", ()):
+        return
+    folder = Path(package.__path__[0])
+    if folder != Path(__file__).parent and folder.parent.name not in ("site-packages", "dist-packages"):
         raise ImportError(
-            f"another distribution with the import name 'trainer' is, or was, installed over this one in {folder}. "
-            "Uninstall both (pip uninstall trainer coqui-tts-trainer exact-trainer), and install this one again."
+            f"Python takes the folder {folder} for this package: give it another name, or type the command in another "
+            "folder than the one it is in."
         )
+    raise ImportError(
+        f"another distribution with the import name 'trainer' is, or was, installed over this one in {folder}. "
+        "Uninstall both (pip uninstall trainer coqui-tts-trainer exact-trainer), and install this one again."
+    )
 
 
 RENAMED = {

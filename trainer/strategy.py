@@ -24,6 +24,7 @@ from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, 
 from trainer.checkpoint.shards import Loadable, Shard, in_memory, read_when_used
 from trainer.compat import accelerate
 from trainer.compat.answers import Absent, answer_members, argument_words, member_words, strategy_member
+from trainer.compat.names import OTHER_STRATEGIES
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
@@ -591,28 +592,6 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 # -- by name -----------------------------------------------------------------------------------------------------------
 
-LIGHTNING_EQUIVALENTS = {
-    **dict.fromkeys(("dp", "ddp2", "ddp_cpu", "horovod", "bagua", "hivemind", "collaborative"), "'ddp'"),
-    **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn"), "'deepspeed_stage_2' or 'fsdp', which shard the state"),
-    **dict.fromkeys(("fsdp_native", "ddp_fully_sharded", "model_parallel"), "'fsdp'"),
-    "colossalai": "'deepspeed_stage_3' or 'fsdp', which shard the weights",
-    "fsdp_cpu_offload": "FSDPStrategy(cpu_offload=True) from trainer.strategies",
-    "ddp_fork": "'ddp': it starts its processes itself",
-    "ddp_spawn": "'ddp': it starts its processes itself",
-    "ddp_notebook": "trainer.launch(function, devices=...), with strategy='ddp' in the function",
-    "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
-    "ddp_find_unused_parameters_false": "'ddp'",
-    "multi_gpu": "'ddp'",
-    "fsdp2": "'fsdp'",
-    **{f"zero{stage}": f"'deepspeed_stage_{stage}'" for stage in (1, 2, 3)},
-    "deepspeed_stage_1_offload": "DeepSpeedStrategy(stage=1, offload_optimizer='cpu') from trainer.strategies",
-    **dict.fromkeys(
-        ("megatron", "megatron_lm"), "FSDPStrategy(tensor_parallel=, pipeline_parallel=, ...) of trainer.strategies"
-    ),
-    "tpu": "'xla' or 'xla_fsdp', with accelerator='tpu'",
-}
-"""Names of other trainers' strategies -> the equivalent here."""
-
 
 def available_strategies() -> Mapping[str, type[Strategy]]:
     """Return the classes of `trainer.strategies` by name."""
@@ -641,7 +620,8 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
         name = "ddp" if num_processes > 1 else "single_device"
         return known[name](), f"auto: {num_processes} process{'es' if num_processes > 1 else ''}"
     if strategy not in known:
-        raise unknown_name_error("strategy", strategy, [*known, "auto"], LIGHTNING_EQUIVALENTS)
+        classes = {kind.__name__: repr(name) for name, kind in [*known.items()][::-1]}
+        raise unknown_name_error("strategy", strategy, [*known, "auto"], {**classes, **OTHER_STRATEGIES})
     return known[strategy](), "given by name"
 
 

@@ -349,7 +349,7 @@ def test_a_checkpoint_by_hand_is_announced_too(tmp_path: Path) -> None:
     quiet(max_epochs=1, callbacks=SavedPaths()).fit(Toy(), loader(4))
     assert saved == [str(tmp_path / "by hand")]
     info = read_manifest(tmp_path / "by hand").info
-    assert type(info.pop("captured")) is int
+    assert [type(info.pop(name)) for name in ("began", "captured")] == [int, int]
     assert info == {"step": 2, "epoch": 0, "finished": False, "why": "a test"}
     assert read_checkpoint(tmp_path / "by hand")["progress"]["step"] == 2
 

@@ -183,7 +183,7 @@ def test_the_bar_says_when_torch_compiles(attach: Attach) -> None:
     assert "compiling" not in screen(text)[-1]
 
 
-@pytest.mark.parametrize("options", [{"term": "dumb"}, {"columns": 0}])
+@pytest.mark.parametrize("options", [{"term": "dumb"}, {"columns": 0}, {"rows": 0}, {"rows": 2}])
 def test_lines_on_a_terminal_that_can_do_no_more(attach: Attach, options: dict[str, Any]) -> None:
     terminal = attach(**options)
     fit()

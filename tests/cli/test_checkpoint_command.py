@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,27 @@ def test_ls_lets_names_of_a_stranger_not_control_the_terminal(checkpoint, run: P
     printed = checkpoint("ls", run, "--metric", "\x1b[31m").out
     assert printed.replace("\n", "").isprintable()
     assert r"step\x1b[31m" in printed
+
+
+def test_runs_at_several_depths_are_all_looked_at(checkpoint, run: Path, tmp_path: Path) -> None:
+    deeper = tmp_path / "runs" / "digits" / "version_0" / "checkpoints"
+    write_checkpoint(deeper / "step=40", state(40), info={"step": 40})
+    listed = [line for line in checkpoint("ls", "runs").out.splitlines() if line.endswith("checkpoints")]
+    assert listed == ["runs/digits/version_0/checkpoints", "runs/version_0/checkpoints"]
+    assert "4 of 4 checkpoints are intact" in checkpoint("verify", "runs").out
+    assert json.loads(checkpoint("show", "runs", "--json").out)["info"]["step"] == 40  # which was written last
+    os.utime(deeper / "step=40" / "manifest.json", (1, 1))
+    assert json.loads(checkpoint("show", "runs", "--json").out)["info"]["step"] == 30
+    flip_byte(deeper / "step=40" / "model.safetensors", -1)
+    printed = checkpoint("verify", "runs")
+    assert printed.code == 1
+    assert "runs/digits/version_0/checkpoints/step=40: DAMAGED" in printed.out
+
+
+def test_runs_below_a_folder_with_the_users_own_checkpoints_are_found(checkpoint, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "resnet").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "resnet" / "weights.pt").write_text("")
+    assert checkpoint("verify", ".").out.endswith("3 of 3 checkpoints are intact\n")
 
 
 # -- show --------------------------------------------------------------------------------------------------------------
@@ -281,6 +303,8 @@ def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
         "--help",
     ).check()
     assert (EXAMPLES[name] if name else "export") in result.stdout
+    if name in ("ls", "verify"):
+        assert "(all of them)" in result.stdout
 
 
 def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
@@ -312,7 +336,7 @@ def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
             1,
             "empty is not a checkpoint, and there is none in it. Give a checkpoint, a run directory",
         ),
-        (["show", "."], 1, "or the default_root_dir of runs. Further below there are: runs."),
+        (["show", "empty"], 1, "or a folder of runs, such as their default_root_dir."),
         (["export", "runs/version_0", "empty"], 2, "empty is a folder"),
         (["export", "runs/version_0", "no/such.safetensors"], 2, "there is no folder no"),
         (["export", "runs/version_0", "new", "--max-shard-size", "5"], 2, "give a number and a unit, such as 5GB"),
@@ -322,6 +346,11 @@ def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
             "has no model.safetensors",
         ),
         (["export", "runs/version_0", "new", "--hf"], 2, "the checkpoint names no Hugging Face model"),
+        (
+            ["ls", "runs", "--metric", "val_los"],
+            2,
+            "no checkpoint has it. Did you mean 'val_loss'? There are: acc,",
+        ),
         (
             ["ls", "runs", "--jsno"],
             2,

@@ -295,7 +295,20 @@ def test_test_and_a_missing_checkpoint(command: Command) -> None:
     assert "test:" in out.splitlines()
     code, _, err = command("test", "--config", "run.yaml", "--ckpt-path", "best")
     assert code == 1
-    assert err.startswith("error: ckpt_path='best': no such checkpoint.")
+    assert err.startswith("error: --ckpt-path best: no such checkpoint.")
+
+
+def test_a_stopped_command_names_the_option_that_goes_on(project: Path) -> None:
+    stops = (
+        "import signal\nfrom mymodel import Net\n\nclass Stops(Net):\n    def training_step(self, batch, batch_idx):\n"
+    )
+    stops += "        signal.raise_signal(signal.SIGINT)\n        return super().training_step(batch, batch_idx)\n"
+    (project / "stops.py").write_text(stops)
+    words = ["fit", "--module", "stops.py:Stops", "--data", "mymodel.py:Data", "--trainer.max_epochs", "2"]
+    stopped = run(*words).check(130)
+    assert "To go on, start it again with --ckpt-path last; it writes into " in stopped.stdout
+    again = run(*words, "--data.batch_size", "2", "--ckpt-path", "last").check(130)
+    assert "If that is intended, --allow-changes batch_size, or allow_changes: [batch_size] in" in again.stderr
 
 
 def test_two_processes_print_once(project: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,30 @@ def test_a_class_that_cannot_be_imported_shows_its_own_error(
         f"error: run.yaml:1: module: importing bad failed: {Path.cwd() / 'bad.py'}:{text_and_error[1]}"
     )
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "command_to_type"),
+    [("sklearn.datasets", "pip install scikit-learn"), ("wandb", 'pip install "wandb>=0.20"'), ("nosuch", "nosuch")],
+)
+def test_a_package_that_a_users_file_misses_is_named_in_one_line(
+    module: str, command_to_type: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the class is imported, and when a method of it imports the package during the run."""
+    top = module.partition(".")[0]
+    error = f"ModuleNotFoundError(\"No module named '{top}'\", name='{top}')"
+    found = importlib.util.find_spec
+    monkeypatch.setattr("trainer.errors.find_spec", lambda name: None if name == top else found(name))
+    Path("top.py").write_text(f"raise {error}\n")
+    late = f"from mymodel import Data\nclass Late(Data):\n    def setup(self, stage):\n        raise {error}\n"
+    Path("late.py").write_text(late)
+    for code, options in ((2, ("--data", "top.py:D")), (1, ("--data", "late.py:Late"))):
+        found_code, _, err = command("fit", "--module", "mymodel.py:Net", *options, "--trainer.max_steps", "1")
+        last = err.splitlines()[-1]
+        assert found_code == code
+        assert f"ModuleNotFoundError: No module named '{top}'. " in last
+        assert last.endswith(command_to_type)
+        assert "Traceback" not in err
 
 
 def test_an_error_inside_an_imported_neighbour_names_the_neighbour(command: Command) -> None:

@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.cli.main import COMMANDS, main
+from trainer.config.tree import KEYS
+from trainer.settings import ARGUMENTS
 
 TRAINED = """
 class Trained(Net):
@@ -144,6 +147,7 @@ def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(
     code, _, err = command("fit", *bare)
     assert code == 2
     assert "Bare has no configure_optimizers" in err
+    assert "optimizer: {class_path: AdamW, lr: 0.001}, or --optimizer AdamW." in err
     optimizer = ["--optimizer", "AdamW", "--optimizer.lr", "0.25"]
     scheduler = ["--lr_scheduler", "StepLR", "--lr_scheduler.step_size=1", "--lr_scheduler.interval=step"]
     monitor = [
@@ -169,6 +173,11 @@ def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(
         (["--optimizer", "SGD", "--optimizer.learning_rate=1"], "optimizer (SGD) has no argument 'learning_rate'"),
         (["--lr_scheduler", "StepLR"], "lr_scheduler: there is no optimizer in the configuration"),
         (["--optimizer", "SGD", "--lr_scheduler", "StepLR"], "needs the argument 'step_size'"),
+        (
+            ["--optimizer", "SGD", "--lr_scheduler", "ReduceLROnPlateau"],
+            "command line: lr_scheduler: ReduceLROnPlateau needs the name of a logged value. Write lr_scheduler: "
+            "{class_path: ReduceLROnPlateau, monitor: val_loss}, or --lr_scheduler.monitor val_loss.",
+        ),
         (["--optimizer", "torch.nn.Linear"], "Linear is not derived from Optimizer"),
     ],
 )
@@ -184,6 +193,10 @@ def test_wrong_optimizers(command: Command, bare: list[str], options: list[str],
         (["help", "fit"], "usage: trainer fit --config"),
         (["help", "ModelCheckpoint"], "save_top_k: an integer"),
         (["help", "fsdp"], "sharding_strategy: "),
+        (["help", "FSDPStrategy"], "or --trainer.strategy.NAME"),
+        (["help", "CSVLogger"], "or --trainer.logger.N.NAME"),
+        (["help", "trainer.callbacks.CSVLogger"], "or --trainer.logger.N.NAME"),
+        (["help", "ProgressBar"], "or --trainer.callbacks.N.NAME"),
         (["help", "bf16-mixed"], "precision bf16-mixed: weights in float32, the forward in bfloat16"),
         (["help", "16"], "precision 16-mixed: "),
         (["help", "AdamW"], "weight_decay: a number (default: 0.01)"),
@@ -224,6 +237,9 @@ def test_help_on_anything(command: Command, bare: list[str], arguments: list[str
         (["help", "mymodel.py"], "mymodel.py is a file: write file.py:Class. It has: "),
         (["fit", "--module", "mymodel.py"], "mymodel.py is a file: write file.py:Class."),
         (["fit", "--trainer.strategy.help"], "trainer help ModelCheckpoint, fsdp, AdamW"),
+        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "FSDPStrategy"], "Use 'fsdp'. Known:"),
+        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "DDPStrategy"], "Use 'ddp'. Known:"),
+        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "zero2"], "Use 'deepspeed_stage_2'. Known:"),
         (["fit", "-c", "mymodel.py", "--dry-run", "--world-size", "2"], "mymodel.py"),
     ],
 )
@@ -239,11 +255,40 @@ def test_untrained_weights_are_reported(command: Command, bare: list[str]) -> No
     assert "note: no --ckpt-path was given: the weights are those that the module begins with" in err
 
 
-def test_traceback_is_shown_where_asked_for(bare: list[str], project: Path) -> None:
-    command = [sys.executable, "-m", "trainer", "fit", *bare]
-    asked = subprocess.run([*command, "--traceback"], cwd=project, capture_output=True, text=True, check=False)
-    assert "Traceback (most recent call last)" in asked.stderr
-    assert "Bare has no configure_optimizers" in asked.stderr
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--trainer.max_epoch=1"], 2, "trainer has no argument 'max_epoch'"),
+        ([], 2, "Bare has no configure_optimizers"),
+        (["--optimizer", "SGD", "--ckpt-path", "best"], 1, "--ckpt-path best: no such checkpoint"),
+    ],
+)
+def test_traceback_is_shown_where_asked_for(
+    command: Command, bare: list[str], options: list[str], code: int, words: str
+) -> None:
+    plain, asked = (command("fit", *bare, *options, *more) for more in ((), ("--traceback",)))
+    assert (plain[0], asked[0]) == (code, code)
+    assert "Traceback" not in plain[2]
+    assert "Traceback (most recent call last)" in asked[2]
+    assert words in asked[2]
+
+
+def test_commands_to_type_quote_their_paths(command: Command, bare: list[str]) -> None:
+    pytest.importorskip("tensorboard")
+    folder = "a b & c"
+    options = ["--optimizer", "SGD", "--trainer.default_root_dir", folder, "--trainer.logger", "TensorBoardLogger"]
+    code, out, err = command("fit", *bare, *options)
+    assert code == 0, err
+    commands = [line.partition(":")[2] for line in out.splitlines() if line.startswith(("validate it", "TensorBoard"))]
+    typed = [shlex.split(line) for line in commands]
+    assert [words[:3] for words in typed] == [
+        ["tensorboard", "--logdir", f"{folder}/version_0"],
+        ["trainer", "validate", "--config"],
+    ]
+    assert main(typed[1][1:]) == 0
+    (Path(folder) / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    _, out, _ = command("config", "--from", f"{folder}/zero.json", "--output", f"{folder}/run.yaml")
+    assert shlex.split(out.splitlines()[-1])[-1] == f"{folder}/run.yaml"
 
 
 def test_a_reader_that_leaves_early_ends_the_command_quietly() -> None:
@@ -363,6 +408,13 @@ def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
     }
     assert check.is_valid(right)
     assert check.is_valid({"trainer": {"precision": "${env:PRECISION}"}})
+    keys: list[tuple[str, ...]] = [*((key,) for key in KEYS), *(("trainer", name) for name in ARGUMENTS)]
+    for key in keys:
+        written: dict = {"module": "mymodel.py:Net"}
+        (written if len(key) == 1 else written.setdefault("trainer", {}))[key[-1]] = None
+        Path("run.yaml").write_text(yaml.safe_dump(written))
+        if command("fit", "--config", "run.yaml", "--print-config")[0] == 0:
+            assert check.is_valid(written), key
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -16,7 +16,7 @@ from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint
-from trainer.cli.plot import smoothed
+from trainer.cli.plot import MOST_NAMES, smoothed, style_of
 from trainer.cli.runs.find import find_runs, read_metrics
 from trainer.fault_tolerance.file_lock import FolderLock
 
@@ -91,6 +91,29 @@ def test_a_run_that_has_stopped_inside_its_last_epoch_is_not_finished(command: C
         assert [one["state"] for one in listed(command, "runs")] == [state]
 
 
+def test_a_project_may_have_files_with_the_names_of_a_runs(command: Command, runs: Path, project: Path) -> None:
+    """Its own are no run, and hide none, with the user's Python files next to them and without."""
+    (project / "metrics.csv").write_text("model,accuracy\nresnet,0.5\n")
+    (project / "checkpoints" / "resnet").mkdir(parents=True)
+    (project / "checkpoints" / "resnet" / "weights.pt").write_text("")
+    names = ["runs/a/version_0", "runs/deep/er/version_0", "runs/empty"]
+    assert [one["name"] for one in listed(command, ".")] == names
+    (project / "mymodel.py").unlink()
+    assert [one["name"] for one in listed(command, ".")] == [project.name, *names]
+    (project / "metrics.csv").unlink()
+    assert [one["name"] for one in listed(command, ".")] == names
+    pytest.importorskip("matplotlib")
+    code, _, err = command("plot", ".")
+    assert (code, err) == (0, "")
+
+
+def test_a_project_whose_checkpoints_are_a_runs_hides_no_other(command: Command, runs: Path, project: Path) -> None:
+    """As `ModelCheckpoint(dirpath="checkpoints")` writes them."""
+    (runs / "a" / "version_0" / "checkpoints").rename(project / "checkpoints")
+    names = [project.name, "runs/a/version_0", "runs/deep/er/version_0", "runs/empty"]
+    assert [one["name"] for one in listed(command, ".")] == names
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [
@@ -98,6 +121,8 @@ def test_a_run_that_has_stopped_inside_its_last_epoch_is_not_finished(command: C
         (["--sort", "-score"], ["deep/er/version_0", "a/version_0", "empty"]),
         (["--filter", "score>0.5"], ["deep/er/version_0"]),
         (["--filter", "module.lr = 0.1"], ["a/version_0"]),
+        (["--filter", "name<b"], ["a/version_0"]),
+        (["--filter", "began>2000"], ["a/version_0", "deep/er/version_0", "empty"]),
         (["--filter", "state!=finished", "--filter", "step>=1"], ["deep/er/version_0"]),
     ],
 )
@@ -111,6 +136,22 @@ def test_the_time_of_a_run_is_not_that_of_a_later_validation(command: Command, r
     later = os.stat(runs).st_mtime + 5000
     os.utime(runs / "a" / "version_0" / "events.of.a.validation", (later, later))
     assert listed(command, str(runs / "a"))[0]["time"] == before < 1000
+
+
+def test_a_resumed_run_began_with_its_first_session(project: Path) -> None:
+    """Although its configuration and hyperparameters are written again, and old checkpoints deleted."""
+    found = []
+    for steps in (2, 3, -1):
+        module = Logged()
+        module.stops_at = steps
+        options = {"max_steps": 4, "logger": CSVLogger(), "callbacks": [ModelCheckpoint(save_top_k=1)]}
+        quiet(default_root_dir="runs", enable_checkpointing=True, **options).fit(module, loader(), ckpt_path="last")
+        (one,) = find_runs(Path("runs"))
+        found.append(one)
+    assert len({one.began for one in found}) == 1
+    times = [one.seconds for one in found]
+    assert times == sorted(times)
+    assert times[0] < times[2]
 
 
 def test_values_that_are_not_finite_are_last_and_text_in_json(command: Command, project: Path) -> None:
@@ -140,6 +181,8 @@ def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
         (["ls", "."], 1, "no runs below ."),
         (["ls", "runs", "--sort", "scor"], 2, "Did you mean 'score'?"),
         (["ls", "runs", "--filter", "score"], 2, "write NAME>VALUE"),
+        (["ls", "runs", "--filter", "score>abc"], 2, "score is a number: give one after >, and not 'abc'."),
+        (["ls", "runs", "--filter", "score=1", "--filter", "step<=2s"], 2, "give one after <=, and not '2s'."),
         (["ls", "runs", "--metric", "scor"], 2, "Did you mean 'score'?"),
         (["ls", "runs", "--hparam", "module.rl"], 2, "Did you mean 'module.lr'?"),
         (["ls", "runs", "--sort"], 2, "--sort: expected one argument"),
@@ -197,6 +240,8 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
     [
         (["runs/empty"], "runs/empty has no metrics.csv or metrics.jsonl with values below it"),
         (["runs/a", "--output", "taken.png"], "--output taken.png: it cannot be written: Is a directory."),
+        (["runs/a/version_0/hparams.json"], "hparams.json is a file: give the directory of a run, or its metrics.csv"),
+        (["empty/metrics.csv"], "empty/metrics.csv has no values. CSVLogger or JSONLLogger"),
         (["nowhere"], "there is no 'nowhere'. Give the directory of a run, or a folder with runs below."),
         (["runs/aa"], "there is no 'runs/aa'. Did you mean 'a'?"),
         (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),
@@ -209,9 +254,26 @@ def test_mistakes_of_plot(command: Command, runs: Path, arguments: list[str], wo
     if "taken.png" in arguments:
         pytest.importorskip("matplotlib")
     Path("taken.png").mkdir()
+    Path("empty").mkdir()
+    Path("empty/metrics.csv").write_text("step,loss\n")
     code, _, err = command("plot", *arguments)
     assert code == 2
     assert words in err
+
+
+def test_a_file_of_metrics_stands_for_its_run(command: Command, runs: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (runs / "a" / "version_0" / "metrics.jsonl").write_text('{"step": 1, "of_jsonl": 2.0}\n')
+    for name, metric in (("metrics.csv", "score"), ("metrics.jsonl", "of_jsonl")):
+        code, out, err = command("plot", f"runs/a/version_0/{name}")
+        assert (code, err) == (0, "")
+        assert metric in out
+
+
+def test_runs_that_are_named_look_different() -> None:
+    lines = {(style_of(number)["color"], style_of(number)["linestyle"]) for number in range(MOST_NAMES)}
+    points = {(style_of(number)["color"], style_of(number)["marker"]) for number in range(MOST_NAMES)}
+    assert len(lines) == len(points) == MOST_NAMES
 
 
 def test_smoothing_begins_at_the_first_value() -> None:

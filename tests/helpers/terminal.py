@@ -13,9 +13,9 @@ import threading
 class Terminal:
     """A pseudo-terminal that keeps its output."""
 
-    def __init__(self, encoding: str = "utf-8", columns: int = 100) -> None:
+    def __init__(self, encoding: str = "utf-8", columns: int = 100, rows: int = 24) -> None:
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.stream = os.fdopen(slave, "w", encoding=encoding)
         self._received = b""
         self._reader = threading.Thread(target=self._read, daemon=True)

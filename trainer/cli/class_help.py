@@ -17,7 +17,7 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
     """Return the first paragraph of a class's docstring, and each argument with its type, default and description.
 
     Args:
-        place: where the arguments are written: `trainer.strategy`, `module`, `trainer.callbacks.N`; or nothing.
+        place: where the arguments are written: `trainer.strategy`, `module`, `trainer.logger.N`; or nothing.
         width: characters of a line.
     """
     text = inspect.getdoc(cls) or ""

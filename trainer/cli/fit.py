@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_text
@@ -90,10 +91,11 @@ def next_command(run_dir: Path) -> list[str]:
     if not (config.is_file() and checkpoints.is_dir()):
         return []
     which = "best" if CheckpointDirectory(checkpoints).pointer("best") is not None else "last"
-    return [f"validate it:    trainer validate --config {relative(config)} --ckpt-path {which}"]
+    return [f"validate it:    trainer validate --config {quote(relative(config))} --ckpt-path {which}"]
 
 
 def output_lines(callbacks: list[Callback]) -> list[str]:
     """Return a line for each callback that has written something to look at."""
     found = [location for callback in callbacks if (location := callback.output_location()) is not None]
-    return [f"{label:<15} {relative(path)}" for label, path in found]
+    # What does not end as a label is a command, to be typed with the path.
+    return [f"{label:<15} {relative(path) if label.endswith(':') else quote(relative(path))}" for label, path in found]

@@ -65,9 +65,7 @@ def _classes() -> dict[str, tuple[type, str]]:
     from trainer.strategy import available_strategies
     from trainer.trainer import Trainer
 
-    found: dict[str, tuple[type, str]] = {
-        name: (cls, "trainer.callbacks.N") for name, cls in available_callbacks().items()
-    }
+    found: dict[str, tuple[type, str]] = {name: (cls, place_of(cls)) for name, cls in available_callbacks().items()}
     for name, strategy in available_strategies().items():
         found[name] = found[strategy.__name__] = (strategy, "trainer.strategy")
     found |= {name: (cls, "optimizer") for name, cls in table_of((Optimizer,)).items()}
@@ -82,12 +80,14 @@ def place_of(cls: type) -> str:
 
     from trainer.callback import Callback
     from trainer.data.datamodule import DataModule
+    from trainer.logger import Logger
     from trainer.module import TrainModule
     from trainer.strategy import Strategy
 
     places: dict[type, str] = {
         TrainModule: "module",
         DataModule: "data",
+        Logger: "trainer.logger.N",
         Callback: "trainer.callbacks.N",
         Strategy: "trainer.strategy",
         Optimizer: "optimizer",

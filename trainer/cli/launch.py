@@ -50,13 +50,20 @@ EQUIVALENTS = {
     **dict.fromkeys(("--master-addr", "--master-port"), "--rdzv HOST:PORT, the same on all machines"),
     **dict.fromkeys(("--tee", "--redirects", "--log-dir"), _TERMINAL),
     **dict.fromkeys(("--no-python", "--module-name"), "a script, -m MODULE or a trainer command"),
-    **dict.fromkeys(("--nprocs", "--num-gpus"), "--nproc-per-node N: processes on this machine, not on all of them"),
+    **dict.fromkeys(
+        ("--nprocs", "--nproc", "--num-gpus", "--gpus", "--num-devices", "--devices"),
+        "--nproc-per-node N: processes on this machine, not on all of them",
+    ),
+    **{
+        f"--{name}": f"Trainer({name}=...) in the program, or `trainer fit --trainer.{name} ...`"
+        for name in ("accelerator", "strategy", "precision")
+    },
     "--num-nodes": "--nnodes N: machines",
     "--deepspeed-config": "DeepSpeedStrategy(config=FILE) as strategy; `trainer config --from FILE` translates it",
     **dict.fromkeys(("--include", "--exclude"), "CUDA_VISIBLE_DEVICES=0,1 before the command"),
     "--hostfile": "nothing: start the command on each of the machines, with --nnodes N --rdzv HOST:PORT",
 }
-"""Options of torchrun and deepspeed -> the text after "Use"."""
+"""Options of torchrun, deepspeed and Lightning's Fabric -> the text after "Use"."""
 
 
 @reports_errors

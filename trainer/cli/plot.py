@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.arguments import local_path
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.cli.runs.find import by_numbers, read_metrics, run_directories
+from trainer.cli.runs.find import METRIC_FILES, by_numbers, read_metrics, run_directories
 from trainer.errors import ConfigError, MissingPackageError, did_you_mean, printable
 
 EXAMPLES = """\
@@ -38,7 +38,8 @@ def run(arguments: list[str]) -> int:
         description="Draw the values that runs have logged to metrics.csv or metrics.jsonl.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, or a folder with runs below")
+    words = f"a run directory, a folder with runs below, or a file {' or '.join(METRIC_FILES)}"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=words)
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="curves.png", help="PNG, SVG, PDF or HTML (curves.png)"
     )
@@ -68,15 +69,20 @@ def curves_of(paths: list[str]) -> Curves:
     curves: Curves = {}
     for text in paths:
         path = local_path(text)
-        runs = sorted(run_directories(path), key=by_numbers) if path.is_dir() else []
-        found = {str(one): metrics for one in runs if (metrics := read_metrics(one))}
+        if path.name in METRIC_FILES and path.is_file():
+            runs = [path]
+        else:
+            runs = sorted(run_directories(path), key=by_numbers) if path.is_dir() else []
+        found = {str(one.parent if one.is_file() else one): metrics for one in runs if (metrics := read_metrics(one))}
         if not found:
             if not path.exists():
                 close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
                 raise ConfigError(
                     f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below."
                 )
-            why = "has no metrics.csv or metrics.jsonl with values below it"
+            if not path.is_dir() and path.name not in METRIC_FILES:
+                raise ConfigError(f"{text} is a file: give the directory of a run, or its {' or '.join(METRIC_FILES)}.")
+            why = "has no values" if path.is_file() else "has no metrics.csv or metrics.jsonl with values below it"
             raise ConfigError(f"{text} {why}. CSVLogger or JSONLLogger writes one: Trainer(logger=[CSVLogger()]).")
         for name, metrics in found.items():
             for metric, points in metrics.items():
@@ -112,11 +118,11 @@ def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None
     figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(name for runs in curves.values() for name in runs))
-    colours = {name: f"C{number % 10}" for number, name in enumerate(names)}
+    styles = {name: style_of(number) for number, name in enumerate(names)}
     explained: set[str] = set() if len(names) > 1 else {*names}
     for number, (metric, runs) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(rows, columns, number)
-        lines = {name: _draw_curve(axes, points, smooth, colours[name]) for name, points in runs.items()}
+        lines = {name: _draw_curve(axes, points, smooth, styles[name]) for name, points in runs.items()}
         axes.set_title(metric, parse_math=False)
         axes.set_xlabel("step")
         if logarithmic:
@@ -148,14 +154,23 @@ def _write(figure: Any, output: Path, title: str) -> None:
         raise ConfigError(f"--output {output}: it cannot be written: {error.strerror}.") from None
 
 
-def _draw_curve(axes: Any, points: list[tuple[int, float]], smooth: float, colour: str) -> Any:
-    """Draw a curve, and return its line."""
+def style_of(number: int) -> dict[str, Any]:
+    """Return the look of a run's lines: ten colours, then the same colours with dashes, dots and both."""
+    return {
+        "color": f"C{number % 10}",
+        "linestyle": ("-", "--", ":", "-.")[number // 10 % 4],
+        "marker": ("o", "s", "^", "D")[number // 10 % 4],
+    }
+
+
+def _draw_curve(axes: Any, points: list[tuple[int, float]], smooth: float, style: dict[str, Any]) -> Any:
+    """Draw a curve, and return its line. Only a single point has a marker."""
     steps, values = zip(*points, strict=True)
-    marker = "o" if len(points) == 1 else ""
+    style = style | {"marker": style["marker"] if len(points) == 1 else ""}
     if smooth:
-        axes.plot(steps, values, alpha=0.25, color=colour)
+        axes.plot(steps, values, alpha=0.25, color=style["color"])
         values = tuple(smoothed(values, smooth))
-    (line,) = axes.plot(steps, values, marker=marker, color=colour)
+    (line,) = axes.plot(steps, values, **style)
     return line
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
 from trainer.config.tree import Diagnostics
-from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, printable
+from trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingPackageError,
+    TrainerError,
+    missing_package_advice,
+    printable,
+)
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:
@@ -95,9 +103,7 @@ def run_command(
             _in_named_run(configuration, local_path(options.config[-1]))
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
-        if traced:
-            raise
-        return usage_error(str(error))
+        return _with_traceback(error, 2) if traced else usage_error(str(error))
     if command in ("validate", "test", "predict") and configuration.ckpt_path is None:
         note = "no --ckpt-path was given: the weights are those that the module begins with, not trained ones"
         _print_note(f"{note} (--ckpt-path best, last, or a path).")
@@ -136,13 +142,23 @@ def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
     try:
         act(job)
     except TrainerError as error:
-        if traced or job.trainer.world_size > 1:
+        if job.trainer.world_size > 1:
             raise  # the launcher finds the process that failed first
+        code = 2 if isinstance(error, ConfigError) else 1
+        if traced:
+            return _with_traceback(error, code)
         from trainer.config.classes import user_frame
 
         where = user_frame(error)
-        code = usage_error(f"{error}{f' ({where})' if where else ''}")
-        return code if isinstance(error, ConfigError) else 1
+        usage_error(f"{error}{f' ({where})' if where else ''}")
+        return code
+    except ModuleNotFoundError as error:
+        from trainer.config.classes import one_line_error, user_frame
+
+        if traced or job.trainer.world_size > 1 or not (missing_package_advice(error) and user_frame(error)):
+            raise
+        usage_error(one_line_error(error))
+        return 1
     except RuntimeError as error:
         # A spawned worker ends like this where it imports the user's trainer.py in place of this package.
         own = own_file(searched_before()) if "DataLoader worker" in str(error) else None
@@ -150,6 +166,12 @@ def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
             error.add_note(f"note: {printable(own)}")
         raise
     return 0
+
+
+def _with_traceback(error: Exception, code: int) -> int:
+    """Print an error with its traceback. Returns the exit code that it has without one, too."""
+    traceback.print_exception(error)
+    return code
 
 
 def _in_named_run(configuration: Configuration, file: Path) -> None:

@@ -21,6 +21,7 @@ examples:
   trainer schema > trainer.schema.json
 """
 OWN_CLASS = {"type": "string", "pattern": "[.:]", "description": "package.module.Class, or file.py:Class"}
+NULL = {"type": "null"}
 REFERENCE = {"type": "string", "pattern": r"\$\{.*\}", "description": "a reference to another value"}
 
 
@@ -46,6 +47,7 @@ def schema() -> dict[str, Any]:
     from trainer.config.check import table_of
     from trainer.config.read import SCHEDULER_OPTIONS
     from trainer.logger import Logger
+    from trainer.settings import NONE_IS_DEFAULT
     from trainer.strategy import available_strategies
     from trainer.trainer import Trainer
 
@@ -59,9 +61,11 @@ def schema() -> dict[str, Any]:
     properties["strategy"] = _choice(available_strategies(), ["auto"]) | _words(properties["strategy"])
     for name, table in (("callbacks", callbacks), ("logger", loggers)):
         chosen = _choice(table)
-        others = [{"type": "boolean"}] if name == "logger" else [{"type": "null"}]
+        others = [{"type": "boolean"}] if name == "logger" else [NULL]
         several = {"type": "array", "items": chosen}
         properties[name] = {"anyOf": [chosen, several, *others]} | _words(properties[name])
+    for name in NONE_IS_DEFAULT:
+        properties[name] = _or_null(properties[name])
     own = {"anyOf": [OWN_CLASS, _object(OWN_CLASS, {"type": "object"})]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -70,10 +74,10 @@ def schema() -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {
             "module": own | {"description": "The class to train."},
-            "data": own | {"description": "The class of the data module."},
-            "trainer": trainer,
-            "optimizer": _choice(table_of((Optimizer,))),
-            "lr_scheduler": _choice(table_of((LRScheduler,)), beside=SCHEDULER_OPTIONS),
+            "data": _or_null(own) | {"description": "The class of the data module."},
+            "trainer": _or_null(trainer),
+            "optimizer": _or_null(_choice(table_of((Optimizer,)))),
+            "lr_scheduler": _or_null(_choice(table_of((LRScheduler,)), beside=SCHEDULER_OPTIONS)),
             "ckpt_path": {"type": ["string", "null"], "description": "last, best, or the path of a checkpoint."},
             "allow_changes": {"type": "array", "items": {"type": "string"}},
             "weights": {"type": ["string", "null"], "description": "Pretrained weights to start from."},
@@ -139,6 +143,14 @@ def _object(class_path: dict[str, Any], arguments: dict[str, Any], beside: Itera
         "required": ["class_path"],
         "additionalProperties": arguments.get("additionalProperties", True),
     }
+
+
+def _or_null(described: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that takes null, too: the default, or nothing of the kind."""
+    if "anyOf" not in described:
+        return {"anyOf": [described, NULL]}
+    options = described["anyOf"]
+    return described | {"anyOf": options if NULL in options else [*options, NULL]}
 
 
 def _words(described: dict[str, Any]) -> dict[str, Any]:

@@ -1493,6 +1493,28 @@ OTHER_PRECISIONS = {
 }
 """Names of other trainers' and torch's precisions -> the equivalents here."""
 
+OTHER_STRATEGIES = {
+    **dict.fromkeys(("dp", "ddp2", "ddp_cpu", "horovod", "bagua", "hivemind", "collaborative"), "'ddp'"),
+    **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn"), "'deepspeed_stage_2' or 'fsdp', which shard the state"),
+    **dict.fromkeys(("fsdp_native", "ddp_fully_sharded", "model_parallel"), "'fsdp'"),
+    "colossalai": "'deepspeed_stage_3' or 'fsdp', which shard the weights",
+    "fsdp_cpu_offload": "FSDPStrategy(cpu_offload=True) from trainer.strategies",
+    "ddp_fork": "'ddp': it starts its processes itself",
+    "ddp_spawn": "'ddp': it starts its processes itself",
+    "ddp_notebook": "trainer.launch(function, devices=...), with strategy='ddp' in the function",
+    "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
+    "ddp_find_unused_parameters_false": "'ddp'",
+    "multi_gpu": "'ddp'",
+    "fsdp2": "'fsdp'",
+    **{f"zero{stage}": f"'deepspeed_stage_{stage}'" for stage in (1, 2, 3)},
+    "deepspeed_stage_1_offload": "DeepSpeedStrategy(stage=1, offload_optimizer='cpu') from trainer.strategies",
+    **dict.fromkeys(
+        ("megatron", "megatron_lm"), "FSDPStrategy(tensor_parallel=, pipeline_parallel=, ...) of trainer.strategies"
+    ),
+    "tpu": "'xla' or 'xla_fsdp', with accelerator='tpu'",
+}
+"""Names of other trainers' strategies -> the equivalent here."""
+
 DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
     "Trainer": {
         "barebones": (False,),

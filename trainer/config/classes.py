@@ -20,7 +20,7 @@ from typing import Any
 from trainer.arguments import local_path
 from trainer.config.projects import is_installed, project
 from trainer.config.tree import Source
-from trainer.errors import ConfigError, did_you_mean, unknown_name_error
+from trainer.errors import ConfigError, did_you_mean, missing_package_advice, unknown_name_error
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,15 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
     return ResolvedClass(_require_class(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
 
 
-def check_short_name(name: str, kind: str, known: Collection[str]) -> None:
-    """Raise a ConfigError for a name without a module that is not a known one."""
+def check_short_name(
+    name: str, kind: str, known: Collection[str], equivalents: Mapping[str, str] | None = None
+) -> None:
+    """Raise a ConfigError for a name without a module that is not a known one; `equivalents` as in `did_you_mean`."""
     if ":" in name or "." in name or name in known:
         return
     if known:
-        raise ConfigError(f"{unknown_name_error(kind, name, known)} Or package.module.Class, or file.py:Class.")
+        error = unknown_name_error(kind, name, known, equivalents)
+        raise ConfigError(f"{error} Or package.module.Class, or file.py:Class.")
     raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
 
 
@@ -233,13 +236,16 @@ def _user_folder(module: ModuleType) -> Path | None:
 
 
 def one_line_error(error: BaseException) -> str:
-    """Return an exception in one line: its type, its message, and the last place in the user's own code."""
+    """Return an exception in one line: the last place in the user's own code, its type, its message, and what to
+    install if a package is missing."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     message = " ".join(str(error).split())
     if len(message) > 300:
         message = message[:297] + "..."
     what = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if advice := missing_package_advice(error):
+        what += f".{advice}"
     where = user_frame(error)
     return f"{where}: {what}" if where else what
 

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from trainer.config.check import ClassSpec
 from trainer.config.read import SCHEDULER_OPTIONS
+from trainer.config.tree import Problem
+from trainer.errors import ConfigError
 from trainer.module import TrainModule
 
 
@@ -27,8 +31,22 @@ class _ModuleWithOptimizer(ClassSpec):
     def build(self, **provided: Any) -> Any:
         assert self.optimizer is not None
         module = super().build(**provided)
+        if self.scheduler is not None and getattr(module, "automatic_optimization", True):
+            _require_monitor(self.scheduler)
         module.configure_optimizers = partial(configured_optimizers, module, self.optimizer, self.scheduler)
         return module
+
+
+def _require_monitor(scheduler: ClassSpec) -> None:
+    """Raise a ConfigError for a scheduler that needs the value of a metric, and is given the name of none."""
+    if not issubclass(scheduler.cls, ReduceLROnPlateau) or scheduler.arguments.get("monitor") is not None:
+        return
+    kind = scheduler.cls.__name__
+    words = (
+        f"lr_scheduler: {kind} needs the name of a logged value. Write lr_scheduler: {{class_path: {kind}, monitor: "
+        "val_loss}, or --lr_scheduler.monitor val_loss."
+    )
+    raise ConfigError(str(Problem(scheduler.source, words)))
 
 
 def configured_optimizers(module: TrainModule, optimizer: ClassSpec, scheduler: ClassSpec | None) -> dict[str, Any]:

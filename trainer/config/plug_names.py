@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,15 +30,29 @@ def precisions() -> dict[str, str]:
 @cache
 def strategies() -> dict[str, str]:
     """Return the strategies of `trainer.strategies.STRATEGIES`, with the first sentences of their docstrings."""
-    found = {}
+    return {
+        name: (ast.get_docstring(kind) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
+        for name, kind in _strategies()
+    }
+
+
+@cache
+def strategy_classes() -> dict[str, str]:
+    """Return the names of strategies by their classes' names, and of several the first."""
+    found: dict[str, str] = {}
+    for name, kind in _strategies():
+        found.setdefault(kind.name, name)
+    return found
+
+
+def _strategies() -> Iterator[tuple[str, ast.ClassDef]]:
     for node in _source("trainer.strategies").body:
         if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("trainer.strategies."):
             continue
         exported = {alias.name for alias in node.names}
         for kind in _source(str(node.module)).body:
             if isinstance(kind, ast.ClassDef) and kind.name in exported and (name := _name_of(kind)) is not None:
-                found[name] = (ast.get_docstring(kind) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
-    return found
+                yield name, kind
 
 
 @cache

@@ -10,10 +10,18 @@ from typing import Any, Literal
 from trainer.arguments import options_of
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.compat.answers import is_default
-from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS, TRAINER_ARGUMENTS
+from trainer.compat.names import OTHER_PRECISIONS, OTHER_STRATEGIES, SHORT_PRECISIONS, TRAINER_ARGUMENTS
 from trainer.config.classes import check_short_name, extend_sys_path, find_file
 from trainer.config.files import read_file
-from trainer.config.plug_names import arguments_of, callbacks, optimizers, precisions, schedulers, strategies
+from trainer.config.plug_names import (
+    arguments_of,
+    callbacks,
+    optimizers,
+    precisions,
+    schedulers,
+    strategies,
+    strategy_classes,
+)
 from trainer.config.references import with_references
 from trainer.config.tree import (
     CLASS_ROOTS,
@@ -158,7 +166,9 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
         if (key := str(path[1] if path[0] == "trainer" else path[0])) in tables:
             kind, names = tables[key]
             if known := list(names()):
-                check_short_name(name.value, kind, known)
+                of_class = {cls: repr(short) for cls, short in strategy_classes().items()}
+                others = {**of_class, **OTHER_STRATEGIES} if key == "strategy" else None
+                check_short_name(name.value, kind, known, others)
         location, colon, _ = name.value.rpartition(":")
         if location.endswith(".py") or (not colon and name.value.endswith(".py")):
             find_file(location or name.value, name.source)

@@ -247,29 +247,38 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
                 f"this run differs from the one that wrote {run.resumed_from}, before the end of an epoch (after batch "
                 f"{run.progress.batch} of epoch {run.progress.epoch}), so that samples would be used twice in it, or "
                 f"not at all:\n  {shown}\nGive the same data, or resume from a checkpoint written at the end of an "
-                f"epoch. To continue anyway: fit(..., allow_changes={broken}), or in a configuration allow_changes: "
-                f"[{', '.join(broken)}]."
+                f"epoch. To continue anyway: {_allowing(run, broken)}."
             )
         elif kinds := _replaced_schedulers(changed, now, saved):
             problem = (
                 f"the checkpoint {run.resumed_from} holds the states of {kinds[0]}, but configure_optimizers returned "
                 f"{kinds[1]}, whose options they would replace. Use the same schedulers to resume, or "
                 "load_from_checkpoint to start a new training from these weights. To continue anyway: "
-                "fit(..., allow_changes=['schedulers'])."
+                f"{_allowing(run, ['schedulers'])}."
             )
         elif cut := _cut_off(changed, now, saved, checkpoint["model"]):
-            problem = f"the checkpoint {run.resumed_from} has values that {cut}"
+            problem = (
+                f"the checkpoint {run.resumed_from} has values that {cut} To continue anyway: "
+                f"{_allowing(run, ['module'])}."
+            )
         elif changed:
             log.warning(
-                "changed since %s was written:\n  %s\nIf that is intended, fit(..., allow_changes=%s) silences this "
-                "warning.",
+                "changed since %s was written:\n  %s\nIf that is intended, %s silences this warning.",
                 run.resumed_from,
                 shown,
-                list(changed),
+                _allowing(run, list(changed)),
             )
     problem = run.strategy.processes.broadcast_object(problem)
     if problem is not None:
         raise ConfigError(problem)
+
+
+def _allowing(run: Run, names: list[str]) -> str:
+    """Return what to type so that a run may differ in these."""
+    if run.session.config_text is None:
+        return f"fit(..., allow_changes={names})"
+    option = run.session.argument("allow_changes", names)
+    return f"{option}, or allow_changes: [{', '.join(names)}] in the configuration"
 
 
 def _changed(now: Mapping[str, Mapping[str, str]], saved: Mapping[str, Any], same_size: bool) -> dict[str, list[str]]:
@@ -343,10 +352,7 @@ def _cut_off(
             cut.append(f"{name} ({then} then, {here} now)")
     if not cut:
         return ""
-    return (
-        f"would be cut off by the module's dtypes: {first_of(cut)}. Give the module the dtypes of the checkpoint. To "
-        "continue anyway: fit(..., allow_changes=['module'])."
-    )
+    return f"would be cut off by the module's dtypes: {first_of(cut)}. Give the module the dtypes of the checkpoint."
 
 
 def _is_number(name: str, fact: str) -> bool:

@@ -220,7 +220,8 @@ def _missing(name: str, method: str) -> str:
     if method == "configure_optimizers":
         return (
             f"{name} has no configure_optimizers: define configure_optimizers(self) and return an optimizer, "
-            "for example torch.optim.AdamW(self.parameters(), lr=1e-3)."
+            "for example torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: "
+            "optimizer: {class_path: AdamW, lr: 0.001}, or --optimizer AdamW."
         )
     if method == "predict_step":
         return f"{name} has neither predict_step(self, batch, batch_idx) nor forward(self, batch): define one of them."

@@ -87,6 +87,8 @@ class Session:
         """Micro-batches of an epoch in the last `fit`; None: unknown."""
         self.seed = settings.seed or 0
         self.run_dir = settings.root
+        self.began: int | None = None
+        """The beginning of the run directory's first `fit`, in nanoseconds since 1970; None: not known yet."""
         self.config_text: str | None = None
         """The configuration as YAML, for the run directory and checkpoints; None: the run was started from Python."""
         self.callback_metrics: dict[str, float] = {}
@@ -95,6 +97,12 @@ class Session:
         self.progress_bar_metrics: dict[str, float] = {}
         self.measured: dict[str, Measured] = {}
         """The latest values of all logged names, each with the step it was measured at."""
+
+    def argument(self, name: str, value: str | list[str]) -> str:
+        """Return an argument of `fit` as it is typed: `ckpt_path='last'`; for a command, `--ckpt-path last`."""
+        if self.config_text is None:
+            return f"{name}={value!r}"
+        return f"--{name.replace('_', '-')} {value if isinstance(value, str) else ' '.join(value)}"
 
     def start(self, stage: str) -> None:
         """Forget the values of an earlier run, and for a `fit` its counters."""
@@ -124,6 +132,10 @@ class Session:
         for values, earlier in zip(stored, before, strict=True):
             values.clear()
             values.update(earlier)
+
+    def remember_beginning(self, nanoseconds: int) -> None:
+        """Write into checkpoints when the first `fit` in the run directory began."""
+        self.began = nanoseconds
 
     def remember_fitting(self, samples: int) -> None:
         """Split batches into micro-batches of so many samples, in this `fit` and in its checkpoints."""

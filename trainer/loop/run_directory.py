@@ -63,19 +63,21 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         except CheckpointError as error:
             if ckpt_path == "last" and (corruption_report := CheckpointDirectory(folder).corruption_report()):
                 # Do not fall back to an older run or a new training.
+                last = run.session.argument("ckpt_path", "last")
                 raise CheckpointError(
-                    f"ckpt_path='last': {error}, but there was one: {'; '.join(corruption_report)}. "
-                    "To start anew, leave out ckpt_path or remove that folder."
+                    f"{last}: {error}, but there was one: {'; '.join(corruption_report)}. "
+                    f"To start anew, leave out {last} or remove that folder."
                 ) from None
     if ckpt_path == "last" and run.stage == "fit":
         return None
     for callback in run.checkpoint_callbacks if run.session.has_fit else ():
         if path := callback.best_model_path if ckpt_path == "best" else callback.last_model_path:
             return locate(as_storage_path(path))
+    named = run.session.argument("ckpt_path", str(ckpt_path))
     looked = [str(folder) for folder in folders] or [str(run.settings.root)]
     which = " Only ModelCheckpoint(monitor=...) chooses a best one." if ckpt_path == "best" else ""
     raise CheckpointError(
-        f"ckpt_path={ckpt_path!r}: no such checkpoint.{which} Looked in: {first_of(looked)}. "
+        f"{named}: no such checkpoint.{which} Looked in: {first_of(looked)}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
     )
 
@@ -260,6 +262,17 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
         ) from None
 
 
+def beginning_of(run: Run, checkpoint: StoragePath | None) -> int:
+    """Return when the first `fit` began in the run directory, in nanoseconds since 1970, as the checkpoint has it."""
+    if checkpoint is not None and run.strategy.processes.is_global_zero:
+        directory = _run_dir_of(checkpoint, run.settings)
+        if directory is not None and directory.absolute() == run.session.run_dir.absolute():
+            info = read_manifest(checkpoint).info
+            known = [info[name] for name in ("began", "captured") if type(info.get(name)) is int and info[name] >= 0]
+            return min(known, default=time.time_ns())
+    return time.time_ns()
+
+
 def choose_logger_folders(run: Run) -> None:
     """Give the loggers of a run that continues no other a folder in which no run has left files. Collective.
 
@@ -366,7 +379,7 @@ def locked_folders(run: Run) -> Iterator[None]:
                 own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
                 folders = [run.session.run_dir, *(folder for folder in own if isinstance(folder, Path))]
                 for folder in {folder.absolute(): folder for folder in folders}.values():
-                    problem = problem or _lock(folder, locks)
+                    problem = problem or _lock(folder, locks, run.session.argument("ckpt_path", "last"))
             problem = run.strategy.processes.broadcast_object(problem)
             if problem is not None:
                 raise ConfigError(problem)
@@ -379,8 +392,8 @@ def locked_folders(run: Run) -> Iterator[None]:
         raise
 
 
-def _lock(folder: Path, locks: ExitStack) -> str | None:
-    """Lock a folder until `locks` are closed; return the problem, or None."""
+def _lock(folder: Path, locks: ExitStack, last: str) -> str | None:
+    """Lock a folder until `locks` are closed; return the problem, or None. `last`: the argument that resumes."""
     lock = FolderLock(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -395,5 +408,5 @@ def _lock(folder: Path, locks: ExitStack) -> str | None:
     return (
         f"{folder} is in use: {holder} is training there, and two runs in one folder would delete each other's "
         "checkpoints. Wait for it, or end it (kill PID, on that host); or let this run write elsewhere: leave "
-        "ckpt_path='last' out, or give another default_root_dir (dirpath, if ModelCheckpoint has one)."
+        f"{last} out, or give another default_root_dir (dirpath, if ModelCheckpoint has one)."
     )

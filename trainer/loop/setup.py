@@ -39,6 +39,7 @@ from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import (
     as_seen_here,
+    beginning_of,
     check_folders_of_shards,
     choose_logger_folders,
     choose_run_dir,
@@ -184,6 +185,8 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
     run.locate(run_dir, path)
+    if run.stage == "fit":
+        session.remember_beginning(beginning_of(run, path))
     writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
     if session.config_text is not None and writes:
         replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
@@ -295,6 +298,7 @@ def report_short_schedules(run: Run) -> None:
     """Report each OneCycleLR that the run outlasts: torch refuses a step beyond those that it was made for."""
     if not run.module.automatic_optimization or run.module.overrides("lr_scheduler_step"):
         return
+    weights = "fit(weights=...)" if run.session.config_text is None else "--weights PATH"
     for config in run.scheduler_configs:
         planned = run.estimated_stepping_batches if config.interval == "step" else run.config.max_epochs
         steps = getattr(config.scheduler, "total_steps", None) if isinstance(config.scheduler, OneCycleLR) else None
@@ -305,7 +309,7 @@ def report_short_schedules(run: Run) -> None:
             steps,
             " (those of the checkpoint)" if run.resumed_from else "",
             planned // config.frequency,
-            "A longer schedule starts from the weights alone: fit(weights=...)."
+            f"A longer schedule starts from the weights alone: {weights}."
             if run.resumed_from
             else "Set total_steps=self.trainer.estimated_stepping_batches, and interval to 'step'.",
         )

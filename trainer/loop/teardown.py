@@ -50,7 +50,8 @@ def finish(run: Run) -> None:
 
 def _resume_advice(run: Run) -> str:
     if any(callback.last_model_path for callback in run.checkpoint_callbacks):
-        return f"To go on, start it again with ckpt_path='last'; it writes into {run.session.run_dir}."
+        last = run.session.argument("ckpt_path", "last")
+        return f"To go on, start it again with {last}; it writes into {run.session.run_dir}."
     if run.resumed_from is not None:
         return f"The trainer has saved nothing since {run.resumed_from}: to go on from there, start it again as now."
     why = "there was no step" if run.progress.step == 0 else "no ModelCheckpoint has written one"

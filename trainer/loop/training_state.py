@@ -467,6 +467,8 @@ def save_state(
         looked_at = {**tensors, "schedulers": schedulers, "callbacks": callbacks}
         nonfinite = run.nonfinite.check_state(looked_at, reported=callable(info))
         about: dict[str, Any] = {"step": run.progress.step, "epoch": run.progress.epoch, "captured": time.time_ns()}
+        if run.session.began is not None:
+            about["began"] = run.session.began
         if run.stage == "fit":
             epochs = run.progress.epoch + run.progress.epoch_ended
             about["finished"] = run.progress.step >= run.last_step or epochs == run.config.max_epochs

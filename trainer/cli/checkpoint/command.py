@@ -45,7 +45,12 @@ EXAMPLES = {
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FILE_HELP = "a .ckpt file of Lightning's"
-PATH_HELP = "a checkpoint, a run directory, its folder of checkpoints, or a folder of runs (the newest is meant)"
+PATH_HELP = "a checkpoint, a run directory, its folder of checkpoints, or a folder of runs, at any depth"
+
+
+def _path_help(name: str) -> str:
+    which = "all of them" if name in ("ls", "verify") else "the one that has written last"
+    return FILE_HELP if name == "import" else f"{PATH_HELP} ({which})"
 
 
 @reports_errors
@@ -76,7 +81,7 @@ def _parser() -> CommandParser:
             description=summary[0].upper() + summary[1:] + ".",
             epilog=f"examples:\n{EXAMPLES[name]}",
         )
-        of[name].add_argument("path", metavar="PATH", help=FILE_HELP if name == "import" else PATH_HELP)
+        of[name].add_argument("path", metavar="PATH", help=_path_help(name))
     for name in ("show", "verify", "export"):
         default = "all of them" if name == "verify" else "last"
         of[name].add_argument("--ckpt", metavar="NAME", help=f"last, best, or a name, of a run (default: {default})")
@@ -135,13 +140,14 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 def _ls(options: argparse.Namespace) -> int:
     from trainer.checkpoint.manifest import is_committed
     from trainer.checkpoint.storage import as_storage_path
-    from trainer.cli.checkpoint.find import folders_below, leftover_names, listing, summarize
-    from trainer.cli.checkpoint.report import as_data, plain, table_of
+    from trainer.cli.checkpoint.find import checkpoint_folders, leftover_names, listing, summarize
+    from trainer.cli.checkpoint.report import as_data, plain, require_metrics, table_of
 
     if is_committed(as_storage_path(options.path)):
         found = {"": [summarize(as_storage_path(options.path), [], options.verify)]}
     else:
-        found = {str(folder): listing(folder, options.verify) for folder in folders_below(options.path)}
+        found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
+    require_metrics(options.metric, [one for rows in found.values() for one in rows])
     if options.json:
         print(json.dumps([as_data(one) for rows in found.values() for one in rows], indent=2))
         return 0
@@ -172,14 +178,14 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
     from trainer.checkpoint.manifest import is_committed, verify_checkpoint
     from trainer.checkpoint.storage import as_storage_path
-    from trainer.cli.checkpoint.find import choose, folders_below, listing, summarize
+    from trainer.cli.checkpoint.find import checkpoint_folders, choose, listing, summarize
     from trainer.cli.checkpoint.report import plain, size
 
     pointers = []
     if options.ckpt is not None or is_committed(as_storage_path(options.path)):
         paths = [choose(options.path, options.ckpt)]
     else:
-        folders = folders_below(options.path)
+        folders = checkpoint_folders(options.path)
         paths = [one.path for folder in folders for one in listing(folder, contents=False)]
         pointers = [
             f"{folder / f'{name}.json'} points to no checkpoint"

@@ -10,7 +10,7 @@ from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirect
 from trainer.checkpoint.disk import MANIFEST_FILE, ReadError
 from trainer.checkpoint.manifest import checkpoints_in, find_damage, is_committed, read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
-from trainer.cli.runs.find import run_directories
+from trainer.cli.runs.find import by_numbers, run_directories
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
 
 
@@ -37,7 +37,9 @@ class CheckpointSummary:
 
 
 def checkpoint_folders(path: str) -> list[StoragePath]:
-    """Return the folders of checkpoints at a path: of one run, or of all runs in the folder, the newest run last.
+    """Return the folders of checkpoints at a path: of one run, or of all runs below it, at any depth, in their order.
+
+    In an object store, of the runs directly below it.
 
     Raises:
         CheckpointError: the path does not exist or holds no checkpoint.
@@ -46,36 +48,50 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
     with reading(given):
         if not given.exists():
             raise CheckpointError(f"there is no checkpoint or folder {path!r}{_suggestion(given)}")
-        if (given / CHECKPOINTS).is_dir():
-            return [given / CHECKPOINTS]
     if checkpoints_in(given) or _half_written(given):
         return [given]
+    folders = _of_runs_below(given)
     with reading(given):
-        runs: list[StoragePath] = versions(given)  # type: ignore[type-var]  # a path of either kind
-        folders = [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
+        if not folders and (given / CHECKPOINTS).is_dir():
+            return [given / CHECKPOINTS]
     if not folders:
         raise CheckpointError(
             f"{path} is not a checkpoint, and there is none in it. Give a checkpoint, a run directory (with a folder "
-            f"{CHECKPOINTS!r}), or the default_root_dir of runs.{_roots_below(given)}"
+            f"{CHECKPOINTS!r}), or a folder of runs, such as their default_root_dir."
         )
     return folders
 
 
-def folders_below(path: str) -> list[StoragePath]:
-    """Return the folders of checkpoints at a path as `checkpoint_folders`, or of the runs at any depth below it.
+def _of_runs_below(given: StoragePath) -> list[StoragePath]:
+    """Return the folders of checkpoints of the run in a folder, and of those below it."""
+    with reading(given):
+        if isinstance(given, Path):
+            runs: list[StoragePath] = [*sorted(run_directories(given), key=by_numbers)]
+        else:
+            runs = [given, *versions(given)]
+        return [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
 
-    Raises:
-        CheckpointError: the path does not exist or holds no checkpoint.
+
+def newest_of(folders: list[StoragePath]) -> StoragePath:
+    """Return the folder of the run that has written a checkpoint last; of several at one time the last in their order.
+
+    A run without a checkpoint is older than any with one.
     """
+    times = {folder: max(map(_time_of, checkpoints_in(folder)), default=-1.0) for folder in folders}
+    return max(reversed(folders), key=lambda folder: times[folder])
+
+
+def _time_of(checkpoint: StoragePath) -> float:
+    """Return the time at which a checkpoint's state was captured, or else written; -1: it is not known."""
     try:
-        return checkpoint_folders(path)
+        captured = read_manifest(checkpoint).info.get("captured")
+    except ReadError:
+        raise
     except CheckpointError:
-        given = as_storage_path(path)
-        runs = sorted(run_directories(given)) if isinstance(given, Path) and given.is_dir() else []
-        folders: list[StoragePath] = [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
-        if not folders:
-            raise
-        return folders
+        captured = None
+    if type(captured) is int and 0 <= captured < 2**63:
+        return captured / 1e9
+    return written_at(checkpoint) or -1.0
 
 
 def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
@@ -124,7 +140,7 @@ def choose(path: str, wanted: str | None) -> StoragePath:
         if wanted is not None:
             raise ConfigError(f"{path} is itself a checkpoint: leave out --ckpt {wanted}, or give its run directory.")
         return given
-    folder = checkpoint_folders(path)[-1]
+    folder = newest_of(checkpoint_folders(path))
     store = CheckpointDirectory(folder)
     names = [one.name for one in checkpoints_in(folder)]
     if wanted in (None, "last"):
@@ -167,13 +183,6 @@ def _half_written(folder: StoragePath) -> list[StoragePath]:
             for path in folders
             if any(one.name.endswith(".safetensors") or one.name == "checkpoint.json" for one in path.iterdir())
         ]
-
-
-def _roots_below(given: StoragePath) -> str:
-    """Return a sentence that names folders of runs further below, if there are any."""
-    runs = run_directories(given) if isinstance(given, Path) and given.is_dir() else []
-    roots = sorted({str(run.parent) for run in runs if (run / CHECKPOINTS).is_dir()})
-    return f" Further below there are: {', '.join(roots[:5])}{', ...' * (len(roots) > 5)}." if roots else ""
 
 
 def _suggestion(given: StoragePath) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_lines, in_columns
-from trainer.errors import printable
+from trainer.errors import ConfigError, did_you_mean, printable
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
 if TYPE_CHECKING:
@@ -48,9 +48,21 @@ def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
 
 def _main_metrics(found: list[CheckpointSummary]) -> list[str]:
     """Return the names of a few metrics for the table, those of validation first."""
+    return sorted(_metric_names(found), key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
+
+
+def _metric_names(found: list[CheckpointSummary]) -> set[str]:
     every = (one.info.get("metrics") for one in found)
-    names = {name for metrics in every if isinstance(metrics, dict) for name in metrics if isinstance(name, str)}
-    return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
+    return {name for metrics in every if isinstance(metrics, dict) for name in metrics if isinstance(name, str)}
+
+
+def require_metrics(names: list[str], found: list[CheckpointSummary]) -> None:
+    """Raise a ConfigError for the name of a metric that none of the checkpoints has."""
+    known = sorted(_metric_names(found))
+    for name in names:
+        if name not in known:
+            there = f" There are: {', '.join(known)}." if known else " They have none at all."
+            raise ConfigError(f"--metric {name}: no checkpoint has it.{did_you_mean(name, known)}{there}")
 
 
 def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float | None, every: bool) -> Iterator[str]:

@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trainer.cli.config.draft import WIDTH, ConfigDraft, launch_line, parse_settings
@@ -151,7 +152,8 @@ class MigrationReport:
                 right = textwrap.wrap(message, WIDTH - width - 4, break_long_words=False, break_on_hyphens=False)
                 right = right if len(left) <= width else ["", *right]
                 lines += [f"  {left:<{width}}  {right[0]}".rstrip(), *(" " * (width + 4) + more for more in right[1:])]
-        lines += ["", "start it with: " + self.start(f"trainer fit --config module.yaml {written or 'run.yaml'}")]
+        fit = f"trainer fit --config module.yaml {quote(written or 'run.yaml')}"
+        lines += ["", f"start it with: {self.start(fit)}"]
         return "\n".join(lines) + "\n"
 
 

@@ -49,8 +49,9 @@ def run(arguments: list[str]) -> int:
     known = list(dict.fromkeys(name for _, values in rows for name in values))
     metrics = [_require_known(name, known) for name in options.metric or _main_metrics(found)]
     parameters = [_require_known(name, known) for name in options.hparam or differing(found)]
+    every = [values for _, values in rows]
     for text in options.filter:
-        name, compare, wanted = _condition(text, known)
+        name, compare, wanted = _condition(text, known, every)
         rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
     if options.sort:
         name = _require_known(options.sort.removeprefix("-"), known)
@@ -127,11 +128,28 @@ def _main_metrics(found: list[RunSummary]) -> list[str]:
     return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
 
 
-def _condition(text: str, known: list[str]) -> tuple[str, Callable[[Any, Any], bool], str]:
+def _condition(text: str, known: list[str], rows: list[dict[str, Any]]) -> tuple[str, Callable[[Any, Any], bool], str]:
+    """Return the name, the comparison and the value of a filter.
+
+    Raises:
+        ConfigError: it is no condition, no run has the name, or numbers are to be smaller or larger than a text.
+    """
     match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==|<|>|=)\s*(.*?)\s*", text)
     if match is None or (match[3] == "" and match[2] not in ("=", "==", "!=")):
         raise ConfigError(f"--filter {text!r}: write NAME>VALUE, with one of <, <=, >, >=, =, !=.")
-    return _require_known(match[1], known), COMPARISONS[match[2].replace("==", "=")], match[3]
+    name, sign, wanted = _require_known(match[1], known), match[2].replace("==", "="), match[3]
+    has_text = any(isinstance(values.get(name), str) for values in rows)
+    if sign not in ("=", "!=") and not has_text and not _is_number(wanted):
+        raise ConfigError(f"--filter {text!r}: {name} is a number: give one after {sign}, and not {wanted!r}.")
+    return name, COMPARISONS[sign], wanted
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _require_known(name: str, known: list[str]) -> str:

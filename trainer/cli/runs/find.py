@@ -1,4 +1,4 @@
-"""Find the runs below a folder, and read from their files what a table of runs shows. Imports no torch."""
+"""Find the runs below a folder, and read from their files what a table of runs shows, without torch and numpy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ from typing import Any
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
 
-FILES = ("config.yaml", "hparams.json", "metrics.csv", "metrics.jsonl", "checkpoints")
-"""Entries of run directories, of which each has one at least."""
+METRIC_FILES = ("metrics.csv", "metrics.jsonl")
+LOGGED = {"hparams.json", *METRIC_FILES}
+"""Files of loggers: a run directory has one of them, or checkpoints."""
+PROJECT = {".git", "pyproject.toml"}
+"""Entries of a project, whose own files may have the names of a run's; so have folders with Python files."""
+CHECKPOINTS = "checkpoints"
+CHECKPOINT_FILES = ("manifest.json", "checkpoint.json")
+POINTERS = ("last.json", "best.json")
+LEFTOVERS = (".tmp-", ".old-", ".del-")
+"""Beginnings of the names of what a killed process has left among checkpoints."""
 MAX_BYTES = 50_000_000
 """Size of the largest JSON file that is read."""
 
@@ -56,15 +64,35 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 
 def run_directories(folder: Path) -> Iterator[Path]:
-    """Yield the run directories of a folder: itself, or those below. Links are not followed."""
+    """Yield the run directories of a folder: itself, and those below. Links are not followed.
+
+    A folder with the files of a run may be a project with results of its own, so what is below it is looked at, too.
+    """
     for path, folders, files in os.walk(folder):
         names = {*folders, *files}
-        project = any(name.endswith(".py") for name in files)  # whose config.yaml is that of the next run
-        if names & set(FILES[2:]) or ("hparams.json" in names and not project):
+        project = bool(names & PROJECT) or any(name.endswith(".py") for name in files)
+        keeps = CHECKPOINTS in folders and _keeps_checkpoints(Path(path, CHECKPOINTS), or_nothing=not project)
+        if keeps or (not project and names & LOGGED):
             yield Path(path)
-            folders.clear()
-        else:
-            folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        left_out = {"__pycache__", *([CHECKPOINTS] if keeps else [])}
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+
+
+def _keeps_checkpoints(folder: Path, or_nothing: bool) -> bool:
+    """Whether a folder holds checkpoints of a run, also unfinished ones, or a pointer; `or_nothing`: or nothing."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(folder) if name != ".lock"]
+        written = (name in POINTERS or name.startswith(LEFTOVERS) or _is_checkpoint(folder / name) for name in names)
+        return any(written) if names else or_nothing
+    return False
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or what is left of one."""
+    with suppress(OSError):
+        names = os.listdir(path) if path.is_dir() else []
+        return any(name in CHECKPOINT_FILES or name.endswith(".safetensors") for name in names)
+    return False
 
 
 def summary_of(path: Path, folder: Path) -> RunSummary:
@@ -73,10 +101,14 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     with suppress(OSError):
         times = [entry.stat().st_mtime for entry in os.scandir(path)]
         one.began, one.seconds = min(times), max(times) - min(times)
-    checkpoints = path / "checkpoints"
+    checkpoints = path / CHECKPOINTS
     manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
     infos = {name: entry["info"] for name, entry in manifests.items() if isinstance(entry.get("info"), dict)}
     last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
+    # A run that is resumed writes its files again, so their times may be those of its latest start.
+    counts = (_count(info, name) for info in infos.values() for name in ("began", "captured"))
+    starts = [count / 1e9 for count in counts if count is not None]
+    one.began = min([*starts, *([] if one.began is None else [one.began])], default=None)
     last = last or max(infos.values(), key=lambda info: _count(info, "step") or 0, default=None)
     if last is not None:
         one.step, one.epoch = _count(last, "step"), _count(last, "epoch")
@@ -140,20 +172,26 @@ def _text_of(file: Path) -> str:
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the logged values of a run by name: the steps and values in `metrics.csv`, else in `metrics.jsonl`."""
+    """Return the logged values of a run by name: the steps and values in `metrics.csv`, else in `metrics.jsonl`.
+
+    Args:
+        path: the run directory, or one of the two files.
+    """
+    files = [path] if path.name in METRIC_FILES else [path / name for name in METRIC_FILES]
+    file = next((file for file in files if file.is_file()), None)
     found: dict[str, list[tuple[int, float]]] = {}
-    with suppress(OSError, UnicodeDecodeError, csv.Error):
-        if (path / "metrics.csv").is_file():
-            with open(path / "metrics.csv", newline="", encoding="utf-8") as file:
-                for row in csv.DictReader(file):
-                    _add(found, row)
-        elif (path / "metrics.jsonl").is_file():
-            with open(path / "metrics.jsonl", encoding="utf-8") as lines:
-                for line in lines:
-                    with suppress(ValueError):
-                        row = json.loads(line)
-                        if isinstance(row, dict) and not isinstance(row.get("kind"), str):  # which is that of media
-                            _add(found, row)
+    if file is None:
+        return found
+    with suppress(OSError, UnicodeDecodeError, csv.Error), open(file, newline="", encoding="utf-8") as lines:
+        if file.suffix == ".csv":
+            for row in csv.DictReader(lines):
+                _add(found, row)
+        else:
+            for line in lines:
+                with suppress(ValueError):
+                    row = json.loads(line)
+                    if isinstance(row, dict) and not isinstance(row.get("kind"), str):  # which is that of media
+                        _add(found, row)
     return found
 
 
