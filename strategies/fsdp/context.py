@@ -22,7 +22,7 @@ from trainer.strategies.fsdp.first_batch import (
     refuse_outer_checkpoint,
     tensors_in,
 )
-from trainer.strategies.fsdp.rehearsal import rehearsal
+from trainer.strategies.fsdp.rehearsal import difference_of, rehearsal
 
 AttentionExchange = Literal["auto", "heads", "keys"]
 """The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a
@@ -291,7 +291,7 @@ class ContextParallel:
             try:
                 with rehearsal(block, own.device):
                     found = first_tensor(block.forward(own, *own_args, **own_kwargs)).float()
-                difference = (found - expected).norm() / expected.norm().clamp(min=1e-12)
+                difference = difference_of(found, expected)
             except (RuntimeError, ValueError) as error:
                 failure, difference = error, torch.full((), torch.inf, device=expected.device)
             # A part may be right on one process and wrong on another one.

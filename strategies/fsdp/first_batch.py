@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,14 @@ class FirstBatch:
         module: of which this process has a stage.
         stage: its number.
         elsewhere: names of the parameters of other stages.
+        blocks: names of all blocks.
     """
 
-    def __init__(self, module: nn.Module, stage: int, elsewhere: set[str]) -> None:
+    def __init__(self, module: nn.Module, stage: int, elsewhere: set[str], blocks: Iterable[str]) -> None:
         self._module, self._stage, self._elsewhere = module, stage, elsewhere
+        within = tuple(f"{name}." for name in blocks)
+        self._around = [name for name, _ in module.named_parameters() if name in elsewhere]
+        self._around = [name for name in self._around if not name.startswith(within)]
         self._checked = self._loss_checked = False
         """True after the first forward, and after the first forward of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
@@ -90,6 +94,8 @@ class FirstBatch:
     def _depends(self, what: str, output: torch.Tensor, inputs: Any = ()) -> ConfigError:
         names = self._stand_ins_in([output, *tensors_in(inputs)])
         because = f"it depends on {first_of(names)}" if names else "it depends on more than the block before"
+        if self._around and not names:  # without gradients there is no graph
+            because = f"it depends on parameters outside of the blocks ({first_of(self._around)})"
         return ConfigError(
             f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}: {because}, whose "
             "values another stage has. Between stages only the blocks' first argument travels: compute other inputs "

@@ -94,7 +94,7 @@ class Pipeline:
         """True if the first own block has run in the forward in progress."""
         self._began = False
         """True after the first call of the first own block."""
-        self._first_batch = FirstBatch(module, self.stage, self.elsewhere)
+        self._first_batch = FirstBatch(module, self.stage, self.elsewhere, blocks)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
         self._dress(list(blocks.items()))

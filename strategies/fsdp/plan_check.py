@@ -19,7 +19,7 @@ from trainer.strategies.fsdp.adapters import FullInputs
 from trainer.strategies.fsdp.context import gather
 from trainer.strategies.fsdp.first_batch import first_argument, refuse_outer_checkpoint, tensors_in
 from trainer.strategies.fsdp.plan import SharedByHeads
-from trainer.strategies.fsdp.rehearsal import rehearsal, replaced_parameters
+from trainer.strategies.fsdp.rehearsal import difference_of, rehearsal, replaced_parameters
 
 log = logging.getLogger("trainer")
 
@@ -126,24 +126,23 @@ class PlanCheck:
             expected = expected.chunk(dist.get_world_size(self._group), 1)[dist.get_rank(self._group)]
         if expected is None or found is None or found.shape != expected.shape:
             return
-        size = expected.norm()
         read = next((one for one in map(_own, tensors_in((args, kwargs))) if one.shape == expected.shape), None)
-        if self._tolerance <= FULL_PRECISION and read is not None:
-            size = torch.maximum((expected - read).norm(), size / 100)  # what the block adds
+        if self._tolerance > FULL_PRECISION:
+            read = None
         others = {
-            name: _difference(all_found[name], other, other.norm()).to(device)
+            name: difference_of(all_found[name], other).to(device)
             for name, other in all_expected.items()
             if name in all_found and all_found[name].shape == other.shape and not torch.equal(all_found[name], other)
         }
         zero = torch.zeros((), device=device)
         worst = max(others, key=lambda name: float(others[name]), default="")
-        differences = torch.stack([_difference(found, expected, size), others.get(worst, zero)])
+        differences = torch.stack([difference_of(found, expected, read), others.get(worst, zero)])
         dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=self._group)
         of_output, of_others = differences.tolist()
         place = f"{name} ({class_of(block).__name__})"
-        if not of_output <= self._tolerance:
+        if of_output > self._tolerance:
             raise self._error(f"{place} does not compute the same: its outputs are wrong by {of_output:.1%}", split)
-        if not of_others <= self._tolerance / 10:
+        if of_others > self._tolerance / 10:
             words = f"{place} does not compute the same: {worst} is wrong by {of_others:.1%} (only logged: detach() it)"
             block.register_forward_hook(self._refuser(worst, self._error(words, split)))
 
@@ -188,11 +187,6 @@ def _results(block: nn.Module, output: Any) -> dict[str, torch.Tensor]:
 
 def _is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.device.type != "meta"
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    difference: torch.Tensor = (found - expected).norm() / size.clamp(min=1e-12)
-    return difference
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

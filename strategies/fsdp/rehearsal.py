@@ -23,6 +23,21 @@ def rehearsal(block: nn.Module, device: torch.device) -> Iterator[None]:
         yield
 
 
+def difference_of(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the norm of the difference of two outputs, as a share of that of `expected`, or of what it adds to `read`.
+
+    What is not finite in `expected` counts as equal: where it comes from, others say. What is not finite in `found`
+    only makes the difference infinite.
+    """
+    known = torch.isfinite(expected)
+    found, expected = (torch.where(known, one, 0) for one in (found, expected))
+    size = expected.norm()
+    if read is not None:
+        size = torch.maximum((expected - torch.where(known, read, 0)).norm(), size / 100)
+    difference = (found - expected).norm() / size.clamp(min=1e-12)
+    return difference.nan_to_num(nan=torch.inf)
+
+
 @contextmanager
 def _state_kept(block: nn.Module) -> Iterator[None]:
     kept = [(child, dict(child._buffers), dict(vars(child))) for child in block.modules()]

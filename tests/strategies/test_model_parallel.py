@@ -576,6 +576,30 @@ class Planned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
+class TakesBias(Attending):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], -1, 3, 4).permute(3, 0, 2, 1, 4)
+        return x + self.out(scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+
+class LateBias(Planned):
+    """A bias for all blocks that is registered after them, so that the last stage has it."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.bias = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.bias)
+        return x
+
+
+class LateBiasValidated(LateBias):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+
+
 class PlannedKept(Planned):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) + sum(block.kept for block in self.blocks)  # type: ignore[operator]
@@ -874,6 +898,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "a skip connection": (PP, Skipping, Attending, "embed"),
     "kept outputs, with tied ends": (PP, TiedKept, Attending, "depends on the outputs of blocks of earlier stages"),
     "a head that is registered before the blocks": (PP, HeadFirst, Attending, "depends on head."),
+    "a bias that is registered after the blocks": (PP, LateBias, TakesBias, "it depends on bias, whose values"),
+    "the same in validation": (PP, LateBiasValidated, TakesBias, "parameters outside of the blocks (bias), whose"),
     "one block in two places": (PP, SamePlace, Attending, "blocks.0 and blocks.1 are one block"),
     "two forwards": (PP, Twice, Attending, "called twice"),
     "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
@@ -991,6 +1017,17 @@ def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptur
     styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
     PlanCheck(module, styles, None, 1e-2).watch({}, {})  # type: ignore[arg-type]
     assert "what is computed between up and the next layer is in no module without others" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{**PP, **TP}, {**PP, **CP}], ids=["layers", "sequences"])
+@pytest.mark.parametrize("kind", [LateBias, LateBiasValidated])
+def test_stages_say_what_is_elsewhere_before_split_blocks_are_compared(
+    kind: type[Small], options: dict[str, Any]
+) -> None:
+    found = run_distributed(partial(refusal, kind, TakesBias, options), 4, timeout=90.0)
+    said = [one for one in found if one]
+    assert said
+    assert all(one.startswith("pipeline_parallel: the output of blocks.0 (TakesBias) is not finite") for one in said)
 
 
 OTHER_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
