@@ -34,8 +34,8 @@ def difference_of(found: torch.Tensor, expected: torch.Tensor, read: torch.Tenso
     size = expected.norm()
     if read is not None:
         size = torch.maximum((expected - torch.where(known, read, 0)).norm(), size / 100)
-    difference = (found - expected).norm() / size.clamp(min=1e-12)
-    return difference.nan_to_num(nan=torch.inf)
+    share: torch.Tensor = (found - expected).norm() / size.clamp(min=1e-12)
+    return share.nan_to_num(nan=torch.inf)
 
 
 @contextmanager

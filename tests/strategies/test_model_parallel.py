@@ -1098,7 +1098,7 @@ def test_what_models_collect_from_their_blocks_is_refused_and_so_is_generating()
 
 
 def test_outputs_of_earlier_stages_stay_nan_in_evaluation() -> None:
-    first = FirstBatch(nn.Linear(1, 1), 1, set())
+    first = FirstBatch(nn.Linear(1, 1), 1, set(), [])
     pass_by, hidden = first.passer(), torch.ones(2)
     assert pass_by(hidden).isnan().all()
     first.end_forward(training=True)
