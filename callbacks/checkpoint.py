@@ -698,7 +698,7 @@ class ModelCheckpoint(Checkpoint):
             self._delete(directory, obsolete, held, {name, best})
         if problem is not None:
             raise PointerError(
-                f"{directory.folder / name} was written, and {problem}. ckpt_path='last' finds it as the newest one."
+                f"{directory.folder / name} was written, and {problem}. As 'last' the newest one is found all the same."
             )
 
     def _delete(

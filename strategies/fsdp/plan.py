@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -126,10 +127,30 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
     plan = {**dict(_plans_of_models(module)), **own}
     if not plan:
         raise ConfigError(
-            f"{type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a "
-            'plan. Add one: tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
+            f"{type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a plan. Add one, "
+            f"such as tensor_parallel_plan = {_example_plan(module)}."
         )
     return plan
+
+
+def _example_plan(module: nn.Module) -> str:
+    """Return a plan for the first layers that widen features and the one that narrows them, by this module's names."""
+    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    for down, narrow in linear.items():
+        around, wide, features = down.rpartition(".")[0], narrow.in_features, narrow.out_features
+        ups = [
+            name
+            for name, layer in linear.items()
+            if name.rpartition(".")[0] == around and (layer.in_features, layer.out_features) == (features, wide)
+        ]
+        if ups and wide > features:
+            plan = {_of_all_blocks(name): "colwise" for name in ups} | {_of_all_blocks(down): "rowwise"}
+            return str(plan).replace("'", '"')
+    return '{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}'
+
+
+def _of_all_blocks(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
 def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, Style]]:

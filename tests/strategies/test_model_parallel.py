@@ -1010,6 +1010,23 @@ def test_what_modules_and_plans_say_is_reported_at_the_start(refusals: Any) -> N
     assert early == set(AT_THE_START)
 
 
+def test_an_example_of_a_plan_has_the_modules_own_names() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.gate, self.up, self.down = (
+                nn.Linear(*sizes) for sizes in ((4, 4), (4, 8), (4, 8), (8, 4))
+            )
+
+    module = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([Gated(), Gated()])})})
+    with pytest.raises(ConfigError) as refused:
+        find_plan(module)
+    names = '"model.layers.*.gate": "colwise", "model.layers.*.up": "colwise", "model.layers.*.down": "rowwise"'
+    assert f"such as tensor_parallel_plan = {{{names}}}." in str(refused.value)
+    with pytest.raises(ConfigError, match=r'"0\.0": "colwise", "0\.2": "rowwise"'):
+        find_plan(nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))))
+
+
 def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "tail": Softmaxed()})
     styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
