@@ -698,7 +698,7 @@ class ModelCheckpoint(Checkpoint):
             self._delete(directory, obsolete, held, {name, best})
         if problem is not None:
             raise PointerError(
-                f"{directory.folder / name} was written, and {problem}. As 'last' the newest one is found all the same."
+                f"{directory.folder / name} was written, and {problem}. 'last' still finds it, as the newest one."
             )
 
     def _delete(

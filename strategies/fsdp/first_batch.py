@@ -30,8 +30,8 @@ class FirstBatch:
     def __init__(self, module: nn.Module, stage: int, elsewhere: set[str], blocks: Iterable[str]) -> None:
         self._module, self._stage, self._elsewhere = module, stage, elsewhere
         within = tuple(f"{name}." for name in blocks)
-        self._around = [name for name, _ in module.named_parameters() if name in elsewhere]
-        self._around = [name for name in self._around if not name.startswith(within)]
+        self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
+        """Names of those that are outside of the blocks."""
         self._checked = self._loss_checked = False
         """True after the first forward, and after the first forward of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
@@ -93,14 +93,16 @@ class FirstBatch:
 
     def _depends(self, what: str, output: torch.Tensor, inputs: Any = ()) -> ConfigError:
         names = self._stand_ins_in([output, *tensors_in(inputs)])
-        because = f"it depends on {first_of(names)}" if names else "it depends on more than the block before"
-        if self._around and not names:  # without gradients there is no graph
-            because = f"it depends on parameters outside of the blocks ({first_of(self._around)})"
+        if names:
+            because = f"it depends on {first_of(names)}, whose values another stage has"
+        else:  # not in the graph, or there is none in validation
+            others = f" ({first_of(self._around)})" if self._around else ""
+            because = f"the batch or the block has made it so, or it depends on what another stage has{others}"
         return ConfigError(
-            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}: {because}, whose "
-            "values another stage has. Between stages only the blocks' first argument travels: compute other inputs "
-            "from the batch, in the block or without parameters; register what comes before the blocks before them "
-            "in the module, and what comes after them after."
+            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}: {because}. "
+            "Between stages only the blocks' first argument travels: compute other inputs from the batch, in the block "
+            "or without parameters; register what comes before the blocks before them in the module, and what comes "
+            "after them after."
         )
 
     def _stand_ins_in(self, outputs: Sequence[torch.Tensor]) -> list[str]:

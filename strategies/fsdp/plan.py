@@ -138,12 +138,14 @@ def _example_plan(module: nn.Module) -> str:
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     for down, narrow in linear.items():
         around, wide, features = down.rpartition(".")[0], narrow.in_features, narrow.out_features
+        if wide <= features:
+            continue
         ups = [
             name
             for name, layer in linear.items()
             if name.rpartition(".")[0] == around and (layer.in_features, layer.out_features) == (features, wide)
         ]
-        if ups and wide > features:
+        if ups:
             plan = {_of_all_blocks(name): "colwise" for name in ups} | {_of_all_blocks(down): "rowwise"}
             return str(plan).replace("'", '"')
     return '{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}'
