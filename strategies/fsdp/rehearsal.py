@@ -35,7 +35,7 @@ def difference_of(found: torch.Tensor, expected: torch.Tensor, read: torch.Tenso
     if read is not None:
         size = torch.maximum((expected - torch.where(known, read, 0)).norm(), size / 100)
     share: torch.Tensor = (found - expected).norm() / size.clamp(min=1e-12)
-    return share.nan_to_num(nan=torch.inf)
+    return share.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from trainer.strategies.fsdp.messages import Neighbour
 from trainer.strategies.fsdp.plan import find_plan, needs_newer_torch, resolve_plan
 from trainer.strategies.fsdp.plan_check import PlanCheck
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
+from trainer.strategies.fsdp.rehearsal import difference_of
 from trainer.strategy import StepConfig
 
 TWO = ("TP x2", "CP x2", "PP x2")
@@ -1032,6 +1034,20 @@ def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptur
     styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
     PlanCheck(module, styles, None, 1e-2).watch({}, {})  # type: ignore[arg-type]
     assert "what is computed between up and the next layer is in no module without others" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("found", "share"),
+    [
+        ([1.0, 5.0, 2.0], 0.0),
+        ([1.0, 5.0, 4.0], 2 / 5**0.5),
+        ([1.0, 5.0, math.nan], math.inf),
+        ([math.inf] * 3, math.inf),
+    ],
+)
+def test_what_is_not_finite_in_what_is_expected_is_not_compared(found: list[float], share: float) -> None:
+    expected = torch.tensor([1.0, math.nan, 2.0])
+    assert difference_of(torch.tensor(found), expected).item() == pytest.approx(share)
 
 
 def refusal_by_one(kind: type[Small], block: type[nn.Module], options: dict[str, Any]) -> str:
