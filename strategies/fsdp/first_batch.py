@@ -102,7 +102,8 @@ class FirstBatch:
             f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}: {because}. "
             "Between stages only the blocks' first argument travels: compute other inputs from the batch, in the block "
             "or without parameters; register what comes before the blocks before them in the module, and what comes "
-            "after them after."
+            "after them after. In a model of somebody else, register it again, before fit: `last = decoder.norm; "
+            "del decoder.norm; decoder.norm = last`."
         )
 
     def _stand_ins_in(self, outputs: Sequence[torch.Tensor]) -> list[str]:

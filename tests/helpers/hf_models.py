@@ -47,6 +47,7 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "GPT-NeoX": ("GPTNeoX", LLM),
+    "OPT": ("OPT", {**BERT, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     "Phi3": ("Phi3", LLM),
     "OLMo 2": ("Olmo2", LLM),
     "Granite": ("Granite", LLM),
@@ -81,8 +82,8 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
 """Names -> the prefix of the classes, and the arguments of the config."""
 OTHERS = ("BERT", "ViT")
 ARCHITECTURES = (*CAUSAL, *OTHERS)
-WITHOUT_PLAN = ("GPT-2",)
-"""Models without a plan for tensor parallelism."""
+WITHOUT_PLAN = ("GPT-2", "OPT")
+"""Models without a plan for tensor parallelism; OPT's attention has its number of heads in it."""
 BERT_LAYERS = "net.bert.encoder.layer.*"
 VIT_LAYERS = "net.vit.layers.*"
 PLANS: dict[str, dict[str, str]] = {
@@ -114,8 +115,15 @@ def make(architecture: str) -> Any:
         )
     prefix, options = CAUSAL[architecture]
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if prefix in ("GPT2", "Phi3") else {}
+    dropout = {"dropout": 0.0} if prefix == "OPT" else dropout
     config = getattr(transformers, f"{prefix}Config")(**options, **dropout)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if prefix == "OPT":  # it registers its last norm before its blocks
+        decoder = model.model.decoder
+        last = decoder.final_layer_norm
+        del decoder.final_layer_norm
+        decoder.final_layer_norm = last
+    return model
 
 
 def data(architecture: str) -> list[dict[str, torch.Tensor]]:

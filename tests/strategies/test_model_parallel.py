@@ -1075,6 +1075,7 @@ def test_stages_name_what_they_lack_before_split_blocks_are_compared(
     for words in said:
         assert words.startswith("pipeline_parallel: the output of blocks.0 (TakesBias) is not finite")
         assert because in words
+        assert "register it again, before fit: `last = decoder.norm; del decoder.norm" in words
 
 
 OTHER_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
