@@ -247,14 +247,14 @@ def format_ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
 
 
-def raise_problems(problems: list[str], subject: str) -> None:
-    """Raise one `ConfigError` that lists every problem; do nothing when there is none."""
+def raise_problems(problems: list[str], subject: str, cause: Exception | None = None) -> None:
+    """Raise one `ConfigError` that lists every problem, from its `cause`; do nothing when there is none."""
     if len(problems) == 1:
-        raise ConfigError(problems[0])
+        raise ConfigError(problems[0]) from cause
     if problems:
         more = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
         lines = "\n".join(f"  - {shortened(problem, LONGEST // 4)}" for problem in [*problems[:MOST], *more])
-        raise ConfigError(f"{len(problems)} problems in {subject}:\n{lines}", problems)
+        raise ConfigError(f"{len(problems)} problems in {subject}:\n{lines}", problems) from cause
 
 
 TORCH_ERRORS = {

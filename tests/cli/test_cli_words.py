@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import io
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +24,12 @@ from safetensors.torch import load_file
 from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from trainer.checkpoint.directory import CheckpointDirectory
+from trainer.cli.completion import SECOND_WORDS, options_of
+from trainer.cli.help import _classes, class_names
 from trainer.cli.main import COMMANDS, main
+from trainer.cli.options import CommandParser
 from trainer.config.tree import KEYS
+from trainer.errors import ConfigError
 from trainer.settings import ARGUMENTS
 
 TRAINED = """
@@ -273,6 +279,19 @@ def test_traceback_is_shown_where_asked_for(
     assert words in asked[2]
 
 
+@pytest.mark.parametrize("where", ["in the constructor", "in the import"])
+def test_the_traceback_is_that_of_the_users_code(command: Command, bare: list[str], where: str) -> None:
+    lines = (
+        "from trainer import TrainModule\n\n\nclass Fails(TrainModule):\n    def __init__(self):\n        {}['width']\n"
+    )
+    Path("fails.py").write_text(lines if where == "in the constructor" else "{}['width']\n")
+    plain, asked = (command("fit", "--module", "fails.py:Fails", *more) for more in ((), ("--traceback",)))
+    assert (plain[0], asked[0]) == (2, 2)
+    assert "Traceback" not in plain[2]
+    assert "{}['width']\n" in asked[2]
+    assert "fails.py" in asked[2].split("{}['width']")[0]
+
+
 def test_commands_to_type_quote_their_paths(command: Command, bare: list[str]) -> None:
     pytest.importorskip("tensorboard")
     folder = "a b & c"
@@ -428,8 +447,19 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed: the script is not run")
     (tmp_path / "script").write_text(out)
-    typed = ("fit --trainer.max_e", "checkpoint ex", "checkpoint export --pr", "tune b", "help est", "help ModelC")
-    found = ["--trainer.max_epochs", "export", "--prefix", "batch-size", "estimate", "ModelCheckpoint"]
+    completed = {
+        "fit --trainer.max_e": "--trainer.max_epochs",
+        "checkpoint ex": "export",
+        "checkpoint export --max": "--max-shard-size",
+        "tune b": "batch-size",
+        "tune lr --max": "--max-lr",
+        "help est": "estimate",
+        "help ModelC": "ModelCheckpoint",
+        "fit --trainer.strategy fs": "fsdp",
+        "validate --trainer.precision bf16-m": "bf16-mixed",
+        "init --template vi": "vit",
+    }
+    typed, found = list(completed), list(completed.values())
     if shell == "fish":
         words = "".join(f"complete -C 'trainer {line}';" for line in typed)
         ended = subprocess.run(["fish", "-c", f"source script; {words}"], cwd=tmp_path, capture_output=True, text=True)
@@ -441,6 +471,38 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
         )
         ended = subprocess.run(["bash", "-c", f". ./script; {words}"], cwd=tmp_path, capture_output=True, text=True)
         assert ended.stdout.split() == found
+
+
+@pytest.mark.parametrize("name", ["fit", "validate", "test", "predict", "tune"])
+def test_shells_offer_no_option_that_a_run_refuses(command: Command, name: str) -> None:
+    for word in SECOND_WORDS.get(name, [""]):
+        for option in options_of(name, word):
+            _, _, err = command(name, *filter(None, [word]), option)
+            assert not any(words in err for words in ("unknown option", "has no argument")), (option, err)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "runs", "config", "doctor", "estimate", "init", "launch", "plan"])
+def test_shells_offer_the_options_of_a_command(command: Command, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = {word: options_of(name, word) for word in SECOND_WORDS.get(name, [""])}
+    made: list[Any] = []
+
+    def parse(parser: Any, arguments: list[str]) -> None:
+        made.append(parser)
+        raise ConfigError("not parsed")
+
+    monkeypatch.setattr(CommandParser, "parse", parse)
+    monkeypatch.setattr(CommandParser, "parse_known_args", parse)
+    command(name, "--config", "x.py")
+    (parser,) = made
+    subparsers = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for word, options in offered.items():
+        of_word = subparsers[0][word] if word else parser
+        taken = {option for action in of_word._actions for option in action.option_strings if option.startswith("--")}
+        assert options == sorted(option for option in taken if option.replace("_", "-") not in taken - {option})
+
+
+def test_the_names_of_classes_are_known_without_torch() -> None:
+    assert set(class_names()) == set(_classes())
 
 
 def test_a_typo_is_answered_without_torch(project: Path) -> None:
@@ -478,6 +540,7 @@ def test_a_typo_is_answered_without_torch(project: Path) -> None:
         "fit --dry-run --config runn.yaml": missing,
         "checkpoint show nowhere": "there is no checkpoint or folder 'nowhere'",
         "config --from nowhere.json --output new.yaml": "nowhere.json",
+        "help modelcheckpoint": "Did you mean 'ModelCheckpoint'?",
     }
     code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"
     code += f"codes = [main(line.split()) for line in {[*lines]}]\nprint(codes)"

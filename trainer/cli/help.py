@@ -6,7 +6,7 @@ from trainer.cli.columns import help_width, print_fitted
 from trainer.cli.main import COMMANDS, dispatch
 from trainer.cli.options import reports_errors
 from trainer.compat.names import SHORT_PRECISIONS
-from trainer.config.plug_names import precisions
+from trainer.config.plug_names import callbacks, optimizers, precisions, schedulers, strategies, strategy_classes
 from trainer.errors import ConfigError, did_you_mean
 
 HELP = """\
@@ -42,17 +42,23 @@ def run(arguments: list[str]) -> int:
     if precision in precisions():
         print_fitted(f"precision {precision}: {precisions()[precision]} (--trainer.precision {precision})")
         return 0
+    if not {":", "."} & set(name) and name not in class_names():
+        close = did_you_mean(name, [*COMMANDS, *precisions(), *class_names()])
+        raise ConfigError(f"there is no command, precision or class {name!r}.{close} Or write file.py:Class.")
     from trainer.cli.class_help import class_help
 
     found = _classes().get(name)
-    if found is None and (":" in name or "." in name):
+    if found is None:
         cls = _own_class(name)
         found = cls, place_of(cls)
-    if found is None:
-        close = did_you_mean(name, [*COMMANDS, *precisions(), *_classes()])
-        raise ConfigError(f"there is no command, precision or class {name!r}.{close} Or write file.py:Class.")
     print_fitted(class_help(*found, width=help_width()))
     return 0
+
+
+def class_names() -> list[str]:
+    """Return the short names of classes, without importing torch."""
+    plugs = [*callbacks("Callback"), *callbacks("Logger"), *strategies(), *strategy_classes()]
+    return sorted({*plugs, *optimizers(), *schedulers(), "Trainer"})
 
 
 def _classes() -> dict[str, tuple[type, str]]:

@@ -183,7 +183,7 @@ class Checker(Values):
         try:
             found = find_class(str(node.value), bases, table, node.source)
         except ConfigError as error:
-            self.findings.add(node.source, f"{dotted(path)}: {error}")
+            self.findings.add(node.source, f"{dotted(path)}: {error}", error)
             return None
         node.value = found.name
         return found.cls

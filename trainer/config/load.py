@@ -12,7 +12,7 @@ from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
 from trainer.config.optimizers import with_optimizer
 from trainer.config.references import escaped
-from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Problem, Source, entries, sources_of, with_source
+from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries, sources_of, with_source
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError
 from trainer.module import TrainModule
@@ -69,7 +69,7 @@ def _try(value: Any, found: Diagnostics) -> Any:
     try:
         return instantiate(value)
     except ConfigError as error:
-        found.problems.append(Problem(None, str(error)))
+        found.add(None, str(error), error)
         return None
 
 

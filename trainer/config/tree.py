@@ -67,6 +67,8 @@ class Problem:
 
     source: Source | None
     message: str
+    cause: Exception | None = field(default=None, compare=False)
+    """The error in the user's code that was the reason: `--traceback` shows it."""
 
     def __str__(self) -> str:
         return self.message if self.source is None else f"{self.source}: {self.message}"
@@ -81,10 +83,10 @@ class Diagnostics:
     files: list[str] = field(default_factory=list)
     """The files in the order in which they were read."""
 
-    def add(self, source: Source, message: str) -> None:
+    def add(self, source: Source | None, message: str, cause: Exception | None = None) -> None:
         """Add a problem, once."""
         if Problem(source, message) not in self.problems:
-            self.problems.append(Problem(source, message))
+            self.problems.append(Problem(source, message, cause))
 
     def report(self) -> None:
         """Raise all problems as one error, if there are any.
@@ -98,7 +100,9 @@ class Diagnostics:
             file = self.files.index(source.name) if source.name in self.files else -1
             return file, source.line or 0
 
-        raise_problems([str(problem) for problem in sorted(self.problems, key=position)], "the configuration")
+        found = sorted(self.problems, key=position)
+        cause = next((problem.cause for problem in found if problem.cause is not None), None)
+        raise_problems([*map(str, found)], "the configuration", cause)
 
 
 def dotted(path: KeyPath) -> str:

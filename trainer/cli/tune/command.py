@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> int:
             f"trainer tune {which} --module file.py:Class. See trainer tune --help."
         )
     parser = CommandParser(prog=f"trainer tune {which}", add_help=False)
-    for option, kind in _OPTIONS[which].items():
+    for option, kind in OPTIONS[which].items():
         parser.add_argument(option, type=kind)
     try:
         own, others = parser.parse_known_args(rest)
@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
     return run_command("tune", others, EXAMPLES, lambda job: _tune_batch_size(job, own, limit))
 
 
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "lr": {"--min-lr": float, "--max-lr": float, "--steps": int, "--mode": str, "--plot": str},
     "batch-size": {"--mode": str, "--name": str, "--steps": int, "--first": int, "--max": int, "--memory-limit": str},
     "throughput": {"--steps": int},
