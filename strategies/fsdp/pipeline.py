@@ -242,7 +242,8 @@ class Pipeline:
     def _backward_of_oldest(self, run: Callable[[bool, Callable[[], None]], None]) -> None:
         micro_batch, gradient = self._saved.popleft(), self._expected_gradient()
         self._expect_gradient()
-        run(micro_batch.synchronizes, lambda: torch.autograd.backward(micro_batch.sent, gradient))
+        if micro_batch.sent.requires_grad:  # not where all that this stage has computed with is frozen
+            run(micro_batch.synchronizes, lambda: torch.autograd.backward(micro_batch.sent, gradient))
         self._send_gradient(micro_batch)
 
     def _expect_gradient(self) -> None:

@@ -126,7 +126,7 @@ class Mixture(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, tied: bool, frozen: bool, experts: int = 0) -> None:
+    def __init__(self, tied: bool, frozen: bool, experts: int = 0, trains_end: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
@@ -143,6 +143,10 @@ class Transformer(nn.Module):
             self.positions.requires_grad_(False)
             self.blocks[0].qkv.requires_grad_(False)
             self.blocks[1].norm_attention.requires_grad_(False)
+        if trains_end:
+            self.requires_grad_(False)
+            for trained in (self.blocks[1].feed_forward, self.norm, self.head):
+                trained.requires_grad_(True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions.weight
@@ -160,6 +164,7 @@ class GPT(Trained):
         frozen: some weights do not train: a layer, and parts of both blocks.
         deferred: the layers are built in `configure_model`.
         experts: the last block is a mixture of this many.
+        trains_end: only the end of the last block and the head train.
     """
 
     plan: ClassVar = {
@@ -178,16 +183,19 @@ class GPT(Trained):
         frozen: bool = False,
         deferred: bool = False,
         experts: int = 0,
+        trains_end: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.ragged = ragged
         self.tensor_parallel_plan = {**self.plan, "net.blocks.*.experts": "experts"} if experts else self.plan
-        self.net: Transformer | None = None if deferred else Transformer(tied, frozen, experts)
+        self.net: Transformer | None = None if deferred else Transformer(tied, frozen, experts, trains_end)
 
     def configure_model(self) -> None:
         if self.net is None:
-            self.net = Transformer(self.hparams.tied, self.hparams.frozen, self.hparams.experts)
+            self.net = Transformer(
+                self.hparams.tied, self.hparams.frozen, self.hparams.experts, self.hparams.trains_end
+            )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self.net is not None

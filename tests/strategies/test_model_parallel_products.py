@@ -24,6 +24,7 @@ VARIANTS = (
     "PP 2 x FSDP 2, CPU offload",
 )
 COMPARED = [(name, key) for name in (*PRODUCTS, *VARIANTS) for key in (MIXTURES if "EP" in name else KEYS)]
+COMPARED += [("PP 2 x TP 2", "gpt, trained at its end"), ("PP 2 x CP 2", "gpt, trained at its end")]
 COMPARED += [(name, "mixture") for name in ("PP 2 x TP 2", "CP 2 x TP 2")]
 CELLS: list[Cell] = [
     *zip(PRODUCTS, (*PRODUCTS[1:], PRODUCTS[0]), strict=True),
@@ -47,7 +48,9 @@ def losses(request: pytest.FixtureRequest) -> dict:
     return run_each(train, dict.fromkeys(name for name, _ in runs), runs)
 
 
-by_hand = once_per_module(lambda: {key: train_by_hand(ALL[key]) for key in (*KEYS, *MIXTURES)})
+by_hand = once_per_module(
+    lambda: {key: train_by_hand(ALL[key]) for key in (*KEYS, *MIXTURES, "gpt, trained at its end")}
+)
 
 
 @pytest.mark.parametrize(("name", "key"), COMPARED)

@@ -52,31 +52,32 @@ CASES = {
     "gpt, tied, in configure_model": Case(options={"tied": True, "deferred": True}),
     "gpt, bf16-mixed": Case(precision="bf16-mixed", bound=1e-2),
 }
+PARTS = {"gpt, trained at its end": Case(options={"trains_end": True})}
 MIXTURES = {
     "mixture": Case(options={"experts": 4, "ragged": True}),
     "mixture, tied, in configure_model": Case(options={"experts": 4, "tied": True, "deferred": True}),
 }
 SOME = ("gpt", "gpt, tied and frozen", "gpt, bf16-mixed")
 COMPARED: dict[str, tuple[str, ...]] = {
-    SINGLE: tuple(CASES),
-    "DDP x2": tuple(CASES),
-    "FSDP x2": tuple(CASES),
+    SINGLE: (*CASES, *PARTS),
+    "DDP x2": (*CASES, *PARTS),
+    "FSDP x2": (*CASES, *PARTS),
     "FSDP x2, SHARD_GRAD_OP": SOME,
     "FSDP x2, CPU offload": SOME,
     "FSDP x2, communicating always": SOME,
     "FSDP 2x2": tuple(CASES),
-    "TP x2": (*tuple(CASES)[1:], *MIXTURES),
-    "CP x2": tuple(CASES)[1:],
+    "TP x2": (*tuple(CASES)[1:], *PARTS, *MIXTURES),
+    "CP x2": (*tuple(CASES)[1:], *PARTS),
     "EP x2": tuple(MIXTURES),
     "CP x2, keys": ("gpt, tied and frozen",),
-    "PP x2": tuple(CASES)[1:],
+    "PP x2": (*tuple(CASES)[1:], *PARTS),
     "ZeRO-1 x2": tuple(CASES),
     "ZeRO-2 x2": tuple(CASES),
-    "ZeRO-3 x2": tuple(CASES),
+    "ZeRO-3 x2": (*CASES, *PARTS),
     "ZeRO-2 x2, CPU offload": SOME,
     "ZeRO-3 x2, CPU offload": SOME,
 }
-ALL = {**CASES, **MIXTURES}
+ALL = {**CASES, **PARTS, **MIXTURES}
 
 
 def train_by_hand(case: Case) -> list[float]:

@@ -14,6 +14,7 @@ from trainer.checkpoint.finite import floating_tensors, not_finite, number_of_na
 from trainer.errors import ConfigError, first_of
 from trainer.loop.progress import Progress
 from trainer.metrics.metric_log import MetricLog
+from trainer.model.weights import AbsentParameter
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
@@ -164,7 +165,8 @@ class NonFiniteMonitor:
         inside = {id(parameter) for parameter in module.parameters()}
         # DeepSpeed's optimizers hold flat parameters of their own, or between two steps none.
         flattened = not trained or any(id(p) not in inside for p in trained)
-        if not module.automatic_optimization or flattened or any(p.grad is not None for p in trained):
+        has_none = all(isinstance(p, AbsentParameter) for p in trained)  # all that this process has is frozen
+        if not module.automatic_optimization or flattened or has_none or any(p.grad is not None for p in trained):
             return
         log.warning(
             "after step %d no parameter of the optimizers has a gradient: the loss depends on none of them, so nothing "
