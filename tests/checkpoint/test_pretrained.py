@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +26,7 @@ from trainer import CheckpointError, ConfigError, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.pretrained import open_weights, weights_for
+from trainer.distributed.environment import detect_environment
 from trainer.strategies import STRATEGIES
 
 LAYOUTS = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "CP x2", "PP x2", "ZeRO-3 x2")
@@ -269,6 +272,41 @@ def test_weights_that_are_tied_in_the_module_alone_are_reported(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"net.head.weight has other values in the weights than tokens.weight"):
         train(Frozen(tied=True), tmp_path)
 
+    with pytest.raises(
+        CheckpointError, match=r"have the module not tie them \(tie_word_embeddings=False in a config\)\.$"
+    ):
+        train(Frozen(tied=True), tmp_path)
+    unknown = {name: torch.full_like(value, math.nan) for name, value in same.items()}
+    save_file(unknown, tmp_path / "model.safetensors")
+    assert "head.weight" in {
+        name.removeprefix("net.") for name in weights_for(Frozen(tied=True), open_weights(tmp_path), {}, True)
+    }
+
+
+def train_from_its_own(way: str, folders: list[str]) -> str:
+    module = Frozen(tied=True)
+    trainer = WAYS[way].trainer(max_steps=1)
+    with pytest.raises(ConfigError) as refused:
+        trainer.fit(
+            module, DataLoader(module.data(8), WAYS[way].micro_batch), weights=folders[detect_environment().rank]
+        )
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["DDP x2", "FSDP x2"])
+def test_copies_that_differ_are_reported(way: str, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    for number, folder in enumerate(folders):
+        weights = weights_of()
+        weights["norm.weight"] = torch.full_like(weights["norm.weight"], number)
+        Path(folder).mkdir()
+        save_file(weights, Path(folder) / "model.safetensors")
+    for message in run_distributed(train_from_its_own, 2, way, folders):
+        begin, name, fix = message.splitlines()
+        assert begin == "the processes do not agree:"
+        assert re.fullmatch(r" +net.norm.weight: .* crc32=\d+' on rank 0, and .* crc32=\d+' on rank 1", name)
+        assert fix.startswith("Have the same pretrained weights on all machines.")
+
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_quantized_weights_are_reported(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -387,6 +425,24 @@ def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path: Pa
         train(Frozen(tied=True), tmp_path)
     with pytest.raises(ConfigError, match="weights=3: give the path"):
         train(Frozen(tied=True), 3)  # type: ignore[arg-type]
+
+
+def test_what_stands_where_weights_were_expected_is_named(tmp_path: Path) -> None:
+    save_sharded(tmp_path, weights_of())
+    with pytest.raises(ConfigError, match=r"index.json' is an index: give its folder\.$"):
+        train(Frozen(tied=True), tmp_path / "model.safetensors.index.json")
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "pytorch_model.bin").write_bytes(b"x")
+    for path in (old, old / "pytorch_model.bin"):
+        with pytest.raises(ConfigError, match=r"pytorch_model.bin is no safetensors file, .*\.save_pretrained\(NEW\)"):
+            train(Frozen(tied=True), path)
+
+
+def test_weights_that_are_missing_where_no_checkpoint_is_either_are_named(tmp_path: Path) -> None:
+    settings = {"default_root_dir": tmp_path / "runs", "enable_checkpointing": True}
+    with pytest.raises(ConfigError, match=r"gone' does not exist. Give a folder that save_pretrained has written"):
+        train(Frozen(tied=True), tmp_path / "gone", ckpt_path="last", settings=settings)
 
 
 def header(entry: Any) -> bytes:

@@ -174,6 +174,19 @@ def test_one_of_a_run_is_chosen(checkpoint, run: Path, wanted: str | None, step:
     assert found["data"]["model"]["phase"] == {"tensor": "phase", "dtype": "complex64", "shape": [2]}
 
 
+def test_a_path_may_end_in_a_pointer(checkpoint, run: Path, tmp_path: Path) -> None:
+    best, last = run / "checkpoints" / "best", run / "checkpoints" / "last"
+    assert json.loads(checkpoint("show", best, "--json").out)["data"]["progress"]["step"] == 20
+    assert "step=30: intact" in checkpoint("verify", last).out
+    assert [one["path"].rpartition("/")[2] for one in json.loads(checkpoint("ls", best, "--json").out)] == ["step=20"]
+    assert checkpoint("export", last, tmp_path / "last.safetensors").code == 0
+    refused = checkpoint("show", best, "--ckpt", "last")
+    assert refused.code == 1
+    assert "there is no checkpoint or folder" in refused.err
+    (run / "checkpoints" / "best.json").unlink()
+    assert "there is no checkpoint 'best' in " in checkpoint("show", best).err
+
+
 def test_long_lists_of_tensors_are_cut_unless_all_are_asked_for(checkpoint, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", {"model": {f"w{i:03}": torch.ones(1) for i in range(100)}})
     assert "... 80 more; --all shows them" in checkpoint("show", tmp_path / "c").out

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from trainer.errors import CheckpointError, ConfigError, first_of
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX = 100_000_000
 _COMPARED = 2**16
+"""Values from each of three places that are compared, where two tensors of the file are one in the module."""
+_SAMPLED = 2**10
+"""Values of each tensor that are compared between processes."""
 
 
 def weights_problem(path: str | Path) -> str | None:
@@ -31,7 +35,18 @@ def weights_problem(path: str | Path) -> str | None:
         return None
     if not place.exists():
         return f"weights={str(path)!r} does not exist. Give a folder that save_pretrained has written."
-    others = sorted(one.name for one in place.glob("*.safetensors")) if isinstance(place, Path) else []
+    if place.name == INDEX:
+        return f"weights={str(path)!r} is an index: give its folder."
+    files = (
+        [one for kind in ("safetensors", "bin") for one in place.glob(f"*.{kind}")] if isinstance(place, Path) else []
+    )
+    others = sorted(one.name for one in files)
+    pickles = [name for name in [place.name, *others] if name.endswith(".bin")]
+    if pickles:
+        return (
+            f"weights={str(path)!r}: {pickles[0]} is no safetensors file, but what earlier versions of transformers "
+            "wrote. Write it anew: AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), with your model's class."
+        )
     there = f", but {first_of(others)}" if others else ""
     return (
         f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}{there}. Give a folder that save_pretrained has "
@@ -43,8 +58,11 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     """Return the tensors of a file or folder by name. Only headers are read.
 
     Raises:
+        ConfigError: there is no such file or folder.
         CheckpointError: a file is missing or damaged.
     """
+    if (problem := weights_problem(path)) is not None:
+        raise ConfigError(problem)
     place = as_storage_path(path)
     if _is_file(place):
         return dict(_tensors_of(place))
@@ -142,7 +160,8 @@ def weights_for(
         other = of_tensor.setdefault(id(own[name]), value)
         if other is not value and not _looks_equal(value, other):
             problems.append(
-                f"{name} has other values in the weights than {other.name}, and is one with it in the module"
+                f"{name} has other values in the weights than {other.name}, and is one with it in the module: have the "
+                "module not tie them (tie_word_embeddings=False in a config)"
             )
     found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
     used = {name.removeprefix(prefix) for name in found}
@@ -156,15 +175,24 @@ def weights_for(
         for name, value in found.items()
         if not _can_be_cast(value.dtype, own[name].dtype)
     ]
-    if strict:
-        problems += [f"the weights lack {name}" for name in own if name not in found]
-        problems += [f"the module lacks {prefix}{name}" for name in renamed if name not in used]
+    advice = ""
+    lacks = [f"the weights lack {name}" for name in own if name not in found]
+    lacks += [f"the module lacks {prefix}{name}" for name in renamed if name not in used]
+    if strict and lacks:
+        problems += lacks
+        advice = " To rename them, set key_mapping in the module; to load those that both have, strict_loading = False."
     if problems:
-        raise CheckpointError(
-            f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}. To rename them, set key_mapping "
-            "in the module; to load the names that are there, with equal shapes, strict_loading = False."
-        )
+        raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
     return found
+
+
+def samples_of(weights: Mapping[str, FileTensor]) -> Iterator[tuple[str, str]]:
+    """Yield what tells copies of weights apart: of each tensor its dtype, shape, and a checksum of values amid it."""
+    for name, value in weights.items():
+        numel = math.prod(value.shape)
+        length = min(numel, _SAMPLED)
+        values = value.read(FlatSlice((numel - length) // 2, length)).contiguous()
+        yield name, f"{value.dtype} {list(value.shape)} crc32={zlib.crc32(values.view(torch.uint8).numpy().data)}"
 
 
 def _mapped(weights: Mapping[str, FileTensor], key_mapping: Mapping[str, str]) -> dict[str, FileTensor]:
@@ -187,7 +215,12 @@ def _looks_equal(one: FileTensor, other: FileTensor) -> bool:
     numel = math.prod(one.shape)
     length = min(numel, _COMPARED)
     places = {FlatSlice(start, length) for start in (0, (numel - length) // 2, numel - length)}
-    return all(torch.equal(one.read(place), other.read(place)) for place in places)
+    return all(_equal(one.read(place), other.read(place)) for place in places)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have equal values; NaN equals NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _can_be_cast(stored: torch.dtype, own: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from trainer import __version__
 from trainer.arguments import local_path
 from trainer.callback import Callback
+from trainer.checkpoint.format import FileTensor
+from trainer.checkpoint.pretrained import samples_of
 from trainer.data.fingerprints import function_fingerprint, name_of
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
@@ -87,6 +89,15 @@ def check_module(run: Run) -> None:
         ("the order of the buffers", [name for name, _ in module.named_buffers()]),
     ]
     compare(processes, iter(orders), fix)
+
+
+def check_weights(run: Run, pretrained: Mapping[str, FileTensor]) -> None:
+    """Check that the pretrained weights, which each process reads itself, are the same. Collective.
+
+    Raises:
+        ConfigError: they differ, as when the machines have copies of their own.
+    """
+    compare(run.strategy.processes, samples_of(pretrained), "Have the same pretrained weights on all machines.")
 
 
 def check_loaders(run: Run) -> None:

@@ -28,7 +28,13 @@ from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
-from trainer.loop.agreement_at_start import check_loaders, check_module, check_optimizers, check_settings
+from trainer.loop.agreement_at_start import (
+    check_loaders,
+    check_module,
+    check_optimizers,
+    check_settings,
+    check_weights,
+)
 from trainer.loop.auto_accumulation import find_fitting_batches, split_batches
 from trainer.loop.changes_since_checkpoint import facts_of_module, facts_of_training, report_changes
 from trainer.loop.describe import cuda_capability, performance_hints, start_line
@@ -250,6 +256,7 @@ def build_module(
         refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
     if pretrained is not None:
         pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
+        check_weights(run, pretrained)
     if training:
         run.record_facts({"module": facts_of_module(module, strategy.precision)})
         check_torchmetrics(module)

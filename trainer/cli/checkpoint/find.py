@@ -126,15 +126,24 @@ def summarize(path: StoragePath, pointers: list[str], contents: bool) -> Checkpo
     return CheckpointSummary(path, manifest.info, size, written_at(path), pointers, damage)
 
 
+def names_pointer(path: str) -> bool:
+    """Whether a path ends in a pointer, such as `checkpoints/last`, which is not a folder."""
+    given = as_storage_path(path)
+    with reading(given):
+        return given.name in POINTERS and not given.exists()
+
+
 def choose(path: str, wanted: str | None) -> StoragePath:
     """Return the checkpoint at `path`, or the one named `wanted` ("last", "best" or a folder's name) of a run.
 
-    The target of "last" is returned even if it is damaged.
+    The path may end in a pointer, as `checkpoints/last`. The target of "last" is returned even if it is damaged.
 
     Raises:
         ConfigError: `wanted` was given, and `path` is itself a checkpoint.
         CheckpointError: there is no such checkpoint.
     """
+    if wanted is None and names_pointer(path):
+        path, wanted = str(as_storage_path(path).parent), as_storage_path(path).name
     given = as_storage_path(path)
     if is_committed(given):
         if wanted is not None:
