@@ -53,6 +53,8 @@ class ProgressBar(Callback):
         self._evaluated = 0
         self._compiled: set[str] = set()
         """The kinds of steps, training or evaluation, that have begun: the first ones compile."""
+        self._compiling = False
+        """Whether a step that compiles has begun."""
         self._values: Mapping[str, float] = {}
         """The values as of the last flush, which the trainer has read from the device."""
         self._run: tuple[Trainer, TrainModule] | None = None
@@ -186,14 +188,19 @@ class ProgressBar(Callback):
     def _show_compiling(self, trainer: Trainer, done: int) -> None:
         kind = "evaluation" if trainer.evaluating else "training"
         if trainer.settings.compile and kind not in self._compiled:
+            self._compiling = True
             self._draw(lambda display: display.update(done, ["compiling ..."]))
         self._compiled.add(kind)
 
     def _end_evaluation(self, report: bool = True) -> None:
+        self._compiling = False
         metrics = self._metrics()
         self._draw(lambda display: display.finish(self._evaluated, metrics, report))
 
     def _update(self, done: int) -> None:
+        if self._compiling:
+            self._compiling = False
+            self._draw(lambda display: display.count_from(done))
         if done % self.refresh_rate == 0:
             metrics = self._metrics()
             self._draw(lambda display: display.update(done, metrics))
@@ -285,6 +292,9 @@ class Display(Protocol):
         """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended; `beyond`: batches after
         these, for the time left."""
 
+    def count_from(self, done: int) -> None:
+        """Leave the time of the innermost task's first `done` batches, which have compiled, out of its rate."""
+
     def update(self, done: int, metrics: Sequence[str]) -> None:
         """Show the progress of the innermost task."""
 
@@ -333,6 +343,16 @@ class _Bars:
         class Bar(kind):  # type: ignore[misc]
             monitor_interval = 0
             """No monitor thread: updates are timed here."""
+            counted_from: tuple[int, float] | None = None
+            """Batches and the seconds that they took, which are left out of the rate."""
+
+            @property
+            def format_dict(self) -> dict[str, Any]:
+                shown: dict[str, Any] = super().format_dict
+                if self.counted_from is None:
+                    return shown
+                batches, seconds = self.n - self.counted_from[0], shown["elapsed"] - self.counted_from[1]
+                return {**shown, "rate": batches / seconds if batches > 0 and seconds > 0 else None}
 
             def __del__(self) -> None:
                 with suppress(Exception):  # before 4.70 there is one where the terminal was gone when the bar was made
@@ -340,13 +360,13 @@ class _Bars:
 
         self.stream = stream
         self.leave = leave
-        self._new_bar: type[tqdm[Any]] = Bar
-        self._running: list[tqdm[Any]] = []
+        self._new_bar: type[Any] = Bar
+        self._running: list[Any] = []
         self._started: list[float] = []
         """Times at which the running tasks started."""
         self._beyond: list[int] = []
         """Numbers of batches after each running bar."""
-        self._ended: tqdm[Any] | None = None
+        self._ended: Any = None
         """The bar of the last epoch, which stays until the next one starts."""
 
     def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
@@ -371,6 +391,10 @@ class _Bars:
         self._beyond.append(beyond)
         self._lay_out(bar, done, [])
         bar.refresh()
+
+    def count_from(self, done: int) -> None:
+        bar = self._running[-1]
+        bar.counted_from = done, bar.format_dict["elapsed"]
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         bar = self._running[-1]
@@ -445,8 +469,9 @@ class _Bars:
 class _Task:
     title: str
     total: int | None
-    resumed_at: int
-    """Batches done before the task started (in a resumed epoch)."""
+    counted_from: int
+    """Batches that do not count in the rate: those of a resumed epoch that were done before, and the first one where it
+    compiles."""
     started: float = field(default_factory=time.monotonic)
 
 
@@ -465,6 +490,9 @@ class _Lines:
 
     def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
         self._running.append(_Task(title, total, done))
+
+    def count_from(self, done: int) -> None:
+        self._running[-1].counted_from, self._running[-1].started = done, time.monotonic()
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         self._write_if_due(self._line(self._running[-1], done, metrics))
@@ -498,7 +526,7 @@ class _Lines:
     @staticmethod
     def _line(task: _Task, done: int, metrics: Sequence[str]) -> str:
         seconds = time.monotonic() - task.started
-        rate = f", {(done - task.resumed_at) / seconds:.4g}/s" if seconds > 0 else ""
+        rate = f", {(done - task.counted_from) / seconds:.4g}/s" if seconds > 0 else ""
         of = "" if task.total is None else f"/{task.total}"
         return f"{task.title}: {done}{of} batches{rate}{''.join(f', {name}' for name in metrics)}\n"
 

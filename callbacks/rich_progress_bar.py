@@ -98,8 +98,10 @@ class _RichBars:
             console=console,
             auto_refresh=False,  # no thread: updates are timed by the callback
         )
-        self._running: list[tuple[Any, bool, int]] = []
-        """Each task's number, whether its bar stays, and the batches done before."""
+        self._running: list[tuple[Any, bool]] = []
+        """Each task's number, and whether its bar stays."""
+        self._counted_from: dict[Any, tuple[int, float]] = {}
+        """Batches and seconds that do not count in the rate, by the task's number."""
         self._ended: Any = None
         self._progress.start()
 
@@ -109,13 +111,22 @@ class _RichBars:
                 self._progress.remove_task(self._ended)
             self._ended = None
         task = self._progress.add_task(title, total=total, completed=done, rate="", metrics="")
-        self._running.append((task, keep, done))
+        self._running.append((task, keep))
+        self._counted_from[task] = done, 0.0
         self._progress.refresh()
 
+    def count_from(self, done: int) -> None:
+        number = self._running[-1][0]
+        self._counted_from[number] = done, self._elapsed(number)
+
+    def _elapsed(self, number: Any) -> float:
+        return self._progress.tasks[self._progress.task_ids.index(number)].elapsed or 0.0
+
     def update(self, done: int, metrics: Sequence[str]) -> None:
-        number, _, before = self._running[-1]
-        seconds = self._progress.tasks[self._progress.task_ids.index(number)].elapsed or 0.0
-        rate = f"{(done - before) / seconds:.2f}/s" if seconds > 0 else ""
+        number = self._running[-1][0]
+        before, passed = self._counted_from[number]
+        seconds = self._elapsed(number) - passed
+        rate = f"{(done - before) / seconds:.2f}/s" if done > before and seconds > 0 else ""
         self._progress.update(number, completed=done, rate=rate, metrics=self._fitting(metrics), refresh=True)
 
     def _fitting(self, metrics: Sequence[str]) -> str:
@@ -138,7 +149,7 @@ class _RichBars:
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)
-        number, keep, _ = self._running.pop()
+        number, keep = self._running.pop()
         self._progress.stop_task(number)
         if keep:
             self._ended = number

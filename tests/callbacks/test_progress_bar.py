@@ -183,6 +183,30 @@ def test_the_bar_says_when_torch_compiles(attach: Attach) -> None:
     assert "compiling" not in screen(text)[-1]
 
 
+class Compiles(Toy):
+    """Its first step takes a second longer, as one that compiles."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.01 if batch_idx else 1.01)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("bar", [ProgressBar, RichProgressBar])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_rate_leaves_compilation_out(
+    attach: Attach, bar: type[ProgressBar], is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = attach()
+    stream = io.StringIO()
+    if not is_terminal:
+        monkeypatch.setattr(sys, "stderr", stream)
+    trainer = quiet(max_epochs=1, compile={"backend": "eager"}, callbacks=[bar()])
+    trainer.fit(Compiles(), loader(11))
+    text = terminal.text() if is_terminal else stream.getvalue()
+    rate = float(re.findall(r"([\d.]+)(?:it)?/s", text)[-1])
+    assert rate > 11 / 1.01  # which it is at most if the first step counts
+
+
 @pytest.mark.parametrize("options", [{"term": "dumb"}, {"columns": 0}, {"rows": 0}, {"rows": 2}])
 def test_lines_on_a_terminal_that_can_do_no_more(attach: Attach, options: dict[str, Any]) -> None:
     terminal = attach(**options)
