@@ -540,6 +540,8 @@ def test_a_typo_is_answered_without_torch(project: Path) -> None:
         "fit --dry-run --config runn.yaml": missing,
         "checkpoint show nowhere": "there is no checkpoint or folder 'nowhere'",
         "config --from nowhere.json --output new.yaml": "nowhere.json",
+        "estimate --params 7B --strategy fsdpp": "unknown strategy 'fsdpp'. Did you mean 'fsdp'?",
+        "estimate --params 7B --precision bf17": "unknown precision 'bf17'. Did you mean",
         "help modelcheckpoint": "Did you mean 'ModelCheckpoint'?",
     }
     code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"

@@ -156,7 +156,7 @@ def test_one_strategy(command: Command) -> None:
         ("--parms 7e9", "Did you mean '--params'?"),
         ("--params 7e9 --strategy deepspeed_stage_4", "Did you mean 'deepspeed_stage_"),
         ("--params 7e9 --precision bf15", "unknown precision 'bf15'"),
-        ("--params 7e9 --optimizer adamww", "Did you mean 'adamw'?"),
+        ("--params 7e9 --optimizer adamww", "Did you mean 'AdamW'?"),
         ("--params 7e9 --devices 0", "give a number from 1"),
         ("--params 7e9 --trainable 8e9", "more than --params"),
         ("--config no.yaml", "no.yaml"),

@@ -10,9 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import print_fitted
+from trainer.cli.estimate.layouts import label_words
 from trainer.cli.estimate.report import NEEDED, SPLIT_ACTIVATIONS, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, positive, quantity, reports_errors
+from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS
+from trainer.config.plug_names import optimizers, precisions
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.memory import (
@@ -56,6 +59,7 @@ def _report(arguments: list[str]) -> str:
             "give either a configuration, trainer estimate --config run.yaml, or a number of parameters, "
             "trainer estimate --params 7e9. See trainer estimate --help."
         )
+    _check_names(given)
     configuration = None if given.params is not None else _configuration(given, overrides, findings)
     _fill_in(given, {} if configuration is None else configuration.trainer)
     estimate_input = _input_of_number(given) if configuration is None else _input_of_configuration(given, configuration)
@@ -122,6 +126,19 @@ def _parser() -> CommandParser:
     how("--zero", action="store_true", help=about_zero)
     how("--json", action="store_true", help="bytes, as JSON")
     return parser
+
+
+def _check_names(given: argparse.Namespace) -> None:
+    """Check the names of options before torch is imported, which takes seconds."""
+    words = label_words()
+    for word in (given.strategy or "").split():
+        if not any(word.lower() in one.lower() for one in words):
+            raise unknown_name_error("strategy", word, words)
+    known = [*precisions(), *SHORT_PRECISIONS]
+    if given.precision is not None and given.precision not in known:
+        raise unknown_name_error("precision", given.precision, known, OTHER_PRECISIONS)
+    if given.optimizer is not None and (there := optimizers()) and given.optimizer.lower() not in map(str.lower, there):
+        raise unknown_name_error("optimizer", given.optimizer, there)
 
 
 def _fill_in(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from trainer.config.plug_names import strategies
 from trainer.model.memory import StatePartitioning
-from trainer.strategy import Strategy, available_strategies
+
+if TYPE_CHECKING:
+    from trainer.strategy import Strategy
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -44,8 +47,16 @@ def layout_of(strategy: Strategy) -> StatePartitioning:
     )
 
 
+def label_words() -> list[str]:
+    """Return the words of which labels of rows are made, without importing torch."""
+    options = [value if isinstance(value, str) else name for one in VARIANTS for name, value in one.items()]
+    return [*strategies(), *options]
+
+
 def strategy_rows() -> dict[str, StatePartitioning]:
     """Return the layouts of all strategies; the label of a layout names every strategy that has it."""
+    from trainer.strategy import available_strategies
+
     names: dict[StatePartitioning, list[str]] = {}
     for name, kind in sorted(available_strategies().items()):
         for options in ({}, *VARIANTS):
