@@ -40,6 +40,21 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
 BEFORE = 'python title="before: Accelerate"'
 
 
+@pytest.mark.parametrize(("name", "package"), [("Lightning", "pytorch_lightning"), ("transformers", "transformers")])
+def test_what_comes_from_elsewhere_prints_before_and_after_the_same(name: str, package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    page = ROOT / "docs" / "migrating.md"
+    (script,) = blocks(page, f'python title="before: {name}"')
+    shared, *after = blocks(page, "python")
+    printed = []
+    for number, lines in enumerate(([shared, script], [shared, *after])):
+        (tmp_path / f"{number}.py").write_text("\n\n".join(lines))
+        done = fork_python(tmp_path / f"{number}.py", cwd=tmp_path).wait().check()
+        printed.append([line for line in done.stdout.splitlines() if line.startswith(f"{name}: ")])
+    assert len(printed[0]) == 1
+    assert printed[0] == printed[1]
+
+
 def test_scripts_of_accelerate_print_before_and_after_the_same(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     page = ROOT / "docs" / "from-accelerate.md"
