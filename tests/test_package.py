@@ -35,6 +35,10 @@ FOLDERS = ("trainer", "strategies", "callbacks")
 PACKAGED = (*FOLDERS, "examples", "tests", "docs", "benchmarks")
 
 
+WITH_STUBS = ("trainer.loggers", "trainer.profilers")
+"""Modules of Lightning's that are served, and have a file for type checkers."""
+
+
 def test_dir_lists_the_public_names_alone() -> None:
     assert set(trainer.__all__) == set(dir(trainer))
     assert {"ModelCheckpoint", "EarlyStopping", "read_predictions"} <= set(dir(trainer.callbacks))
@@ -62,7 +66,8 @@ def test_the_lowest_versions_are_tried() -> None:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist, and the wheel that was built from it."""
     pytest.importorskip("build")
     source = tmp_path_factory.mktemp("source")
     unwanted = ignore_patterns("__pycache__", "version_*")
@@ -80,30 +85,46 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ".pre-commit-config.yaml",
     ):
         copy(ROOT / name, source)
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--sdist",
-        "--no-isolation",
-        "--outdir",
-        str(source / "dist"),
-        str(source),
-    ]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(source / "dist"), str(source)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    return next((source / "dist").glob("*.tar.gz"))
+    return source / "dist"
 
 
-def test_an_index_takes_the_sdist(sdist: Path) -> None:
+def test_an_index_takes_the_sdist_and_the_wheel(release: Path) -> None:
     pytest.importorskip("twine")
-    command = [sys.executable, "-m", "twine", "check", "--strict", str(sdist)]
+    files = sorted(release.iterdir())
+    assert [path.suffix for path in files] == [".whl", ".gz"]
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_tests_of_the_sdist_run(sdist: Path, tmp_path: Path) -> None:
-    with tarfile.open(sdist) as archive:
+def test_the_wheel_works_away_from_the_repository(release: Path, tmp_path: Path) -> None:
+    site, work = tmp_path / "site", tmp_path / "work"
+    work.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*install, str(next(release.glob("*.whl")))], check=True)
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+
+    def run(*command: str | Path) -> str:
+        ran = subprocess.run(command, cwd=work, env=environ, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr
+        return ran.stdout
+
+    places = run(sys.executable, "-c", "import trainer, trainer.strategies as s; print(trainer.__file__, s.__file__)")
+    assert all(Path(place).is_relative_to(site) for place in places.split())
+    command = site / "bin" / "trainer"
+    run(command, "init", "--template", "gpt", "gpt")
+    small = ("--config", "gpt/config.yaml", "--trainer.max_steps", "2", "--trainer.accelerator", "cpu")
+    run(command, "fit", *small)
+    assert "step=2" in run(command, "checkpoint", "ls", "runs")
+    run(command, "fit", *small[:3], "3", *small[4:], "--ckpt-path", "last")
+    assert "step=3" in run(command, "checkpoint", "ls", "runs")
+
+
+def test_the_tests_of_the_sdist_run(release: Path, tmp_path: Path) -> None:
+    with tarfile.open(next(release.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
     unpacked = next(tmp_path.iterdir())
     assert {"LICENSE", "CHANGELOG.md", "README.md"} <= {path.name for path in unpacked.iterdir()}
@@ -117,10 +138,13 @@ def test_a_type_checker_of_another_project_finds_the_editable_install(tmp_path: 
     if not [*Path(sys.prefix).glob("lib/python*/site-packages/exact_trainer_types.pth")]:
         pytest.skip("the package was not installed by make")
     script = tmp_path / "script.py"
-    modules = (trainer, trainer.callbacks, trainer.strategies)
+    modules = (trainer, trainer.callbacks, trainer.strategies, *map(import_module, WITH_STUBS))
     names = {module.__name__: [name for name in dir(module) if not name.startswith("__")] for module in modules}
-    imports = "\n".join(f"from {module} import {', '.join(listed)}" for module, listed in names.items())
-    script.write_text(f"{imports}\nTrainer(max_epoch=3)\n")
+    imports = [
+        f"from {module} import {', '.join(f'{name} as {name}_{number}' for name in listed)}"
+        for number, (module, listed) in enumerate(names.items())
+    ]
+    script.write_text("\n".join([*imports, "Trainer_0(max_epoch=3)", ""]))
     # Without the packages that ours imports, through which mypy would go for a minute.
     others = ",".join(f"{name}.*" for name in ("torch", "deepspeed", "torchmetrics", "transformers", "numpy", "sympy"))
     (tmp_path / "mypy.ini").write_text(f"[mypy]\n[mypy-{others}]\nfollow_imports = skip\n")
@@ -128,7 +152,7 @@ def test_a_type_checker_of_another_project_finds_the_editable_install(tmp_path: 
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     errors = re.findall("^script.py:(.*)", checked.stdout, re.MULTILINE)
     assert errors == [
-        '4: error: Argument "max_epoch" to "Trainer" has incompatible type "int"; expected "Never"  [arg-type]'
+        '6: error: Argument "max_epoch" to "Trainer" has incompatible type "int"; expected "Never"  [arg-type]'
     ]
 
 
