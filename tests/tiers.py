@@ -130,6 +130,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "checkpoint/test_quantized_state.py::test_a_resumed_run_has_the_same_bits": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_sharded_run_has_the_same_bits": (),
     "checkpoint/test_quantized_state.py::test_replicas_round_at_random_alike": (),
+    "checkpoint/test_quantized_state.py::test_sharded_weights_that_its_optimizer_cannot_update_are_explained": (),
     "cli/test_doctor_command.py::test_a_module_that_fails_is_reported_with_its_error": ("*SIGKILL",),
     "cli/test_export_hugging_face.py::test_from_pretrained_reads_a_model_of_any_layout": ("single", "TP x2", "PP x2"),
     "cli/test_init_command.py::test_the_commands_of_the_readme_work_in_the_copy": ("gpt",),

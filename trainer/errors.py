@@ -294,6 +294,11 @@ TORCH_ERRORS = {
     "Inplace update to inference tensor outside InferenceMode": (
         "A tensor made in validation or test is changed in training. Use Trainer(inference_mode=False), or clone() it."
     ),
+    "dispatch: attempting to run unimplemented operator": (
+        "A quantized tensor of torchao has met an operation that it lacks. Its 8-bit optimizers cannot update sharded "
+        "bfloat16 weights (torchao 0.18): with precision='bf16-mixed' or '32-true' weights are float32; or use an "
+        "optimizer of torch.optim."
+    ),
     "Unable to find address for: ": (
         "GLOO_SOCKET_IFNAME names the network interface over which the processes talk, and this "
         "machine has none of that name: `ip link` lists them."

@@ -318,6 +318,36 @@ def test_quantized_weights_are_reported(dtype: torch.dtype, tmp_path: Path) -> N
             train(module, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("stored", "own", "fits"),
+    [
+        (torch.int32, torch.int64, True),
+        (torch.uint8, torch.int16, True),
+        (torch.bool, torch.int64, True),
+        (torch.int64, torch.int8, False),
+        (torch.int8, torch.uint8, False),
+        (torch.int64, torch.bool, False),
+        (torch.int64, torch.complex64, False),
+        (torch.int64, torch.float32, False),
+        (torch.float32, torch.int64, False),
+    ],
+)
+def test_integers_are_read_only_where_all_fit(
+    stored: torch.dtype, own: torch.dtype, fits: bool, tmp_path: Path
+) -> None:
+    module = nn.Linear(1, 1)
+    module.register_buffer("table", torch.zeros(2, dtype=own))
+    values = torch.tensor([0, 1]).to(stored)
+    save_file({**nn.Linear(1, 1).state_dict(), "table": values}, tmp_path / "model.safetensors")
+    if fits:
+        assert "table" in weights_for(module, open_weights(tmp_path), {}, True)
+    else:
+        with pytest.raises(
+            CheckpointError, match=r"table is torch.\w+ in the weights and torch.\w+ in the module, which"
+        ):
+            weights_for(module, open_weights(tmp_path), {}, True)
+
+
 class Mixture(TrainModule):
     """A Hugging Face mixture, whose experts files have one by one."""
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
 from tests.helpers.processes import run_distributed
-from trainer import Trainer, TrainModule
+from trainer import ConfigError, Trainer, TrainModule
 from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 
 optim = pytest.importorskip("torchao.optim", reason="needs torchao")
@@ -79,6 +79,17 @@ def test_a_resumed_sharded_run_has_the_same_bits(tmp_path: Path) -> None:
     # Not AdamW4bit, whose compiled step of torchao 0.18 fails with FSDP2's parameters.
     for expected, found in run_distributed(resume_sharded, 2, "AdamW8bit", tmp_path):
         assert_same_bits(found, expected)
+
+
+def refusal_of_sharded_bfloat16() -> str:
+    with pytest.raises(ConfigError) as refused:
+        fit("AdamW8bit", 1, strategy="fsdp", devices=2, precision="bf16-true")
+    return str(refused.value)
+
+
+def test_sharded_weights_that_its_optimizer_cannot_update_are_explained() -> None:
+    for message in run_distributed(refusal_of_sharded_bfloat16, 2):
+        assert "cannot update sharded bfloat16 weights (torchao 0.18): with precision='bf16-mixed'" in message
 
 
 def test_replicas_round_at_random_alike(tmp_path: Path) -> None:

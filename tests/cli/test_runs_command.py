@@ -82,6 +82,16 @@ def test_states_steps_metrics_and_hyperparameters_that_differ(command: Command, 
     lock.release()
 
 
+def test_columns_are_those_of_the_runs_that_a_filter_leaves(command: Command, runs: Path) -> None:
+    train(runs / "b", 0.1, 3)
+    assert [one.get("module.lr") for one in listed(command, str(runs))] == [0.1, 0.1, 0.5, None]
+    alike = listed(command, str(runs), "--filter", "module.lr=0.1")
+    assert [one["name"] for one in alike] == ["a/version_0", "b/version_0"]
+    assert "module.lr" not in alike[0]
+    (none,) = listed(command, str(runs), "--filter", "name=empty")
+    assert "score" not in none
+
+
 def test_a_run_that_has_stopped_inside_its_last_epoch_is_not_finished(command: Command, project: Path) -> None:
     for steps, state in ((1, "unfinished"), (-1, "finished")):
         module = Logged()

@@ -171,7 +171,8 @@ def weights_for(
         if tuple(value.shape) != tuple(_shape(own[name]))
     ]
     problems += [
-        f"{name} is {value.dtype} in the weights and {own[name].dtype} in the module: save them dequantized"
+        f"{name} is {value.dtype} in the weights and {own[name].dtype} in the module, which may not hold the same "
+        "numbers: save them in that dtype, quantized ones dequantized"
         for name, value in found.items()
         if not _can_be_cast(value.dtype, own[name].dtype)
     ]
@@ -225,8 +226,15 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _can_be_cast(stored: torch.dtype, own: torch.dtype) -> bool:
     """Whether numbers of one dtype mean the same in the other one: quantized ones have a scale somewhere else."""
-    plain = stored.itemsize > 1 and stored.is_floating_point
-    return stored == own or (plain and own.is_floating_point) or not (stored.is_floating_point or own.is_floating_point)
+    if stored == own:
+        return True
+    if stored.is_floating_point and own.is_floating_point:
+        return stored.itemsize > 1
+    integers = not any(one.is_floating_point or one.is_complex or one == torch.bool for one in (stored, own))
+    if not integers:
+        return stored == torch.bool and not own.is_complex and not own.is_floating_point
+    narrow, wide = torch.iinfo(stored), torch.iinfo(own)
+    return wide.min <= narrow.min and narrow.max <= wide.max
 
 
 def _renamed(name: str, key_mapping: Mapping[str, str]) -> str:

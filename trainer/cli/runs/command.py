@@ -47,12 +47,13 @@ def run(arguments: list[str]) -> int:
         return 1
     rows = [(one, values_of(one)) for one in found]
     known = list(dict.fromkeys(name for _, values in rows for name in values))
-    metrics = [_require_known(name, known) for name in options.metric or _main_metrics(found)]
-    parameters = [_require_known(name, known) for name in options.hparam or differing(found)]
     every = [values for _, values in rows]
     for text in options.filter:
         name, compare, wanted = _condition(text, known, every)
         rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
+    shown = [one for one, _ in rows]
+    metrics = [_require_known(name, known) for name in options.metric or _main_metrics(shown)]
+    parameters = [_require_known(name, known) for name in options.hparam or differing(shown)]
     if options.sort:
         name = _require_known(options.sort.removeprefix("-"), known)
         there = [row for row in rows if _has_order(row[1].get(name))]
@@ -78,9 +79,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _first_to_go(metrics: int, parameters: int) -> list[int]:
-    """Return the numbers of the columns that a narrow terminal leaves out, in that order; the name stays."""
+    """Return the numbers of the columns that a narrow terminal leaves out, in that order; the name stays.
+
+    Of the metrics and of the hyperparameters the first one stays longer than the state.
+    """
     _, state, step, epoch, began, time, *others = range(len(COLUMNS) + metrics + parameters)
-    return [began, time, epoch, state, *reversed(others), step]
+    first = [others[0]] * bool(metrics) + [others[metrics]] * bool(parameters) if others else []
+    rest = [number for number in others if number not in first]
+    return [began, time, epoch, *reversed(rest), state, *reversed(first), step]
 
 
 def _parser() -> CommandParser:
