@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from trainer.errors import ConfigError, first_of
+
 
 class FullInputs(ParallelStyle):
     """Replicate a layer, and gather its inputs where a norm on parts of sequences has made a distributed tensor."""
@@ -31,6 +33,19 @@ def wrapped_layers(names: Mapping[str, nn.Module]) -> set[str]:
         return set()
     kinds = peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper
     return {name for name, layer in names.items() if isinstance(layer, kinds)}
+
+
+def refuse_adapted_parameters(module: nn.Module) -> None:
+    """Raise ConfigError if PEFT changes parameters in each forward, as for experts that are one tensor."""
+    peft: Any = sys.modules.get("peft")
+    kind = None if peft is None else getattr(peft.tuners.lora.layer, "ParamWrapper", None)
+    found = [] if kind is None else [name for name, layer in module.named_modules() if isinstance(layer, kind)]
+    if found:
+        raise ConfigError(
+            f"LoraConfig(target_parameters=[...]) replaces the parameters of {first_of(found)} in each forward, and "
+            "strategy 'fsdp' has shards of them. Name layers by target_modules alone, or use strategy 'ddp' or "
+            "'deepspeed_stage_3'."
+        )
 
 
 def styles_within(

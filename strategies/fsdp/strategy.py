@@ -33,6 +33,7 @@ from trainer.optimizers import copy_gradients, needs_closure
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
+from trainer.strategies.fsdp.adapters import refuse_adapted_parameters
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
 from trainer.strategies.fsdp.first_batch import refuse_collecting
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
@@ -389,6 +390,7 @@ class FSDPStrategy(DistributedStrategy):
         raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
         kinds = ("scalar", "empty", "script")
         raise_problems(unsupported(module, self.name, *kinds), f"strategy {self.name!r}")
+        refuse_adapted_parameters(module)
 
     def _split_model(self, module: TrainModule) -> dict[str, nn.Module]:
         """Split layers, sequences and blocks over the processes of one model; return the blocks of this process."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.compare import QUIET
-from tests.helpers.hf_models import make
+from tests.helpers.hf_models import HFModule, make
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT, Transformer
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
@@ -407,6 +407,39 @@ def test_experts_that_are_saved_one_by_one_are_read_into_every_layout(tmp_path: 
 
 class Lenient(Frozen):
     strict_loading = False
+
+
+def test_a_model_with_adapters_takes_the_weights_of_its_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    peft = pytest.importorskip("peft", reason='needs peft: pip install "exact-trainer[huggingface]"')
+    make("Qwen2").save_pretrained(tmp_path)
+    weights = {f"net.base_model.model.{name}": value for name, value in open_weights(tmp_path).items()}
+    module = HFModule("Qwen2")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], modules_to_save=["lm_head"])
+    module.net = peft.get_peft_model(module.net, config)
+    with pytest.raises(CheckpointError, match=r"lora_A.default.weight.* strict_loading = False\.$"):
+        weights_for(module, open_weights(tmp_path), {}, strict=True)
+    found = weights_for(module, open_weights(tmp_path), {}, strict=False)
+    assert "not all is loaded" not in caplog.text
+    layer = "net.base_model.model.model.layers.0.self_attn.q_proj"
+    assert torch.equal(found[f"{layer}.base_layer.weight"].read(), weights[f"{layer}.weight"].read())
+    head = weights["net.base_model.model.lm_head.weight"].read()
+    for name in ("original_module", "modules_to_save.default"):
+        assert torch.equal(found[f"net.base_model.model.lm_head.{name}.weight"].read(), head)
+    assert set(module.state_dict()) - set(found) == {name for name in module.state_dict() if ".lora_" in name}
+
+
+def test_what_is_not_loaded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = weights_of()
+    save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"the module lacks module\.\S+ and \d+ more. To rename them, .* module\.$"
+    ):
+        train(Lenient(tied=True), tmp_path)
+    weights["extra"] = weights.pop("blocks.0.qkv.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    train(Lenient(tied=True), tmp_path)
+    words = "the weights lack net.blocks.0.qkv.weight, the module lacks net.extra"
+    assert f"strict_loading is False, and not all is loaded: {words}" in caplog.text
 
 
 def test_what_is_missing_is_reported_or_left_as_it_is(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.hf_models import make
 from tests.helpers.init_device_models import Block, from_pretrained
 from trainer import ConfigError
 from trainer.model.init_device import build_context, initialize, units_of
@@ -56,6 +57,19 @@ def test_modules_that_initialize_themselves_have_the_values_of_their_constructio
         assert torch.equal(found[key], value), key
     assert torch.equal(torch.get_rng_state(), after)
     assert all(tensor.is_meta for tensor in values_of(module).values())
+
+
+@pytest.mark.parametrize("loaded", [(), ("model.norm.weight",)], ids=["all new", "some loaded"])
+def test_a_tied_model_of_transformers_initializes_itself(loaded: tuple[str, ...]) -> None:
+    pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
+    model = on_meta(lambda: make("Llama, tied"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    values = initialize(model, {name: tensor.to("meta") for name, tensor in values_of(model).items()}, loaded)
+    assert {name for name, value in values.items() if value.is_meta} == set(loaded)
+    assert values["model.embed_tokens.weight"].std().item() == pytest.approx(model.config.initializer_range, rel=0.2)
+    assert torch.equal(values["model.layers.0.input_layernorm.weight"], torch.ones(32))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.is_meta
 
 
 @pytest.mark.parametrize(

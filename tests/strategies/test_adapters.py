@@ -23,6 +23,8 @@ from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.cli.main import main
 from trainer.model.adapters import CONFIG_FILE, WEIGHTS_FILE
+from trainer.strategies import FSDPStrategy
+from trainer.strategies.fsdp.adapters import refuse_adapted_parameters
 from trainer.strategies.fsdp.plan import find_plan, resolve_plan
 
 pytestmark = [
@@ -177,3 +179,19 @@ def test_other_adapters_cannot_be_split_with_their_layers(kind: str, options: di
     module.net = peft.get_peft_model(module.net, config)
     with pytest.raises(ConfigError, match=r"q_proj is of class Linear from peft.* adapters of LoRA \(without DoRA"):
         resolve_plan(module, find_plan(module), 2)
+
+
+def test_adapters_of_parameters_are_refused() -> None:
+    import peft
+
+    module = HFModule("Mixtral")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    refuse_adapted_parameters(module)
+    module.net = peft.get_peft_model(module.net, config)
+    with pytest.raises(
+        ConfigError, match=r"^LoraConfig\(target_parameters=.* of net.*mlp.experts, .* or use strategy 'ddp'"
+    ):
+        refuse_adapted_parameters(module)
+    strategy = FSDPStrategy()
+    with pytest.raises(ConfigError, match=r"^LoraConfig\(target_parameters="):
+        strategy._refuse(module)

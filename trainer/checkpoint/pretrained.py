@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
 from trainer.checkpoint.saved_names import as_the_model_names_them
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, first_of
+from trainer.model.adapters import without_adapters
+
+log = logging.getLogger("trainer")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX = 100_000_000
@@ -149,11 +153,40 @@ def weights_for(
         ConfigError: an entry of `key_mapping` is not a regular expression.
     """
     own = module.state_dict(keep_vars=True)
-    renamed = as_the_model_names_them(module, _mapped(weights, key_mapping))
+    plain = without_adapters(module, own)
+    known = {*own, *filter(None, plain.values())}
+    named = _by_names_of(module, as_the_model_names_them(module, _mapped(weights, key_mapping)), known)
+    found = {name: named[name] for name in own if name in named}
+    found |= {name: named[other] for name, other in plain.items() if other in named and name not in named}
+    problems = _two_values(own, found)
+    of_tensor = {id(own[name]): value for name, value in reversed(found.items())}
+    found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
+    problems += _misfits(own, found)
+    used = {*found, *(plain[name] for name in found)}
+    lacks = {name: f"the weights lack {name}" for name in own if name not in found}
+    others = [f"the module lacks {name}" for name in named if name not in used]
+    advice = ""
+    if (lacks or others) and (strict or not found):
+        problems += [*[*lacks.values()][:3], *others[:2], *[*lacks.values()][3:], *others[2:]]
+        lenient = "; to load those that both have, strict_loading = False" if strict else ""
+        advice = f" To rename them, set key_mapping in the module{lenient}."
+    if problems:
+        raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
+    not_loaded = [words for name, words in lacks.items() if plain[name] is not None] + others
+    if not_loaded:
+        log.warning("strict_loading is False, and not all is loaded: %s", first_of(not_loaded, 5))
+    return found
+
+
+def _by_names_of(module: nn.Module, weights: Mapping[str, FileTensor], known: Container[str]) -> dict[str, FileTensor]:
+    """Return weights with the prefix with which most of their names are known."""
     prefixes = ["", *(f"{name}." for name, _ in module.named_modules() if name)]
-    prefix = max(prefixes, key=lambda one: sum(one + name in own for name in renamed))
-    found = {name: renamed[name.removeprefix(prefix)] for name in own if name.removeprefix(prefix) in renamed}
-    found = {name: value for name, value in found.items() if name.startswith(prefix)}
+    prefix = max(prefixes, key=lambda one: sum(one + name in known for name in weights))
+    return {f"{prefix}{name}": value for name, value in weights.items()}
+
+
+def _two_values(own: Mapping[str, torch.Tensor], found: Mapping[str, FileTensor]) -> list[str]:
+    """Return a problem for each tensor of the module to which the weights give two values."""
     of_tensor: dict[int, FileTensor] = {}
     problems = []
     for name, value in found.items():
@@ -163,28 +196,22 @@ def weights_for(
                 f"{name} has other values in the weights than {other.name}, and is one with it in the module: have the "
                 "module not tie them (tie_word_embeddings=False in a config)"
             )
-    found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
-    used = {name.removeprefix(prefix) for name in found}
-    problems += [
+    return problems
+
+
+def _misfits(own: Mapping[str, torch.Tensor], found: Mapping[str, FileTensor]) -> list[str]:
+    """Return a problem for each tensor whose shape or dtype does not fit the module's."""
+    problems = [
         f"{name} is {list(value.shape)} in the weights and {list(_shape(own[name]))} in the module"
         for name, value in found.items()
         if tuple(value.shape) != tuple(_shape(own[name]))
     ]
-    problems += [
+    return problems + [
         f"{name} is {value.dtype} in the weights and {own[name].dtype} in the module, which may not hold the same "
         "numbers: save them in that dtype, quantized ones dequantized"
         for name, value in found.items()
         if not _can_be_cast(value.dtype, own[name].dtype)
     ]
-    advice = ""
-    lacks = [f"the weights lack {name}" for name in own if name not in found]
-    lacks += [f"the module lacks {prefix}{name}" for name in renamed if name not in used]
-    if strict and lacks:
-        problems += lacks
-        advice = " To rename them, set key_mapping in the module; to load those that both have, strict_loading = False."
-    if problems:
-        raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
-    return found
 
 
 def samples_of(weights: Mapping[str, FileTensor]) -> Iterator[tuple[str, str]]:

@@ -40,6 +40,35 @@ def adapters(module: nn.Module, names: Iterable[str]) -> dict[str, dict[str, dic
     return found
 
 
+def without_adapters(module: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
+    """Return for each name of a module's tensors the one that it would have without PEFT; None: PEFT has added it."""
+    wrapped = {path for path, child in module.named_modules() if _wraps_layer(child)}
+    models = {path for path, child in module.named_modules() if hasattr(child, "peft_config")}
+    return {name: _without_adapter(name.split("."), wrapped, models) for name in names}
+
+
+def _wraps_layer(child: nn.Module) -> bool:
+    is_pefts = type(child).__module__.startswith("peft.")
+    return is_pefts and not {"base_layer", "original_module"}.isdisjoint(child._modules)
+
+
+def _without_adapter(parts: list[str], wrapped: set[str], models: set[str]) -> str | None:
+    kept: list[str] = []
+    number = 0
+    while number < len(parts):
+        owner, part = ".".join(parts[:number]), parts[number]
+        if owner in models and part == "prompt_encoder":
+            return None
+        if owner not in wrapped:
+            kept.append(part)
+        elif part == "modules_to_save":
+            number += 1  # the adapter's name
+        elif part not in ("base_layer", "original_module"):
+            return None
+        number += 1
+    return ".".join(kept)
+
+
 def _config(model: Any, config: Any) -> dict[str, Any]:
     """Return the contents of the config file as the model's `save_pretrained` writes them."""
     config, mapping = copy.copy(config), None

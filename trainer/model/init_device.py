@@ -228,7 +228,12 @@ def initialize(unit: nn.Module, shapes: Tensors, loaded: Collection[str] = ()) -
 
 
 def _initialize(unit: nn.Module, tensors: Tensors) -> Tensors:
-    values = {f"unit.{name}": tensor for name, tensor in tensors.items()}
+    # As parameters, for which initializers of ties ask by name.
+    parameters = dict(unit.named_parameters(remove_duplicate=False))
+    values = {
+        f"unit.{name}": nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
+        for name, tensor in tensors.items()
+    }
     before = {name: (value, value._version) for name, value in values.items() if not value.is_meta}
     with torch.no_grad():
         functional_call(_Initialize(unit), values, ())
