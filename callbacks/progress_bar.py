@@ -54,7 +54,7 @@ class ProgressBar(Callback):
         self._compiled: set[str] = set()
         """The kinds of steps, training or evaluation, that have begun: the first ones compile."""
         self._compiling = False
-        """Whether a step that compiles has begun."""
+        """True: a step that compiles has begun."""
         self._values: Mapping[str, float] = {}
         """The values as of the last flush, which the trainer has read from the device."""
         self._run: tuple[Trainer, TrainModule] | None = None

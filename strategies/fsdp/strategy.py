@@ -33,7 +33,6 @@ from trainer.optimizers import copy_gradients, needs_closure
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
-from trainer.strategies.fsdp.adapters import refuse_adapted_parameters
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
 from trainer.strategies.fsdp.first_batch import refuse_collecting
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
@@ -387,6 +386,8 @@ class FSDPStrategy(DistributedStrategy):
             )
 
     def _refuse(self, module: TrainModule) -> None:
+        from trainer.strategies.fsdp.adapters import refuse_adapted_parameters
+
         raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
         kinds = ("scalar", "empty", "script")
         raise_problems(unsupported(module, self.name, *kinds), f"strategy {self.name!r}")

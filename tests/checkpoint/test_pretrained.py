@@ -409,6 +409,7 @@ class Lenient(Frozen):
     strict_loading = False
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers for it
 def test_a_model_with_adapters_takes_the_weights_of_its_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     peft = pytest.importorskip("peft", reason='needs peft: pip install "exact-trainer[huggingface]"')
     make("Qwen2").save_pretrained(tmp_path)
