@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
     if output.suffix.lower() not in FORMATS:
         raise ConfigError(f"--output {output}: {output.suffix or 'no ending'} is none of {', '.join(FORMATS)}.")
     if not 0 <= options.smooth < 1:
-        raise ConfigError(f"--smooth {options.smooth:g}: give a number from 0 up to, but not, 1.")
+        raise ConfigError(f"--smooth {options.smooth:g}: give a number from 0 that is less than 1.")
     if not output.parent.is_dir():
         raise ConfigError(f"there is no folder {output.parent}: make it first, or write somewhere else.")
     curves = chosen(curves_of(options.runs), options.metric)
