@@ -41,10 +41,8 @@ def weights_problem(path: str | Path) -> str | None:
         return f"weights={str(path)!r} does not exist. Give a folder that save_pretrained has written."
     if place.name == INDEX:
         return f"weights={str(path)!r} is an index: give its folder."
-    files = (
-        [one for kind in ("safetensors", "bin") for one in place.glob(f"*.{kind}")] if isinstance(place, Path) else []
-    )
-    others = sorted(one.name for one in files)
+    files = [one.name for one in place.glob("*.*")] if isinstance(place, Path) else []
+    others = sorted(name for name in files if name.endswith((".safetensors", ".bin")))
     pickles = [name for name in [place.name, *others] if name.endswith(".bin")]
     if pickles:
         return (
@@ -255,11 +253,12 @@ def _can_be_cast(stored: torch.dtype, own: torch.dtype) -> bool:
     """Whether numbers of one dtype mean the same in the other one: quantized ones have a scale somewhere else."""
     if stored == own:
         return True
-    if stored.is_floating_point and own.is_floating_point:
-        return stored.itemsize > 1
-    integers = not any(one.is_floating_point or one.is_complex or one == torch.bool for one in (stored, own))
-    if not integers:
-        return stored == torch.bool and not own.is_complex and not own.is_floating_point
+    if stored.is_complex or own.is_complex:
+        return stored.is_complex and own.is_complex
+    if stored.is_floating_point or own.is_floating_point:
+        return stored.is_floating_point and own.is_floating_point and stored.itemsize > 1
+    if torch.bool in (stored, own):
+        return stored == torch.bool
     narrow, wide = torch.iinfo(stored), torch.iinfo(own)
     return wide.min <= narrow.min and narrow.max <= wide.max
 
