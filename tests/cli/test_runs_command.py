@@ -257,7 +257,7 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
         (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),
         (["runs/a", "--output", "curves.gif"], ".gif is none of .png, .svg, .pdf, .html"),
         (["runs/a", "--output", "nowhere/curves.png"], "there is no folder nowhere"),
-        (["runs/a", "--smooth", "1"], "give a number from 0 up to, but not, 1"),
+        (["runs/a", "--smooth", "1"], "give a number from 0 that is less than 1"),
     ],
 )
 def test_mistakes_of_plot(command: Command, runs: Path, arguments: list[str], words: str) -> None:

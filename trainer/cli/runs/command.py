@@ -84,7 +84,7 @@ def _first_to_go(metrics: int, parameters: int) -> list[int]:
     Of the metrics and of the hyperparameters the first one stays longer than the state.
     """
     _, state, step, epoch, began, time, *others = range(len(COLUMNS) + metrics + parameters)
-    first = [others[0]] * bool(metrics) + [others[metrics]] * bool(parameters) if others else []
+    first = [*others[:metrics][:1], *others[metrics:][:1]]
     rest = [number for number in others if number not in first]
     return [began, time, epoch, *reversed(rest), state, *reversed(first), step]
 
