@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
 
 TITLES = {
     "overhead": "CPU time of a step of a tiny model; 1 is a hand-written loop",
-    "dataloader": "The same with a shuffling DataLoader; 1 is a hand-written loop",
+    "dataloader": "CPU time of a step of a tiny model with a shuffling DataLoader; 1 is a hand-written loop",
     "accumulate": "CPU time of one of 4 micro-batches of a step of a tiny model; 1 is a hand-written loop",
     "validate": "CPU time of a batch of validation with torchmetrics; 1 is a hand-written loop",
 }

@@ -62,11 +62,12 @@ def test_without_a_name_all_are_listed() -> None:
     assert not any(name.startswith("_") for name in names)
 
 
-def test_the_chart_of_the_readme_is_that_of_the_figures_next_to_it() -> None:
+@pytest.mark.parametrize("name", ["overhead", "dataloader", "validate"])
+def test_the_charts_of_the_pages_are_those_of_the_figures_next_to_them(name: str) -> None:
     pictures = ROOT / "docs" / "pictures"
-    figures = json.loads((pictures / "overhead.json").read_text())
+    figures = json.loads((pictures / f"{name}.json").read_text())
     picture = chart(figures)
-    assert picture == (pictures / "overhead.svg").read_text()
+    assert picture == (pictures / f"{name}.svg").read_text()
     for name, result in figures["results"].items():
         assert name in picture
         assert f">{result['ratio_cpu']:.2f}<" in picture
