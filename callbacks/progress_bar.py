@@ -352,7 +352,7 @@ class _Bars:
                 if self.counted_from is None:
                     return shown
                 batches, seconds = self.n - self.counted_from[0], shown["elapsed"] - self.counted_from[1]
-                return {**shown, "rate": batches / seconds if batches > 0 and seconds > 0 else None}
+                return {**shown, "rate": batches / seconds if seconds > 0 else 0}
 
             def __del__(self) -> None:
                 with suppress(Exception):  # before 4.70 there is one where the terminal was gone when the bar was made
@@ -412,7 +412,7 @@ class _Bars:
         columns, rate = shown["ncols"], shown["rate"]
         left = "{remaining}"
         if self._beyond[-1] and bar.total is not None:
-            rate = rate or (done - bar.initial) / max(shown["elapsed"], 1e-9)
+            rate = (done - bar.initial) / max(shown["elapsed"], 1e-9) if rate is None else rate
             left = bar.format_interval((bar.total - done + self._beyond[-1]) / rate) if rate else "?"
         times = f"[{{elapsed}}<{left}, {{rate_fmt}}" if bar.total is not None else "[{elapsed}, {rate_fmt}"
         count = "{n_fmt}/{total_fmt} " if bar.total is not None else "{n_fmt}it "

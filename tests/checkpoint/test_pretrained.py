@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.compare import QUIET
-from tests.helpers.hf_models import HFModule, make
+from tests.helpers.hf_models import HFModule, data, make
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT, Transformer
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
@@ -427,6 +427,35 @@ def test_a_model_with_adapters_takes_the_weights_of_its_base(tmp_path: Path, cap
     for name in ("original_module", "modules_to_save.default"):
         assert torch.equal(found[f"net.base_model.model.lm_head.{name}.weight"].read(), head)
     assert set(module.state_dict()) - set(found) == {name for name in module.state_dict() if ".lora_" in name}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # which is the case here
+def test_a_head_that_is_trained_with_adapters_takes_the_weights_to_which_it_was_tied(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason='needs peft: pip install "exact-trainer[huggingface]"')
+    make("Llama, tied").save_pretrained(tmp_path)
+    module = HFModule("Llama, tied")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    module.net = peft.get_peft_model(module.net, config)
+    found = weights_for(module, open_weights(tmp_path), {}, strict=False)
+    expected = open_weights(tmp_path)["model.embed_tokens.weight"].read()
+    assert torch.equal(found["net.base_model.model.lm_head.modules_to_save.default.weight"].read(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"trainable_token_indices": [1, 2]}],
+    ids=["DoRA", "PiSSA", "tokens"],
+)
+def test_adapters_that_were_computed_from_other_weights_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason='needs peft: pip install "exact-trainer[huggingface]"')
+    make("Qwen2").save_pretrained(tmp_path)
+    module = HFModule("Qwen2")
+    module.strict_loading = False
+    module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=4, target_modules=["q_proj"], **options))
+    with pytest.raises(ConfigError, match=rf"^weights=: {next(iter(options))}.* computes adapters from the weights"):
+        Trainer(max_steps=1, **QUIET).fit(module, DataLoader(data("Qwen2"), 8), weights=tmp_path)
 
 
 def test_what_is_not_loaded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -181,8 +181,8 @@ def test_a_path_may_end_in_a_pointer(checkpoint, run: Path, tmp_path: Path) -> N
     assert [one["path"].rpartition("/")[2] for one in json.loads(checkpoint("ls", best, "--json").out)] == ["step=20"]
     assert checkpoint("export", last, tmp_path / "last.safetensors").code == 0
     refused = checkpoint("show", best, "--ckpt", "last")
-    assert refused.code == 1
-    assert "there is no checkpoint or folder" in refused.err
+    assert refused.code == 2
+    assert "is itself a checkpoint: leave out --ckpt last" in refused.err
     (run / "checkpoints" / "best.json").unlink()
     assert "there is no checkpoint 'best' in " in checkpoint("show", best).err
 

@@ -290,6 +290,9 @@ def test_the_traceback_is_that_of_the_users_code(command: Command, bare: list[st
     assert "Traceback" not in plain[2]
     assert "{}['width']\n" in asked[2]
     assert "fails.py" in asked[2].split("{}['width']")[0]
+    Path("second.py").write_text("import no_such_package_of_ours\n")
+    _, _, err = command("fit", "--module", "fails.py:Fails", "--data", "second.py:Data", "--traceback")
+    assert "import no_such_package_of_ours\n" in err
 
 
 def test_commands_to_type_quote_their_paths(command: Command, bare: list[str]) -> None:
@@ -458,6 +461,7 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
         "fit --trainer.strategy fs": "fsdp",
         "validate --trainer.precision bf16-m": "bf16-mixed",
         "init --template vi": "vit",
+        "fit --ckpt-path sc": "script",
     }
     typed, found = list(completed), list(completed.values())
     if shell == "fish":

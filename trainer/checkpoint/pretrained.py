@@ -20,7 +20,7 @@ from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
 from trainer.checkpoint.saved_names import as_the_model_names_them
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, first_of
-from trainer.model.adapters import without_adapters
+from trainer.model.adapters import options_made_of_weights, without_adapters
 
 log = logging.getLogger("trainer")
 
@@ -159,6 +159,8 @@ def weights_for(
     problems = _two_values(own, found)
     of_tensor = {id(own[name]): value for name, value in reversed(found.items())}
     found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
+    copies = {plain[name]: value for name, value in found.items() if plain[name] is not None}
+    found |= {name: copies[other] for name, other in plain.items() if other in copies and name not in found}
     problems += _misfits(own, found)
     used = {*found, *(plain[name] for name in found)}
     lacks = {name: f"the weights lack {name}" for name in own if name not in found}
@@ -210,6 +212,19 @@ def _misfits(own: Mapping[str, torch.Tensor], found: Mapping[str, FileTensor]) -
         for name, value in found.items()
         if not _can_be_cast(value.dtype, own[name].dtype)
     ]
+
+
+def refuse_adapters_of_other_weights(module: nn.Module, found: Mapping[str, FileTensor]) -> None:
+    """Raise ConfigError if PEFT has computed adapters from weights that are replaced now, without new adapters."""
+    options = options_made_of_weights(module)
+    added = [
+        name for name, plain in without_adapters(module, module.state_dict(keep_vars=True)).items() if plain is None
+    ]
+    if options and any(name not in found for name in added):
+        raise ConfigError(
+            f"weights=: {first_of(options)} computes adapters from the weights that the model has when they are added, "
+            "which is before weights= is read. Build the base model with from_pretrained, and leave weights= out."
+        )
 
 
 def samples_of(weights: Mapping[str, FileTensor]) -> Iterator[tuple[str, str]]:

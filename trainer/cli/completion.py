@@ -57,6 +57,9 @@ _trainer() {{
     esac
     if [[ $words ]]; then
         COMPREPLY=($(compgen -P "$option" -W "$words" -- "$current"))
+        case $before in
+            {or_a_path}) COMPREPLY+=($(compgen -P "$option" -f -- "$current")) ;;
+        esac
         return
     fi
     if [ "$COMP_CWORD" -eq 1 ]; then
@@ -142,6 +145,7 @@ def _bash(options: dict[tuple[str, str], list[str]]) -> str:
     return BASH.format(
         commands=" ".join(COMMANDS),
         values=_cases(values()),
+        or_a_path="|".join(OR_A_PATH),
         options=_cases(
             {f'"{command} {f"{word} " if word else ""}"*': names for (command, word), names in options.items()}
         ),

@@ -101,7 +101,8 @@ class Diagnostics:
             return file, source.line or 0
 
         found = sorted(self.problems, key=position)
-        cause = next((problem.cause for problem in found if problem.cause is not None), None)
+        causes = [problem.cause for problem in found if problem.cause is not None]
+        cause = ExceptionGroup("the causes", causes) if len(causes) > 1 else next(iter(causes), None)
         raise_problems([*map(str, found)], "the configuration", cause)
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from trainer.arguments import kept_path
 from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.lightning_keys import lightning_keys
-from trainer.checkpoint.pretrained import open_weights, weights_for
+from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.data.worker_processes import workers_end_with_this_process
@@ -256,6 +256,8 @@ def build_module(
         refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
     if pretrained is not None:
         pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
+        if checkpoint is None:  # which has the adapters
+            refuse_adapters_of_other_weights(module, pretrained)
         check_weights(run, pretrained)
     if training:
         run.record_facts({"module": facts_of_module(module, strategy.precision)})

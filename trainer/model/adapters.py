@@ -47,6 +47,21 @@ def without_adapters(module: nn.Module, names: Iterable[str]) -> dict[str, str |
     return {name: _without_adapter(name.split("."), wrapped, models) for name in names}
 
 
+def options_made_of_weights(module: nn.Module) -> list[str]:
+    """Name the options of PEFT by which adapters are computed from the weights that a model has when they are added."""
+    found = []
+    for model in module.modules():
+        for config in getattr(model, "peft_config", {}).values():
+            start = getattr(config, "init_lora_weights", True)
+            if getattr(config, "use_dora", False):
+                found.append("use_dora=True")
+            if isinstance(start, str) and start not in ("gaussian", "orthogonal"):
+                found.append(f"init_lora_weights={start!r}")
+            if getattr(config, "trainable_token_indices", None):
+                found.append("trainable_token_indices")
+    return list(dict.fromkeys(found))
+
+
 def _wraps_layer(child: nn.Module) -> bool:
     is_pefts = type(child).__module__.startswith("peft.")
     return is_pefts and not {"base_layer", "original_module"}.isdisjoint(child._modules)
@@ -63,7 +78,7 @@ def _without_adapter(parts: list[str], wrapped: set[str], models: set[str]) -> s
             kept.append(part)
         elif part == "modules_to_save":
             number += 1  # the adapter's name
-        elif part not in ("base_layer", "original_module"):
+        elif part not in ("base_layer", "original_module", "token_adapter"):
             return None
         number += 1
     return ".".join(kept)

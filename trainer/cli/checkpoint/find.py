@@ -142,10 +142,11 @@ def choose(path: str, wanted: str | None) -> StoragePath:
         ConfigError: `wanted` was given, and `path` is itself a checkpoint.
         CheckpointError: there is no such checkpoint.
     """
-    if wanted is None and names_pointer(path):
-        path, wanted = str(as_storage_path(path).parent), as_storage_path(path).name
     given = as_storage_path(path)
-    if is_committed(given):
+    points = names_pointer(path)
+    if points and wanted is None:
+        path, wanted = str(given.parent), given.name
+    elif points or is_committed(given):
         if wanted is not None:
             raise ConfigError(f"{path} is itself a checkpoint: leave out --ckpt {wanted}, or give its run directory.")
         return given
