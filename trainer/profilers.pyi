@@ -4,3 +4,6 @@ from trainer.callbacks import AdvancedProfiler as AdvancedProfiler
 from trainer.callbacks import PassThroughProfiler as PassThroughProfiler
 from trainer.callbacks import Profiler as Profiler
 from trainer.callbacks import SimpleProfiler as SimpleProfiler
+from trainer.callbacks import TorchProfiler
+
+PyTorchProfiler = TorchProfiler
