@@ -453,7 +453,8 @@ def test_adapters_that_were_computed_from_other_weights_are_refused(options: dic
     make("Qwen2").save_pretrained(tmp_path)
     module = HFModule("Qwen2")
     module.strict_loading = False
-    module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=4, target_modules=["q_proj"], **options))
+    module.peft_config = peft.LoraConfig(r=4, target_modules=["q_proj"], **options)  # which is not the model's dict
+    module.net = peft.get_peft_model(module.net, module.peft_config)
     with pytest.raises(ConfigError, match=rf"^weights=: {next(iter(options))}.* computes adapters from the weights"):
         Trainer(max_steps=1, **QUIET).fit(module, DataLoader(data("Qwen2"), 8), weights=tmp_path)
 

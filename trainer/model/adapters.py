@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def adapters(module: nn.Module, names: Iterable[str]) -> dict[str, dict[str, dic
 def without_adapters(module: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
     """Return for each name of a module's tensors the one that it would have without PEFT; None: PEFT has added it."""
     wrapped = {path for path, child in module.named_modules() if _wraps_layer(child)}
-    models = {path for path, child in module.named_modules() if hasattr(child, "peft_config")}
+    models = {path for path, child in module.named_modules() if _configs(child)}
     return {name: _without_adapter(name.split("."), wrapped, models) for name in names}
 
 
@@ -51,7 +51,7 @@ def options_made_of_weights(module: nn.Module) -> list[str]:
     """Name the options of PEFT by which adapters are computed from the weights that a model has when they are added."""
     found = []
     for model in module.modules():
-        for config in getattr(model, "peft_config", {}).values():
+        for config in _configs(model).values():
             start = getattr(config, "init_lora_weights", True)
             if getattr(config, "use_dora", False):
                 found.append("use_dora=True")
@@ -60,6 +60,12 @@ def options_made_of_weights(module: nn.Module) -> list[str]:
             if getattr(config, "trainable_token_indices", None):
                 found.append("trainable_token_indices")
     return list(dict.fromkeys(found))
+
+
+def _configs(model: nn.Module) -> Mapping[str, Any]:
+    """Return the configs of the adapters of a model; what a module of the user keeps under that name is not one."""
+    configs = getattr(model, "peft_config", None)
+    return configs if isinstance(configs, Mapping) else {}
 
 
 def _wraps_layer(child: nn.Module) -> bool:
