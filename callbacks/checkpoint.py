@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from trainer.arguments import Limit
 from trainer.callback import Checkpoint
-from trainer.checkpoint.async_writer import BackgroundWriter
+from trainer.checkpoint.async_writer import BackgroundWriter, being_written
 from trainer.checkpoint.base_weights import frozen_names, weight_sums
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import ReadError, UncertainWriteError, WriteError, reason
@@ -27,8 +28,9 @@ from trainer.checkpoint.template import format_name, logged_names, template_prob
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
 from trainer.loop.host_times import SAVING
+from trainer.loop.monitors import refuse_missing_monitors
 from trainer.loop.progress import Progress
-from trainer.metrics.monitor import log_assumed_mode, log_misspelt, resolve_mode
+from trainer.metrics.monitor import log_assumed_mode, resolve_mode
 from trainer.settings import read_duration
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ STATE = {
     "saved_step": Integer(-1),
     "nonfinite?": [str],
     "monitor?": [(str, None)],
+    "owner?": str,
 }
 
 
@@ -176,6 +179,7 @@ class ModelCheckpoint(Checkpoint):
         self._folder: StoragePath | None = None
         self._writer: BackgroundWriter | None = None
         self._writes = 0
+        self._sent: list[str] = []  # keys of the exchanges of background writes
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -186,8 +190,14 @@ class ModelCheckpoint(Checkpoint):
         """The newest checkpoint whose state is finite."""
         self.nonfinite: list[str] = []
         """The checkpoints in `kept` whose states are not finite."""
+        self._owner = os.urandom(8).hex()
+        """A name in the manifests of the checkpoints that this callback has written, and may delete."""
+        self._continues = False
+        """True if this callback was in the run that wrote the checkpoint."""
         self._restored_best: tuple[str | None, float | None] = (None, None)
         """Name and value of the best checkpoint in the restored state."""
+        self._restored_step = math.inf
+        """The step of the checkpoint from which the run goes on."""
         self._earlier_best: StoragePath | None = None
         """The best checkpoint of the earlier run, if this run was resumed from it into another folder."""
         self._earlier_last: StoragePath | None = None
@@ -325,12 +335,18 @@ class ModelCheckpoint(Checkpoint):
         if self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state):
             self._writer = BackgroundWriter()
 
+    @property
+    def state_key(self) -> str:
+        """The monitored value, the triggers and the file name: another ModelCheckpoint's list is not for this one."""
+        what = [] if self.monitor is None else [self.monitor, self.mode]
+        what += [f"every_n_train_steps={self.every_n_train_steps}"] if self.every_n_train_steps else []
+        what += [f"every_n_epochs={self.every_n_epochs}"] if self.every_n_epochs else []
+        what += [f"train_time_interval={self.seconds:g}"] if self.seconds else []
+        return f"{type(self).__qualname__}({', '.join([*what, self.filename])})"
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         self._base = checkpoint.get("base")
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if self.monitor is not None and trainer.is_global_zero:
-            log_misspelt(self.monitor, trainer.run.metrics.names, "ModelCheckpoint")
+        self._restored_step = checkpoint["progress"]["step"]
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self.trainable_only:
@@ -374,13 +390,13 @@ class ModelCheckpoint(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.stage != "fit" or trainer.sanity_checking:
             return
-        self._check_names(trainer)
+        refuse_missing_monitors(trainer.run)
         if self._is_due_after_validation(trainer):
             self._step_of_due = trainer.global_step
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._check_names(trainer)
+        refuse_missing_monitors(trainer.run)
         validated = trainer.progress.validated_step == trainer.global_step
         due = self._epoch_is_due(trainer.current_epoch) and (self.save_on_train_epoch_end is not False or validated)
         if due or self._step_is_due(trainer.global_step) or self._step_of_due == trainer.global_step:
@@ -433,7 +449,7 @@ class ModelCheckpoint(Checkpoint):
         The process may have ended between the two writes. The hooks of that step are not called again.
         """
         progress, validated = trainer.progress, trainer.progress.validated_step == trainer.global_step
-        if self.saved_step == progress.step or progress.step == 0:
+        if self.saved_step == progress.step or progress.step == 0 or not self._continues:
             return False
         if progress.batch == 0:
             by_epoch = self._epoch_is_due(progress.epoch - 1)
@@ -457,7 +473,8 @@ class ModelCheckpoint(Checkpoint):
         try:
             weights, found = _weights_in(origin), checkpoints_in(self._in_folder(name).parent)
             named = [one for one in found if one.name == name or one.name.startswith(f"{name}-v")]
-            return [one.name for one in named if str(one) not in known and _weights_in(one) == weights]
+            new = [one for one in named if str(one) not in known and self._is_own(one)]
+            return [one.name for one in new if _weights_in(one) == weights]
         except CheckpointError as error:
             log.warning("cannot look for a checkpoint of this step: %s", reason(error))
             return []
@@ -478,22 +495,17 @@ class ModelCheckpoint(Checkpoint):
             self._time_is_up, self._last_time = True, time.monotonic()
         return up
 
-    def _check_names(self, trainer: Trainer) -> None:
-        """Raise ConfigError for a name that a validation or an epoch has ended without."""
-        names = [name for name in (self.monitor, *self.names_in_filename) if name not in (None, "epoch", "step")]
-        missing = [name for name in names if name not in trainer.run.session.measured]
-        if not missing:
-            return
-        known = trainer.read_metrics()
-        for name in missing:
-            if name not in known and not trainer.run.is_to_come(name):
-                what = (
-                    f" monitors {name!r}, which" if name == self.monitor else f"(filename={self.filename!r}): {name!r}"
-                )
-                raise ConfigError(
-                    f"ModelCheckpoint{what} was not logged.{did_you_mean(name, known)} "
-                    f"Logged so far: {', '.join(sorted(known)) or 'nothing'}."
-                )
+    def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
+        problems = []
+        for name in (self.monitor, *self.names_in_filename):
+            if name in (None, "epoch", "step") or not missing(name):
+                continue
+            what = f" monitors {name!r}, which" if name == self.monitor else f"(filename={self.filename!r}): {name!r}"
+            problems.append(
+                f"ModelCheckpoint{what} was not logged.{did_you_mean(name, logged)} "
+                f"Logged so far: {', '.join(sorted(logged)) or 'nothing'}."
+            )
+        return problems
 
     # -- saving, in running order --------------------------------------------------------------------------------------
 
@@ -601,7 +613,7 @@ class ModelCheckpoint(Checkpoint):
         self.last = self.last if nonfinite else name
         self.best = self._best_of(self._remaining())
         # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
-        return {"metrics": metrics, "follows": self._pointed or self._previous[1]}
+        return {"metrics": metrics, "follows": self._pointed or self._previous[1], "owner": self._owner}
 
     def _value(self, run: Run) -> float | None:
         """Return the monitored value of this step; None if it was not measured at this step."""
@@ -629,14 +641,21 @@ class ModelCheckpoint(Checkpoint):
         """
         candidate, version = name, 1
         try:
-            while storage_of(path := self._in_folder(candidate)).path_in_use(path):
-                if candidate in to_delete and isinstance(path, Path):
-                    break
+            while not self._is_free(candidate, to_delete):
                 candidate, version = f"{name}-v{version}", version + 1
         except OSError as error:
             path = self._in_folder(candidate)
             return name, WriteError(f"cannot write the checkpoint {path}: {error.strerror or error}")
         return candidate, None
+
+    def _is_free(self, name: str, to_delete: list[str]) -> bool:
+        path = self._in_folder(name)
+        if str(path) in being_written:  # by another callback: the storage does not have it yet
+            return False
+        if not storage_of(path).path_in_use(path):
+            return True
+        # Another callback may have taken the name of a checkpoint that is gone.
+        return name in to_delete and isinstance(path, Path) and (self._is_own(path) or not is_committed(path))
 
     def _write(self, trainer: Trainer, state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Write the checkpoint, here or in the background, then `_commit`."""
@@ -649,7 +668,12 @@ class ModelCheckpoint(Checkpoint):
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
         obsolete = [one for one in self._obsolete if one != name]
         last = None if name in self.nonfinite else name
-        commit, begun = partial(self._commit, directory, name, last, self.best, obsolete), time.monotonic()
+        # Of several callbacks in one folder, one without a best checkpoint leaves the pointer of another.
+        others: list[Any] = [
+            one for one in trainer.run.checkpoint_callbacks if type(one) is type(self) and one is not self
+        ]
+        clears = self.monitor is not None and not any(one.best and one._folder == self._folder for one in others)
+        commit, begun = partial(self._commit, directory, name, last, self.best, clears, obsolete), time.monotonic()
 
         def on_committed() -> None:
             self._write_seconds = time.monotonic() - begun
@@ -657,21 +681,27 @@ class ModelCheckpoint(Checkpoint):
 
         if self._writer is not None:
             self._writes += 1
-            thread_group = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}")
+            thread_group = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}", self._sent)
             self._writer.start(path, state, info, on_committed, group, thread_group, overwrite)
         else:
             write_checkpoint(path, state, info=info, overwrite=overwrite, process_group=group)
             on_committed()
 
     def _commit(
-        self, directory: CheckpointDirectory | None, name: str, last: str | None, best: str | None, obsolete: list[str]
+        self,
+        directory: CheckpointDirectory | None,
+        name: str,
+        last: str | None,
+        best: str | None,
+        clears: bool,
+        obsolete: list[str],
     ) -> None:
         """Set "last" and "best" after a commit, then delete the obsolete checkpoints.
 
         Args:
             directory: on rank 0; None on the other ranks, which do nothing.
             name: the committed checkpoint.
-            last, best: where the pointers are to lead; None leaves "last" as it is.
+            last, best: where the pointers are to lead; None leaves "last" as it is, and "best" unless it `clears` it.
             obsolete: the checkpoints to delete.
 
         Raises:
@@ -685,7 +715,7 @@ class ModelCheckpoint(Checkpoint):
             try:
                 if last is not None:
                     directory.set_pointer("last", last)
-                if best is not None or (self.monitor is not None and directory.pointer("best")):  # an earlier run's
+                if best is not None or (clears and directory.pointer("best")):  # an earlier run's
                     directory.set_pointer("best", best)
             except (WriteError, ReadError) as error:
                 problem = error
@@ -715,9 +745,9 @@ class ModelCheckpoint(Checkpoint):
             try:
                 if name in held:
                     self._undeleted.append(name)
-                elif name not in kept and is_committed(directory.folder / name):
+                elif name not in kept and self._is_own(directory.folder / name):
                     directory.remove(name)
-                elif name not in kept and name in before:
+                elif name not in kept and name in before and not is_committed(directory.folder / name):
                     directory.remove_rest(name)
             except CheckpointError as error:
                 self._undeleted.append(name)
@@ -730,6 +760,22 @@ class ModelCheckpoint(Checkpoint):
         trainer.hooks.on_checkpoint_saved(path)
         for logger in trainer.loggers:
             logger.after_save_checkpoint(self)
+
+    def _is_own(self, path: StoragePath, latest: float = math.inf) -> bool:
+        """Whether a checkpoint is there that this callback has written; one that does not say it counts, too.
+
+        `latest`: its last step.
+
+        Raises:
+            ReadError: the storage does not answer.
+        """
+        try:
+            info: dict[str, Any] = read_manifest(path).info if is_committed(path) else {"owner": None}
+            return bool(info.get("owner", self._owner) == self._owner and info.get("step", 0) <= latest)
+        except ReadError:
+            raise
+        except CheckpointError:  # damaged: known by its name alone
+            return True
 
     def _in_folder(self, name: str) -> StoragePath:
         assert self._folder is not None
@@ -819,7 +865,7 @@ class ModelCheckpoint(Checkpoint):
         # A resumed run tries again to delete what could not be deleted.
         kept = {**dict.fromkeys(self._undeleted), **self.kept}
         state: dict[str, Any] = {"kept": kept, "best": self.best, "last": self.last, "saved_step": self.saved_step}
-        state["monitor"] = self._monitored()
+        state["owner"] = self._owner
         return {**state, "nonfinite": list(self.nonfinite)} if self.nonfinite else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -832,7 +878,9 @@ class ModelCheckpoint(Checkpoint):
         for name in state_dict["kept"]:
             if not name or name.startswith(".") or "/" in name or "\0" in name:
                 raise CheckpointError(f"ModelCheckpoint: {name!r} is not the name of a checkpoint")
-        self.saved_step = state_dict["saved_step"]
+        self._continues, self.saved_step = True, state_dict["saved_step"]
+        self._owner = state_dict.get("owner", self._owner)
+        # Checkpoints of later versions have the monitor in the key of the state.
         if (monitored := state_dict.get("monitor")) not in (None, self._monitored()):
             log.warning(
                 "ModelCheckpoint: the former run chose checkpoints by monitor=%r, mode=%r, this run by monitor=%r, "
@@ -842,14 +890,20 @@ class ModelCheckpoint(Checkpoint):
             )
             state_dict = {**state_dict, "kept": {}, "best": None, "nonfinite": []}
         self._restored_best = state_dict["best"], state_dict["kept"].get(state_dict["best"])
-        self.kept = {name: value for name, value in state_dict["kept"].items() if is_committed(self._in_folder(name))}
+        own = {name: value for name, value in state_dict["kept"].items() if self._is_own(self._in_folder(name))}
+        later = [name for name in own if not self._is_own(self._in_folder(name), self._restored_step)]
+        if later:
+            words = "written since the checkpoint of step %d, perhaps by another run, and therefore not replaced: %s"
+            log.warning(words, self._restored_step, first_of(later))
+        self.kept = {name: value for name, value in own.items() if name not in later}
         self.last = state_dict["last"] if state_dict["last"] in self.kept else None
         self.nonfinite = [name for name in state_dict.get("nonfinite", ()) if name in self.kept]
         if self.last is not None:
             # Those after which the run was resumed from the last finite one, which does not know of them.
             later = CheckpointDirectory(self._in_folder(self.last).parent).nonfinite_after(self.last)
-            self.nonfinite += [name for name in later if name not in self.kept]
-            self.kept |= {name: None for name in later if name not in self.kept}
+            later = [name for name in later if name not in self.kept and self._is_own(self._in_folder(name))]
+            self.nonfinite += later
+            self.kept |= dict.fromkeys(later)
         self.best = self._best_of(self.kept)
 
 

@@ -1,4 +1,4 @@
-"""CSVLogger: metrics in a CSV file, one row per step."""
+"""CSVLogger: metrics in a CSV file, with the values of a step in one row."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ Row = dict[str, str]
 class CSVLogger(FileLogger):
     """Write `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
 
-    All values logged at one step go into one row, after the step and its epoch. A new name adds a column to all rows. A
-    resumed run continues the file, without the rows logged after its checkpoint. Numbers keep all their digits. When
-    the file cannot be written (disk full), a warning says so once, and the rows are kept in memory until it can be.
+    All values logged at one step go into one row, after the step and its epoch; a second value of a name, such as that
+    of a validation, goes into a second row of the step. A new name adds a column to all rows. A resumed run continues
+    the file, without the rows logged after its checkpoint. Numbers keep all their digits. When the file cannot be
+    written (disk full), a warning says so once, and the rows are kept in memory until it can be.
 
     Args:
         save_dir: folder of the files. Default: the run directory. A folder in which another run has
@@ -75,11 +76,12 @@ class CSVLogger(FileLogger):
     def state_dict(self) -> dict[str, Any]:
         if self._file is None:
             return {}
-        row, columns = dict(self._file.row or {}), list(self._file.columns)
-        return {"step": self._file.step, "row": row, "columns": columns, **self.place.state()}
+        rows, columns = [dict(row) for row in self._file.rows], list(self._file.columns)
+        return {"step": self._file.step, "rows": rows, "columns": columns, **self.place.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        kind = {"step?": Integer(-1), "row?": {str: str}, "columns?": [str], "version?": Integer()}
+        rows = {"rows?": [{str: str}], "row?": {str: str}}  # checkpoints of earlier versions have one row
+        kind = {"step?": Integer(-1), **rows, "columns?": [str], "version?": Integer()}
         require(state_dict, kind, "CSVLogger")
         self.place.number = state_dict.get("version")
         self._resumed = state_dict
@@ -120,52 +122,50 @@ class CSVLogger(FileLogger):
             last = self._resumed.get("step", continue_from)
             columns = self._resumed.get("columns", columns)
             rows = [(step, row) for step, row in rows if step <= last]
-            if self._resumed.get("row"):
-                # As it was then: cells that came later come again.
-                rows = [*(one for one in rows if one[0] < last), (last, self._resumed["row"])]
+            if newest := self._resumed.get("rows") or [row for row in [self._resumed.get("row")] if row]:
+                # As they were then: cells that came later come again.
+                rows = [*(one for one in rows if one[0] < last), *((last, row) for row in newest)]
         return _File(path, columns, rows)
 
 
 class _File:
-    """A CSV file whose last row can still change. Earlier rows are on disk, or pending in memory."""
+    """A CSV file whose rows of the last step can still change. Earlier rows are on disk, or pending in memory."""
 
     def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]]) -> None:
         self.path = path
         self.columns = columns or ["step"]
-        self.step = -1
-        self.row: Row | None = None
-        if rows:
-            self.step, self.row = rows[-1]
+        self.step = rows[-1][0] if rows else -1
+        self.rows = [row for step, row in rows if step == self.step]
+        """Those of the last step."""
+        final = rows[: len(rows) - len(self.rows)]
         self._waiting: list[tuple[int, Row]] = []
-        self._amended: dict[int, Row] = {}
+        self._amended: list[tuple[int, Row]] = []
         """Cells for rows that are on disk already."""
         self._new_columns = False
         self._end = 0
-        """The position of the last row in the file, in bytes."""
+        """The position of the last step's rows in the file, in bytes."""
         self._failed = False
         self._file: io.FileIO | None = None
         try:
-            self._write_anew(rows[:-1])
+            self._write_anew(final)
         except OSError as error:
             self._report(error)
-            self._waiting, self._new_columns = rows[:-1], True
+            self._waiting, self._new_columns = final, True
 
     def put(self, step: int, cells: Row) -> None:
-        """Add cells to the row of `step`."""
+        """Add cells to the rows of `step`."""
         for name in cells:
             if name not in self.columns:
                 self.columns.append(name)
                 self._new_columns = True
         if step < self.step:
             # After training, an older checkpoint may be tested.
-            self._amended.setdefault(step, {}).update(cells)
+            self._amended.append((step, cells))
             return
         if step > self.step:
-            if self.row is not None:
-                self._waiting.append((self.step, self.row))
-            self.step, self.row = step, {}
-        assert self.row is not None
-        self.row.update(cells)
+            self._waiting += [(self.step, row) for row in self.rows]
+            self.step, self.rows = step, []
+        _place(self.rows, cells)
 
     def write(self, to_disk: bool = False) -> None:
         """Write all rows; `to_disk`: sync the file, so that it survives a power cut.
@@ -200,17 +200,19 @@ class _File:
             log.error("%s could not be written until the end: the rows kept in memory are lost.", self.path)
 
     def _final_rows(self) -> list[tuple[int, Row]]:
-        """Return all rows but the last: those on disk, the pending ones, and the cells added to them."""
+        """Return all rows before the last step: those on disk, the pending ones, and the cells added to them."""
         first_in_memory = self._waiting[0][0] if self._waiting else self.step
-        rows = {step: row for step, row in _parse(self.path, complete_lines(self.path))[1] if step < first_in_memory}
-        rows.update((step, dict(row)) for step, row in self._waiting)
-        for step, cells in self._amended.items():
-            rows.setdefault(step, {}).update(cells)
-        return sorted(rows.items())
+        on_disk = [one for one in _parse(self.path, complete_lines(self.path))[1] if one[0] < first_in_memory]
+        rows: dict[int, list[Row]] = {}
+        for step, row in (*on_disk, *self._waiting):
+            rows.setdefault(step, []).append(dict(row))
+        for step, cells in self._amended:
+            _place(rows.setdefault(step, []), cells)
+        return [(step, row) for step, of_step in sorted(rows.items()) for row in of_step]
 
     def _write_anew(self, final: list[tuple[int, Row]]) -> None:
         head = _csv_line(self.columns) + b"".join(self._line(step, row) for step, row in final)
-        replace_file(self.path, head + self._last_line())
+        replace_file(self.path, head + self._last_lines())
         self.close()
         self._end = len(head)
 
@@ -219,17 +221,26 @@ class _File:
         if self._file is None:
             self._file = io.FileIO(self.path, "r+", opener=without_links)
         self._file.seek(self._end)
-        write_all(self._file, final + self._last_line())
+        write_all(self._file, final + self._last_lines())
         self._file.truncate()
         if to_disk:
             flush_file(self._file.fileno(), self.path.parent)
         self._end += len(final)
 
-    def _last_line(self) -> bytes:
-        return b"" if self.row is None else self._line(self.step, self.row)
+    def _last_lines(self) -> bytes:
+        return b"".join(self._line(self.step, row) for row in self.rows)
 
     def _line(self, step: int, row: Row) -> bytes:
         return _csv_line([str(step), *(row.get(column, "") for column in self.columns[1:])])
+
+
+def _place(rows: list[Row], cells: Row) -> None:
+    """Add cells to the first row of a step that has no other values of these names, or in a row of their own."""
+    for row in rows:
+        if all(row.get(name, cell) == cell for name, cell in cells.items()):
+            row.update(cells)
+            return
+    rows.append({**{name: cell for row in rows[:1] for name, cell in row.items() if name == "epoch"}, **cells})
 
 
 def _csv_line(cells: list[str]) -> bytes:

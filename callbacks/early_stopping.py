@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Collection
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,7 +14,8 @@ from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError, did_you_mean
-from trainer.metrics.monitor import log_assumed_mode, log_misspelt, resolve_mode
+from trainer.loop.monitors import refuse_missing_monitors
+from trainer.metrics.monitor import log_assumed_mode, resolve_mode
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -167,10 +169,6 @@ class EarlyStopping(Callback):
             if self._unclear_mode and trainer.is_global_zero:
                 log_assumed_mode(self.monitor, "EarlyStopping")
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if trainer.is_global_zero:
-            log_misspelt(self.monitor, trainer.run.metrics.names, "EarlyStopping")
-
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""
         if trainer.run.postponed_stop is None:  # the run goes on: a reason of its checkpoint holds no longer
@@ -189,8 +187,11 @@ class EarlyStopping(Callback):
         logged = list(trainer.read_metrics())
         measured = trainer.run.monitored(self.monitor)
         if measured is None:
-            if not trainer.run.is_to_come(self.monitor):
-                self._report_missing(logged)
+            if self.strict:
+                refuse_missing_monitors(trainer.run)
+            elif not self._warned and not trainer.run.is_to_come(self.monitor):
+                self._warned = True
+                log.warning("%s This check is left out, because strict=False.", self._message(logged))
         elif measured.step > self._value_step and (measured.kind != "interim" or self._checked_at == "validation"):
             self._checked_at, self._value_step = checked_at, measured.step
             self._take(measured.value)
@@ -198,17 +199,15 @@ class EarlyStopping(Callback):
                 trainer.print(f"{self.monitor} = {measured.value:.6g}; best {self._best}")
             self._stop_if_due(trainer)
 
-    def _report_missing(self, logged: list[str]) -> None:
-        message = (
+    def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
+        return [self._message(logged)] if self.strict and missing(self.monitor) else []
+
+    def _message(self, logged: Collection[str]) -> str:
+        return (
             f"EarlyStopping(monitor={self.monitor!r}): no value of that name was logged."
             f"{did_you_mean(self.monitor, logged)} Logged so far: {', '.join(sorted(logged)) or 'nothing'}. "
             f"Log it with self.log({self.monitor!r}, ...), or change monitor."
         )
-        if self.strict:
-            raise ConfigError(message)
-        if not self._warned:
-            self._warned = True
-            log.warning("%s This check is left out, because strict=False.", message)
 
     def _take(self, score: float) -> None:
         self.last_score = score

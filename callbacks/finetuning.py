@@ -48,7 +48,6 @@ class BaseFinetuning(AddsGroups):
         self._last_epoch = -1
         """The last epoch for which `finetune_function` was called."""
         self._module: TrainModule | None = None
-        self._restored: dict[str, Any] | None = None
 
     def freeze_before_training(self, pl_module: Any) -> None:
         """Freeze parameters; called before `configure_optimizers`."""
@@ -147,19 +146,8 @@ class BaseFinetuning(AddsGroups):
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":
-            self._last_epoch, self._module, self._restored = -1, pl_module, None
+            self._last_epoch, self._module = -1, pl_module
             self.freeze_before_training(pl_module)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if self._restored is None:
-            return
-        trained, tracking = set(self._restored["trained"]), set(self._restored["tracking"])
-        for name, parameter in pl_module.named_parameters():
-            parameter.requires_grad_(name in trained)
-        for name, one in pl_module.named_modules():
-            if isinstance(one, _BatchNorm):
-                one.track_running_stats = name in tracking
-        self._restored = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.current_epoch > self._last_epoch:  # else a resumed run goes on inside the epoch
@@ -170,19 +158,18 @@ class BaseFinetuning(AddsGroups):
             config.leave_new_groups()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._module is None:
-            return {}
-        named = self._module.named_modules()
-        return {
-            "epoch": self._last_epoch,
-            "trained": [name for name, p in self._module.named_parameters() if p.requires_grad],
-            "tracking": [name for name, one in named if isinstance(one, _BatchNorm) and one.track_running_stats],
-        }
+        return {} if self._module is None else {"epoch": self._last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        kinds = {"epoch": Integer(-1), "trained": [str], "tracking": [str]}
-        require({name: state_dict[name] for name in kinds if name in state_dict}, kinds, type(self).__name__)
-        self._last_epoch, self._restored = state_dict["epoch"], state_dict
+        kinds = {"epoch": Integer(-1), "trained?": [str], "tracking?": [str]}
+        require({name: one for name, one in state_dict.items() if name != "backbone_lr"}, kinds, type(self).__name__)
+        self._last_epoch = state_dict["epoch"]
+        if self._module is not None and "trained" in state_dict:  # by an earlier version
+            for name, parameter in self._module.named_parameters():
+                parameter.requires_grad_(name in state_dict["trained"])
+            for name, one in self._module.named_modules():
+                if isinstance(one, _BatchNorm):
+                    one.track_running_stats = name in state_dict["tracking"]
 
 
 class BackboneFinetuning(BaseFinetuning):

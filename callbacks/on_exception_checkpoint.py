@@ -42,7 +42,7 @@ class OnExceptionCheckpoint(Callback):
         return str(as_storage_path(self.dirpath) / self.filename)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
-        if trainer.stage != "fit":
+        if trainer.stage != "fit" or trainer.settings.fast_dev_run:
             return
         if trainer.world_size > 1:
             log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")

@@ -266,7 +266,8 @@ def _finite(batches: float) -> int | None:
 
 def shows_widgets() -> bool:
     """Whether this is a notebook whose bars can be widgets."""
-    if "ipykernel" not in sys.modules or find_spec("ipywidgets") is None:
+    # A program that executes notebooks has imported ipykernel, and not always IPython.
+    if not sys.modules.keys() >= {"ipykernel", "IPython"} or find_spec("ipywidgets") is None:
         return False
     shell: Any = sys.modules["IPython"].get_ipython()
     return "IPKernelApp" in getattr(shell, "config", {})  # as tqdm.autonotebook decides

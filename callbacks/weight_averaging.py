@@ -35,6 +35,7 @@ OPTIONS = ("device", "use_buffers", "avg_fn", "multi_avg_fn")
 class AveragingCallback(Callback):
     """Base of callbacks that average the weights. Checkpoints hold the average; `fit` ends with it in the module."""
 
+    swaps_weights: ClassVar[bool] = True
     device: torch.device | None = None
     """The device of the averages; None: that of the weights."""
     use_buffers = False
@@ -64,6 +65,11 @@ class AveragingCallback(Callback):
         self._weights, self._stored, self._count = None, None, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        if (optimizer := trainer.run.optimizer_averages.name) is not None:
+            raise ConfigError(
+                f"{optimizer} averages the weights by itself, for which it has train() and eval(), and "
+                f"{type(self).__name__} averages them, too: leave one of the two out."
+            )
         self._weights = AveragedWeights(trainer.strategy, self.use_buffers, self.device)
         trainer.run.nonfinite.look_at_averages(self._weights.entries)
         if self._stored is not None:
@@ -71,6 +77,23 @@ class AveragingCallback(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._averaged.swap_in()
+
+    def ends_before(self, trainer: Trainer, epoch: int) -> bool:
+        """Whether the run ends before an epoch, counted from 0, as far as that is known."""
+        config, batches = trainer.config, trainer.run.num_training_batches
+        if config.max_epochs is not None and epoch >= config.max_epochs:
+            return True
+        if config.max_steps is None or batches is None:
+            return False
+        return epoch * -(-batches // trainer.accumulate_grad_batches) >= config.max_steps
+
+    def _warn_if_late(self, trainer: Trainer, begins: str, late: bool) -> None:
+        """Warn if the average begins after the end of the run, as far as that is known at its start."""
+        if late and trainer.is_global_zero and not trainer.settings.fast_dev_run:
+            log.warning(
+                "%s(%s) begins after the end of the run: no weights are averaged. Begin earlier, or train longer.",
+                *(type(self).__name__, begins),
+            )
 
     @property
     def _averaged(self) -> AveragedWeights:
@@ -237,6 +260,13 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
         self._change = exponential(decay)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        step, epoch = self.update_starting_at_step or 0, self.update_starting_at_epoch
+        first = -(-step // self.update_every_n_steps) * self.update_every_n_steps
+        late = first >= trainer.estimated_stepping_batches and (epoch is None or self.ends_before(trainer, epoch))
+        self._warn_if_late(trainer, f"update_starting_at_step={step}, update_starting_at_epoch={epoch}", late)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None:

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from trainer.arguments import PositiveFloat
 from trainer.errors import ConfigError
 from trainer.model.blocks import BlockPolicy
+from trainer.model.gradients import sparse_weights
 from trainer.module import TrainModule
-from trainer.precision import Precision
+from trainer.precision import Precision, is_quantized
 from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
 from trainer.strategy import SkippedBatch, StepConfig
 
@@ -28,6 +29,11 @@ class _DDPForward(StepForward):
         outputs = super().forward(step, *args)
         if outputs is not None:
             return outputs
+        if sparse_weights(self.module):
+            raise ConfigError(
+                f"{step} returned None to leave out a batch, and strategy 'ddp' then reduces no sparse gradients: "
+                "build the embeddings without sparse=True, or leave out such samples in the dataset or collate_fn."
+            )
         zeros = [parameter.sum().float() * 0.0 for parameter in self.module.parameters() if parameter.requires_grad]
         return SkippedBatch(torch.stack(zeros).sum())
 
@@ -121,8 +127,16 @@ class DDPStrategy(DistributedStrategy):
 
     def _wrap(self) -> None:
         self._first_window = True
-        self.wrapped = DistributedDataParallel(_DDPForward(self.module), **self.options)
+        forward: Any = _DDPForward(self.module)
+        named = forward.named_parameters()
+        apart = {name: p for name, p in named if is_quantized(p) or (p.is_floating_point() and p.itemsize == 1)}
+        self.processes.broadcast(apart.values())
+        if apart:  # torch would broadcast them as they are
+            forward._ddp_params_and_buffers_to_ignore = [*apart]
+        self.wrapped = DistributedDataParallel(forward, **self.options)
         self._register_comm_hook(self.wrapped)
+        if self.module.overrides("backward") and self.processes.world_size > 1:
+            self._run_backward = self._backward_of_module
 
     def _register_comm_hook(self, wrapped: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -168,7 +182,42 @@ class DDPStrategy(DistributedStrategy):
             self.wrapped._check_reducer_finalized()
         world_size = self.processes.world_size
         if self.wrapped is None and world_size > 1 and not self._more_follow:
-            average_gradients([p for p in self.module.parameters() if p.requires_grad], world_size)
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            average_gradients(trained, world_size, sparse_weights(self.module))
+
+    def _backward_of_module(self, loss: torch.Tensor) -> None:
+        """Call an override of `backward`; average what it has set without a backward, too.
+
+        The mean of what torch has averaged already is the same.
+
+        Raises:
+            ConfigError: it computes a gradient a second time: torch averages over the processes in the first backward,
+                and what a later one adds would be each process's own.
+        """
+        assert self.wrapped is not None
+        if not self.wrapped.require_backward_grad_sync:
+            self.module.backward(loss)
+            return
+        seen: set[torch.Tensor] = set()
+
+        def refuse_second(parameter: torch.Tensor) -> None:
+            if parameter in seen:
+                raise ConfigError(
+                    f"{type(self.module).__name__}.backward computes the gradients of some parameters several times, "
+                    "and strategy 'ddp' averages them over the processes once, in the first backward: call "
+                    "loss.backward() once in it, for the sum of the losses. Or set automatic_optimization = False and "
+                    "call self.manual_backward for each loss, or use strategy 'fsdp'."
+                )
+            seen.add(parameter)
+
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(refuse_second) for parameter in trained]
+        try:
+            self.module.backward(loss)
+        finally:
+            for handle in handles:
+                handle.remove()
+        average_gradients(trained, self.processes.world_size, sparse_weights(self.module))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         self._first_window = False

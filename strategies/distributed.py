@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -93,11 +93,20 @@ class StepForward(nn.Module):
 _BUCKET_BYTES = 25 * 2**20
 
 
-def average_gradients(parameters: list[torch.nn.Parameter], world_size: int) -> None:
+@torch.no_grad()
+def average_gradients(
+    parameters: list[torch.nn.Parameter], world_size: int, sparse: Collection[torch.Tensor] = ()
+) -> None:
     """Replace each gradient by its mean over processes, on the device and without reading it.
+
+    A gradient with a graph (`create_graph=True`) keeps it: the mean of what the processes differentiate by their own
+    graphs is the derivative of the mean.
 
     A gradient that only some processes have counts as zero on the others; one that none has stays None. Only a process
     that lacks gradients has to read which ones the others have.
+
+    Args:
+        sparse: those of the parameters whose gradients are sparse.
     """
     if not parameters:
         return
@@ -108,7 +117,13 @@ def average_gradients(parameters: list[torch.nn.Parameter], world_size: int) -> 
         parameters[number].grad = torch.zeros_like(parameters[number])
     pending: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
     flags = dist.all_reduce(present, async_op=True)
-    for gradients in _buckets([p.grad for p in parameters if p.grad is not None]):
+    for parameter in (p for p in parameters if p in sparse):
+        assert parameter.grad is not None
+        gradient = parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(1)
+        parameter.grad = gradient.coalesce()
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+    for gradients in _buckets([p.grad for p in parameters if p.grad is not None and p not in sparse]):
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         pending.append((dist.all_reduce(flat, async_op=True), flat, gradients))
         if len(pending) == 2:  # one bucket is packed while another one travels

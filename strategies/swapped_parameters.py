@@ -100,7 +100,7 @@ class SwappedParameters:
         strategy.processes.broadcast([*distinct.values(), *(b for b in module.buffers() if b.numel())])
         for swap in self._swaps:
             swap.swap_out()
-        strategy.load_module_state(full, strict=False)
+        strategy.load_module_state(full, hooks=False)
         for swap in self._swaps:
             swap.swap_in()
 

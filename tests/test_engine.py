@@ -225,6 +225,49 @@ def test_an_epoch_left_by_break_is_over_before_and_after_a_resume(tmp_path: Path
     assert epochs(resume=True) == unbroken[1:]
 
 
+@pytest.mark.parametrize(("look", "stop"), [("before load", 5), ("after load", 4), ("after load", 6)])
+def test_a_look_at_a_batch_and_an_evaluation_by_next_take_no_epoch(look: str, stop: int, tmp_path: Path) -> None:
+    def run(stop: int | None = None, resume: bool = False) -> list[list[int]]:
+        with Engine(**CPU) as engine:
+            net = nn.Linear(1, 1)
+            model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
+            loader = engine.setup_dataloaders(DataLoader(list(range(12)), batch_size=3, shuffle=True))
+            evaluated = engine.setup_dataloaders(DataLoader(list(range(100, 112)), batch_size=3), training=False)
+            state, seen = {"model": model, "optimizer": optimizer}, list[list[int]]()
+            if look == "before load":
+                next(iter(loader))
+            if resume:
+                engine.load(tmp_path / "saved", state)
+            if look == "after load":
+                next(iter(loader), None)  # of an epoch at its end nothing is left
+            for epoch in range(loader.epoch, 3):
+                for batch in loader:
+                    engine.backward(model(batch[:, None].float()).mean())
+                    optimizer.step()
+                    batches = iter(evaluated)
+                    seen.append([epoch, *batch.tolist(), *next(batches).tolist(), *next(batches).tolist()])
+                    if len(seen) == stop:
+                        engine.save(tmp_path / "saved", state)
+                        return seen
+            return seen
+
+    unbroken = run()
+    assert [one[0] for one in unbroken] == [0] * 4 + [1] * 4 + [2] * 4
+    assert sorted(number for one in unbroken[:4] for number in one[1:4]) == [*range(12)]
+    assert {tuple(one[4:]) for one in unbroken} == {(*range(100, 106),)}
+    assert run(stop) + run(resume=True) == unbroken
+
+
+def test_two_iterators_of_one_loader_at_once_are_refused() -> None:
+    with Engine(accelerator="cpu") as engine:
+        loader = engine.setup_dataloaders(DataLoader(dataset(), 4, shuffle=True))
+        with pytest.raises(ConfigError, match="set up two loaders"):
+            next(zip(loader, loader, strict=True))
+        iter(loader)  # one that is never asked is none
+        assert len([*loader]) == 6
+        assert (loader.epoch, loader.batch) == (1, 0)
+
+
 class Module(TrainModule):
     def __init__(self) -> None:
         super().__init__()
@@ -369,3 +412,38 @@ def test_collectives_of_one_process_return_what_they_get() -> None:
         engine.barrier()
         with pytest.raises(ConfigError, match="reduce_op"):
             engine.all_reduce(1.0, reduce_op="median")  # type: ignore[arg-type]
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.extra, self.heat, self.drop = nn.Linear(4, 1), nn.Linear(4, 1), 1.0, nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.layer(x) + self.extra(x)) / self.heat
+
+
+def test_what_the_loop_changes_of_the_model_is_restored(tmp_path: Path) -> None:
+    def train(first: int, last: int, name: str) -> Any:
+        torch.manual_seed(0)
+        with Engine(accelerator="cpu", seed=1) as engine:
+            made = Annealed()
+            model, optimizer = engine.setup(made, torch.optim.Adam(made.layer.parameters(), 0.1))
+            if first:
+                engine.load(tmp_path / name, {"model": model, "optimizer": optimizer})
+            for epoch in range(first, last):
+                model.module.heat *= 0.5
+                if epoch == 1:
+                    model.module.drop.p = 0.5
+                    optimizer.add_param_group({"params": [*model.module.extra.parameters()], "lr": 0.01})
+                engine.backward(model(torch.ones(8, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.save(tmp_path / name, {"model": model, "optimizer": optimizer})
+            return made.heat, made.drop.p, [group["lr"] for group in optimizer.param_groups], made.state_dict()
+
+    whole = train(0, 4, "whole")
+    train(0, 2, "parts")
+    heat, p, rates, weights = train(2, 4, "parts")
+    assert (heat, p, rates) == whole[:3] == (0.0625, 0.5, [0.1, 0.01])
+    assert all(value.equal(whole[3][name]) for name, value in weights.items())

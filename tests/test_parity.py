@@ -126,6 +126,8 @@ def make_data(samples: int) -> TensorDataset:
 def train_by_hand(model: Classifier, case: Case) -> tuple[list[Optimizer], Any]:
     """Train with plain torch, as a careful user would."""
     model.to(DEVICE, dtype := DTYPES.get(case.precision, torch.float32))
+    for norm in [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm1d)] if dtype.itemsize < 4 else ():
+        norm.float()  # statistics lose digits in 16 bits
     # A generator of its own: torch's DataLoader would draw from the global one, and the trainer's does not.
     loader = DataLoader(make_data(case.samples), 4, generator=torch.Generator())
     batches = [(x.to(DEVICE, dtype), y.to(DEVICE)) for x, y in loader]

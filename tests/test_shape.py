@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -91,6 +91,11 @@ def _dotted(path: Path) -> str:
 FILES = files()
 
 
+def found_in(names: Iterable[str], rule: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """Return what a rule finds in the source of each of these files, without the files in which it finds nothing."""
+    return {name: found for name in names if (found := rule(FILES[name].read_text()))}
+
+
 def room_of(name: str) -> str:
     return name.split(".")[0]
 
@@ -144,9 +149,8 @@ def wrong_imports(name: str, source: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name])
-def test_a_file_imports_only_from_earlier_rooms(name: str) -> None:
-    assert wrong_imports(name, FILES[name].read_text()) == []
+def test_a_file_imports_only_from_earlier_rooms() -> None:
+    assert [wrong for name, path in FILES.items() if name for wrong in wrong_imports(name, path.read_text())] == []
 
 
 FOR_EDITORS = {
@@ -275,9 +279,9 @@ def strategy_branches(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) not in ("strategies", "strategy")])
-def test_nothing_outside_strategies_asks_which_strategy_it_has(name: str) -> None:
-    assert strategy_branches(FILES[name].read_text()) == []
+def test_nothing_outside_strategies_asks_which_strategy_it_has() -> None:
+    outside = [name for name in FILES if room_of(name) not in ("strategies", "strategy")]
+    assert found_in(outside, strategy_branches) == {}
 
 
 def test_telling_strategies_apart_is_found() -> None:
@@ -307,9 +311,8 @@ def _names_in(*nodes: ast.AST) -> set[str]:
     return {part.id if isinstance(part, ast.Name) else part.attr for part in named}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_code_asks_for_a_concrete_callback(name: str) -> None:
-    assert asks_for_a_callback(FILES[name].read_text()) == []
+def test_no_code_asks_for_a_concrete_callback() -> None:
+    assert found_in(FILES, asks_for_a_callback) == {}
 
 
 def test_asking_for_a_concrete_callback_is_found() -> None:
@@ -319,10 +322,9 @@ def test_asking_for_a_concrete_callback_is_found() -> None:
     assert not asks_for_a_callback("isinstance(callback, Logger) and CSVLogger()")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_one_file_asks_in_which_storage_a_path_lies(name: str) -> None:
-    found = re.findall(r"isinstance\([^()]*\bRemotePath\b", FILES[name].read_text())
-    assert not found or name == "checkpoint.storage"
+def test_one_file_asks_in_which_storage_a_path_lies() -> None:
+    asks = re.compile(r"isinstance\([^()]*\bRemotePath\b")
+    assert found_in(FILES, asks.findall).keys() == {"checkpoint.storage"}
 
 
 # -- one object, complete when made ------------------------------------------------------------------------------------
@@ -443,14 +445,9 @@ def _path_in_a_run(node: ast.expr, names: dict[str, list[str]]) -> str | None:
     return None if path is None else f"{path}.{node.attr}"
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "loop.run"])
-def test_nobody_assigns_to_a_run(name: str) -> None:
-    assert set(assignments_to_a_run(FILES[name].read_text())) <= ASSIGNED_BY_THE_LOOP.get(name, set())
-
-
-def test_what_the_loop_assigns_is_listed_once() -> None:
-    for name, listed in ASSIGNED_BY_THE_LOOP.items():
-        assert set(assignments_to_a_run(FILES[name].read_text())) == listed
+def test_nobody_but_the_loop_assigns_to_a_run_and_what_it_assigns_is_listed() -> None:
+    found = found_in([name for name in FILES if name != "loop.run"], assignments_to_a_run)
+    assert {name: set(paths) for name, paths in found.items()} == ASSIGNED_BY_THE_LOOP
 
 
 @pytest.mark.parametrize(
@@ -482,26 +479,22 @@ def test_other_assignments_are_none_to_a_run() -> None:
     )
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nobody_assigns_to_the_trainer(name: str) -> None:
-    assert assignments_to_the_trainer(FILES[name].read_text()) == []
+def test_nobody_assigns_to_the_trainer() -> None:
+    assert found_in(FILES, assignments_to_the_trainer) == {}
 
 
-BELOW_TRAINER = [name for name in FILES if name and (row_of(name) or 0) < (row_of("trainer") or 0)]
+def test_rooms_below_the_trainer_do_not_take_it() -> None:
+    below = [name for name in FILES if name and (row_of(name) or 0) < (row_of("trainer") or 0)]
+    assert found_in(below, functions_of_the_trainer) == {}
 
 
-@pytest.mark.parametrize("name", BELOW_TRAINER)
-def test_rooms_below_the_trainer_do_not_take_it(name: str) -> None:
-    assert functions_of_the_trainer(FILES[name].read_text()) == []
+def test_helpers_above_the_trainer_take_values() -> None:
+    def in_functions(source: str) -> list[str]:
+        functions: list[ast.stmt] = [node for node in parsed(source).body if isinstance(node, ast.FunctionDef)]
+        return functions_of_the_trainer(ast.unparse(ast.Module(functions, [])))
 
-
-@pytest.mark.parametrize(
-    "name", [name for name in FILES if name.startswith(("callbacks.", "cli.", "config.", "tuner."))]
-)
-def test_helpers_above_the_trainer_take_values(name: str) -> None:
-    body = parsed(FILES[name].read_text()).body
-    functions: list[ast.stmt] = [node for node in body if isinstance(node, ast.FunctionDef)]
-    assert functions_of_the_trainer(ast.unparse(ast.Module(functions, []))) == []
+    above = [name for name in FILES if name.startswith(("callbacks.", "cli.", "config.", "tuner."))]
+    assert found_in(above, in_functions) == {}
 
 
 FOR_USERS = {"get_metrics", "write_on_batch_end", "write_on_epoch_end"}
@@ -522,9 +515,9 @@ def takes_the_trainer_for_one_value(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("callbacks.", "cli.", "config."))])
-def test_a_helper_that_needs_one_value_takes_it(name: str) -> None:
-    assert takes_the_trainer_for_one_value(FILES[name].read_text()) == []
+def test_a_helper_that_needs_one_value_takes_it() -> None:
+    names = [name for name in FILES if name.startswith(("callbacks.", "cli.", "config."))]
+    assert found_in(names, takes_the_trainer_for_one_value) == {}
 
 
 def test_a_helper_that_takes_the_trainer_for_one_value_is_found() -> None:
@@ -620,11 +613,14 @@ def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return function.end_lineno - function.lineno + 1 - docstring
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_are_short(path: Path) -> None:
-    source = path.read_text()
-    functions = [node for node in ast.walk(parsed(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    assert [f"{f.name}: {length_of(f)}" for f in functions if length_of(f) > MOST_LINES_OF_A_FUNCTION] == []
+def test_functions_are_short() -> None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [
+        (path, node) for path in PYTHON for node in ast.walk(parsed(path.read_text())) if isinstance(node, kinds)
+    ]
+    assert [
+        f"{path}: {f.name}: {length_of(f)}" for path, f in functions if length_of(f) > MOST_LINES_OF_A_FUNCTION
+    ] == []
 
 
 def test_a_docstring_does_not_count() -> None:
@@ -747,25 +743,27 @@ def _slashed(name: str, path: Path) -> str:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_module_says_its_job_in_one_sentence(name: str) -> None:
-    text = ast.get_docstring(parsed(FILES[name].read_text()))
-    assert text
-    first = text.split("\n\n")[0]
-    assert first.endswith(".")
+def test_a_module_says_its_job_in_one_sentence() -> None:
+    firsts = {
+        name: (ast.get_docstring(parsed(path.read_text())) or "").split("\n\n")[0] for name, path in FILES.items()
+    }
+    assert {name: first for name, first in firsts.items() if not first.endswith(".")} == {}
 
 
 OPENINGS = {"What", "Which", "Who", "Where", "When", "How", "Why", "As", "Also", "Like", "Called"}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_docstrings_open_with_a_verb_or_a_noun(name: str) -> None:
+def wrong_openings(source: str) -> list[str]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [*ast.walk(parsed(FILES[name].read_text()))]
+    nodes = [*ast.walk(parsed(source))]
     texts = [text for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
     attributes = [text for node in nodes for text in attribute_docstrings(node)]
-    assert [text for text in texts + attributes if text.split()[0] in OPENINGS] == []
-    assert [text for text in attributes if text.startswith("Whether")] == []
+    wrong = [text for text in texts + attributes if text.split()[0] in OPENINGS]
+    return wrong + [text for text in attributes if text.startswith("Whether")]
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    assert found_in(FILES, wrong_openings) == {}
 
 
 def attribute_docstrings(node: ast.AST) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import hashlib
 import inspect
 import math
 import numbers
@@ -17,8 +18,9 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import NoneType
+from datetime import timedelta
+from pathlib import Path, PurePath
+from types import FunctionType, MethodType, NoneType
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from trainer.compat.answers import argument_words, by_name, is_default
@@ -109,6 +111,53 @@ def check_constructor(cls: type) -> None:
             raise
 
     cls.__init__ = checked  # type: ignore[misc]
+
+
+def fingerprint_of_call(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+    """Return a fingerprint of a class and the arguments of its constructor, without defaults: equal in each process.
+
+    Functions count by their names, lambdas by their code, objects by their class and, if it has no address, `repr`.
+    """
+    given: dict[str, Any] = {str(number): value for number, value in enumerate(args)} | dict(options)
+    try:
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        given = dict(list(signature.bind(None, *args, **options).arguments.items())[1:])
+        defaults = {one.name: one.default for one in signature.parameters.values()}
+        given = {name: value for name, value in given.items() if _in_words(value) != _in_words(defaults[name])}
+    except (TypeError, ValueError):  # a wrong call, which `__init__` refuses, or a constructor without a signature
+        pass
+    return hashlib.sha256(f"{cls.__qualname__}: {_in_words(given)}".encode("utf-8", "backslashreplace")).hexdigest()[
+        :16
+    ]
+
+
+def _in_words(value: Any, depth: int = 4) -> str:
+    value = with_python_numbers(value) if depth == 4 else value
+    if value is None or type(value) in (bool, int, float, str, bytes, timedelta):
+        return repr(value)
+    if isinstance(value, PurePath):
+        return repr(str(value))
+    if depth > 0 and type(value) in (list, tuple):  # a configuration has lists in place of tuples
+        return f"[{', '.join(_in_words(one, depth - 1) for one in value)}]"
+    if depth > 0 and type(value) in (set, frozenset):
+        return f"{{{', '.join(sorted(_in_words(one, depth - 1) for one in value))}}}"
+    if depth > 0 and type(value) is dict:
+        items = sorted((_in_words(key, depth - 1), _in_words(one, depth - 1)) for key, one in value.items())
+        return f"{{{', '.join(f'{key}: {one}' for key, one in items)}}}"
+    if isinstance(value, (type, FunctionType, MethodType)):
+        code = value.__code__ if isinstance(value, FunctionType) and value.__name__ == "<lambda>" else None
+        told = () if code is None else (code.co_code, code.co_names, _without_address(code.co_consts))
+        return f"{value.__module__}.{value.__qualname__}{told or ''}"
+    return f"{type(value).__module__}.{type(value).__qualname__}{_without_address(value)}"
+
+
+def _without_address(value: Any) -> str:
+    """Return the `repr` of a value, or nothing where it is another one in each process."""
+    try:
+        told = repr(value)
+    except Exception:  # of a class of the user's own
+        return ""
+    return "" if " at 0x" in told else told
 
 
 def with_python_numbers(value: Any, depth: int = 3) -> Any:

@@ -17,7 +17,8 @@ stopping, then checkpoints).
         on_sanity_check_end                             (callbacks)
         on_train_start
         for each epoch:
-            on_train_epoch_start                        also when a resumed run goes on inside the epoch
+            on_train_epoch_start                        also when a resumed run goes on inside the epoch; what it
+                                                        changes of the model and its optimizers is undone then
             for each window:
                 on_before_zero_grad(optimizer)          for each optimizer
                 for each micro-batch of the window:
@@ -87,12 +88,12 @@ With manual optimization a window is one batch, and between `on_train_batch_star
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO
 
-from trainer.arguments import check_constructor
+from trainer.arguments import check_constructor, fingerprint_of_call
 from trainer.compat.answers import answer_members
 from trainer.errors import ConfigError, unknown_name_error
 
@@ -122,8 +123,16 @@ class Callback:
     """True for `trainer.early_stopping_callback`."""
     takes_predictions: ClassVar[bool] = False
     """True if this callback takes the outputs of `predict`, which then keeps none in memory."""
+    swaps_weights: ClassVar[bool] = False
+    """True if validations have other weights than the training, whose weights checkpoints keep meanwhile."""
     in_place_of: ClassVar[str | None] = None
     """The key of `DEFAULT_CALLBACKS` whose callback the trainer leaves out where this one is given."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Remember the arguments, by which several callbacks of one class are told apart in a checkpoint."""
+        self = super().__new__(cls)
+        self.__dict__["_made_with"] = fingerprint_of_call(cls, args, options)
+        return self
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Have the constructors of this package's callbacks check the types of their arguments."""
@@ -134,7 +143,10 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name of this callback's state in a checkpoint; the trainer numbers several callbacks with one name."""
+        """The name of this callback's state in a checkpoint: what this callback is, whatever its place in the list.
+
+        Several callbacks with one name are told apart by the arguments of their constructors.
+        """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,6 +162,15 @@ class Callback:
         Args:
             config: the `ResolvedConfig`: strategy, settings and all callbacks.
             module: the argument of `fit` and the like, before `configure_model`.
+        """
+        return []
+
+    def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
+        """Return a sentence for each logged name that this callback needs and that is missing.
+
+        Args:
+            logged: the names logged so far.
+            missing: whether a name will not be logged any more; collective.
         """
         return []
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
-from trainer.checkpoint.optimizer_state import check_shapes, with_dtypes_of
+from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, renamed, with_dtypes_of
 from trainer.checkpoint.process_group import SINGLE_PROCESS
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.checkpoint.storage import as_storage_path
@@ -52,6 +52,8 @@ from trainer.hyperparameters import stored_hyperparameters
 from trainer.loop.accumulation import even_window
 from trainer.loop.agreement_at_start import compare_loaders
 from trainer.loop.compare_ranks import compare
+from trainer.loop.hook_changes import KIND as HOOK_CHANGES
+from trainer.loop.hook_changes import HookChanges
 from trainer.loop.loaders import refuse_data
 from trainer.loop.nonfinite import StateMonitor
 from trainer.loop.resolved_config import checked_config
@@ -63,7 +65,15 @@ from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, zero_grad_fast
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.seed import derive_seed, global_seed, rng_state, seed_generators, set_deterministic, set_rng_state
+from trainer.seed import (
+    derive_seed,
+    global_seed,
+    rng_state,
+    seed_generators,
+    set_deterministic,
+    set_rng_state,
+    share_random_numbers,
+)
 from trainer.settings import Settings
 from trainer.strategy import (
     StepConfig,
@@ -170,7 +180,7 @@ class Engine:
         self._last: EngineModule | None = None
         """The model that was called last to be trained."""
         self._entered = self._begun = False
-        self._waiting_backwards = self._backwards = self.steps = 0
+        self._waiting_backwards = self._backwards = self._epochs = self.steps = 0
         """Numbers of calls of `backward` since the last step and in all, and of optimizers' steps."""
         self._calls = 0
         """Number of calls of models, by which a process that goes on without the others is found."""
@@ -280,7 +290,8 @@ class Engine:
         for optimizer in optimizers:
             _take_parameters(optimizer, names, dict(module.named_parameters()))
         prepared = strategy.setup_optimizers([*optimizers], steps) if optimizers else []
-        model = EngineModule(module, strategy, self, StateMonitor(adapter, strategy, prepared), bool(optimizers))
+        finite, changes = StateMonitor(adapter, strategy, prepared), HookChanges(adapter, prepared, {})
+        model = EngineModule(module, strategy, self, finite, changes, bool(optimizers))
         wrapped = [EngineOptimizer(optimizer, model, self) for optimizer in prepared]
         self._models.append(model)
         self._optimizers += wrapped
@@ -342,7 +353,7 @@ class Engine:
         return made
 
     def begin(self) -> None:
-        """Seed each process differently from here on; called by the first batch or forward."""
+        """Seed each reader differently from here on; called by the first batch or forward. Collective."""
         self._begun = True
         reader = self.strategy.processes.reader
         if self.world_size > 1 and not self._loaders and self.is_global_zero:
@@ -352,6 +363,7 @@ class Engine:
             )
         if reader > 0 and (self.config.settings.seed is not None or global_seed() is not None):
             seed_generators(derive_seed(self.seed, reader))
+        share_random_numbers(self.strategy.processes, self.strategy.device)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -696,6 +708,9 @@ class Engine:
         rest = parts.restore(checkpoint, strict, str(path))
         if parts.optimizers and "engine" in checkpoint:
             self._resume(checkpoint, str(path))
+            for key, changes in checkpoint["engine"].get("changes", {}).items():  # earlier versions have none
+                if key in parts.models:
+                    parts.models[key]._changes.put_back_now(changes)
         return rest
 
     def _resume(self, checkpoint: dict[str, Any], path: str) -> None:
@@ -726,9 +741,10 @@ class Engine:
         self.steps, self._begun = int(checkpoint["engine"]["steps"]), True
         if rank is None:
             log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
-            return
-        check_rng_state(checkpoint["rng"][rank], f"{path}, 'rng' of rank {rank}", strategy.device)
-        set_rng_state(checkpoint["rng"][rank], strategy.device)
+        else:
+            check_rng_state(checkpoint["rng"][rank], f"{path}, 'rng' of rank {rank}", strategy.device)
+            set_rng_state(checkpoint["rng"][rank], strategy.device)
+        share_random_numbers(strategy.processes, strategy.device)
 
     def full_state_dict(self, module: EngineModule, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """Return a model's full weights, in CPU memory, under the keys of the plain module. Collective.
@@ -740,14 +756,27 @@ class Engine:
         return _without_prefix(full_state_dict(module._strategy, everywhere), "")
 
 
-_LOADER = {"epoch": Integer(0), "batch": Integer(0), "global_micro_batch": (Integer(1), None), "state": dict}
+_LOADER = {
+    "epoch": Integer(0),
+    "batch": Integer(0),
+    "global_micro_batch": (Integer(1), None),
+    "began_with?": (Integer(1), None),
+    "state": dict,
+}
 _KINDS: dict[str, Any] = {
     "model": dict,
-    "optimizers": [{"kind": str, "state": {str: dict}, "param_groups": [{"params": [str]}]}],
+    "optimizers": [OPTIMIZER],
     "scaler": dict,
     "rng": [dict],
     "loader": [dict],
-    "engine?": {"models": {str: str}, "optimizers": [str], "stateful": {str: dict}, "values": dict, "steps": Integer()},
+    "engine?": {
+        "models": {str: str},
+        "optimizers": [str],
+        "stateful": {str: dict},
+        "values": dict,
+        "steps": Integer(),
+        "changes?": {str: HOOK_CHANGES},
+    },
     "seed": Integer(),
     "world_size": Integer(1),
     "reader_of?": [Integer()],
@@ -780,7 +809,13 @@ class EngineModule(nn.Module):
     """The module that was given to `setup`."""
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy, engine: Engine, finite: StateMonitor, trains: bool
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        engine: Engine,
+        finite: StateMonitor,
+        changes: HookChanges,
+        trains: bool,
     ) -> None:
         super().__init__()
         own = vars(self)
@@ -788,7 +823,7 @@ class EngineModule(nn.Module):
         own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
         own |= {"module": module, "_strategy": strategy, "_engine": engine, "_finite": finite, "_trains": trains}
         own |= {"training": module.training, "_accumulates": None, "_called": False}
-        own["_evaluated"] = False
+        own |= {"_evaluated": False, "_changes": changes}
         own["_low"] = strategy.precision.autocast
         own["_casts"] = strategy.precision.casts_batch
         own["_syncs"] = trains and not inherits(strategy, "gradient_sync")
@@ -991,7 +1026,8 @@ class EngineOptimizer(Optimizer):
 class EngineLoader:
     """A loader that `Engine.setup_dataloaders` returned; other attributes are those of the loader given.
 
-    Each `for` is an epoch. A `break` ends the epoch, as with a DataLoader.
+    Each `for` is an epoch. A `break` ends the epoch, as with a DataLoader; but for a look at one batch, as by
+    `next(iter(loader))`, before anything is trained.
     """
 
     def __init__(self, loader: BatchLoader, given: Any, engine: Engine, training: bool) -> None:
@@ -1005,34 +1041,77 @@ class EngineLoader:
         self.weight = 1.0
         """Factor for the loss of the latest batch, a mean over its samples, with which the gradients of all processes
         together are those of one big batch; 1.0 unless the batches of a step differ in size."""
-        self._goes_on = self._is_open = False
+        self._goes_on = False
+        self._restored: tuple[Mapping[str, Any], bool] | None = None
+        """The state that `load_state_dict` got, until its epoch has ended."""
+        self._first = 0
+        """The batch with which the newest iterator began."""
+        self._newest: object = None
+        """Stands for the iterator of the epoch in progress; None: it has ended."""
+        self._within: list[tuple[int, int]] = []
+        """The places in progress of loaders of training as an evaluation began."""
         self._moves = None if keeps_batches(engine.strategy) else engine.strategy.to_device
+        self._began_with = self._global_micro_batch
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._goes_on and self.batch:
+        # Here, not with the first batch: an iterator that is asked for none begins an epoch, too.
+        if self._looked:
+            self.batch = 0
+            if self._restored is not None:
+                self.load_state_dict(*self._restored)
+        elif not self._goes_on and self.batch:
             self._next_epoch()
-        self._goes_on, self._is_open = False, True
+        goes_on, self._goes_on = self._goes_on, False
+        self._first, self._within = self.batch, [] if self._training else self._trained_places()
+        self._newest = this = object()
+        self._loader.measure(self.epoch, self.batch if goes_on else 0)
+        return self._iterate(this, self._batches())
+
+    def _iterate(self, this: object, batches: Iterator[Batch]) -> Iterator[Any]:
         engine = self._engine
         if not engine._begun:
             engine.begin()
+        if self._newest is not this:
+            raise ConfigError(
+                "two iterators of one loader at once, as by zip(loader, loader), would give the same batches: set up "
+                "two loaders, first, second = engine.setup_dataloaders(loader, other)."
+            )
         try:
-            for data, samples, total in self._batches():
+            for batch in batches:
                 self.batch += 1
-                self.samples = samples
-                if total is not None:
-                    self.weight = (samples or 0) * engine.strategy.processes.readers / total if total else 0.0
+                self.samples = batch.samples
+                if batch.total is not None:
+                    self.weight = batch.share * engine.strategy.processes.readers / batch.total if batch.total else 0.0
+                data = batch.data
+                del batch  # it may not stay in memory during the next forward
                 yield data if self._moves is None else self._moves(data)
         finally:
-            self._is_open = False
-        self._next_epoch()
+            is_newest = self._newest is this
+            if is_newest:
+                self._newest = None
+        if is_newest:
+            self._engine._epochs += self._training
+            self._next_epoch()
+
+    @property
+    def _looked(self) -> bool:
+        """Whether only one batch was taken before anything was trained: the next iterator begins with it again.
+
+        Not where another loader has ended its epoch meanwhile, as by `zip`.
+        """
+        untrained = self._engine._backwards == self._engine._epochs == 0
+        return untrained and not self._goes_on and self.batch == self._first + 1
+
+    def _trained_places(self) -> list[tuple[int, int]]:
+        return [(one.epoch, one.batch) for one in self._engine._loaders if one._training and one._newest is not None]
 
     def _next_epoch(self) -> None:
         self.epoch += 1
-        self.batch = 0
+        self.batch, self._restored = 0, None
 
     def _batches(self) -> Iterator[Batch]:
         batches, strategy = self._loader.iterate(self.epoch, self.batch), self._engine.strategy
-        uneven = strategy.processes.world_size > 1 and self._loader.samples_per_epoch is None and self._training
+        uneven = strategy.processes.world_size > 1 and not self._loader.counts_everywhere and self._training
         if not uneven:
             return batches
         # All processes get as many batches as the one with the fewest.
@@ -1052,12 +1131,15 @@ class EngineLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
-        over = self.batch > 0 and not self._is_open and not self._goes_on
+        # An evaluation by `next` in a step of training is not continued by the step that follows.
+        left = self._newest is None or (bool(self._within) and self._within == self._trained_places())
+        looked, over = left and self._looked, self.batch > 0 and left and not self._goes_on
         return {
-            "epoch": self.epoch + over,
-            "batch": 0 if over else self.batch,
+            "epoch": self.epoch + (over and not looked),
+            "batch": self._first if looked else 0 if over else self.batch,
             "global_micro_batch": self._global_micro_batch,
-            "state": {} if over else self._loader.state_dict(),
+            "began_with": self._began_with,
+            "state": self._loader.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], exact: bool = True) -> None:
@@ -1067,9 +1149,12 @@ class EngineLoader:
             raise CheckpointError(f"the position of a loader is damaged: {problem}.")
         self.epoch, self.batch, self._goes_on = state["epoch"], state["batch"], True
         before, now = state["global_micro_batch"], self._global_micro_batch
+        self._restored = state, exact
         if exact:
             self._loader.load_state_dict(state["state"])
-        if before is not None and now is not None and before != now:
+        # A program whose batches grow while it trains begins with the same as before, and goes on within the epoch.
+        alike = state.get("began_with") == self._began_with
+        if before is not None and now is not None and before != now and not alike:
             self.batch = place_in_epoch(self._loader, self.batch, before, now)
 
     @property
@@ -1147,7 +1232,7 @@ class _Parts:
             found = model._finite.nonfinite({"model": of_model, "optimizers": list(own.values())})
             self.nonfinite += [_of_user(name, prefix, list(own)) for name in found]
             weights |= _without_prefix(of_model, prefix)
-            states |= {name: _renamed(one, partial(_without, prefix=prefix)) for name, one in own.items()}
+            states |= {name: renamed(one, partial(_without, prefix=prefix)) for name, one in own.items()}
         return {"model": weights, "optimizers": [states[name] for name in self.optimizers]}
 
     def data(self) -> dict[str, Any]:
@@ -1157,6 +1242,7 @@ class _Parts:
             "optimizers": list(self.optimizers),
             "stateful": {key: one.state_dict() for key, one in self.stateful.items()},
             "values": dict(self.values),
+            "changes": {key: model._changes.state_dict() for key, model in self.models.items()},
         }
 
     def restore(self, checkpoint: Mapping[str, Any], strict: bool, path: str) -> dict[str, Any]:
@@ -1221,9 +1307,12 @@ class _Parts:
         prefix = saved["models"].get(key, "")
         strategy = optimizer.model._strategy
         weights = {_with(name, prefix): one for name, one in checkpoint["model"].items() if name.startswith(prefix)}
-        state = _renamed(checkpoint["optimizers"][number], partial(_with, prefix=prefix))
+        state = renamed(checkpoint["optimizers"][number], partial(_with, prefix=prefix))
         with restoring(f"the state of {type(optimizer.optimizer).__name__}"):
             check_shapes(strategy.module, state)
+            if (changes := saved.get("changes", {}).get(key)) is not None:
+                own = [one for one in self.engine._optimizers if one.model is optimizer.model].index(optimizer)
+                optimizer.model._changes.restore_groups(own, state, changes)
             strategy.load_optimizer_state(optimizer.optimizer, with_dtypes_of(state, weights))
 
 
@@ -1263,13 +1352,6 @@ def _of_user(name: str, prefix: str, optimizers: list[str]) -> str:
 
 def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {_without(name, prefix): value for name, value in state.items()}
-
-
-def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """Return an optimizer's state with other names of parameters."""
-    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]]
-    values = {rename(name): value for name, value in state["state"].items()}
-    return {**state, "state": values, "param_groups": groups}
 
 
 def _require_model(model: Any, call: str) -> None:

@@ -280,24 +280,27 @@ TORCH_ERRORS = {
         "A weight or another tensor of a forward was changed before its backward. Change weights between two steps, in "
         "a hook such as on_train_batch_end; elsewhere write x = x + y instead of x += y."
     ),
-    "must have the same dtype": (
+    "have the same dtype": (
         "Weights and data differ in dtype. Give the data as float32 (batch.float()), or choose the dtype of both with "
-        "Trainer(precision=...)."
+        "Trainer(precision=...). In 'bf16-true' and '16-true' buffers, and float32 weights of a 16-bit module, stay as "
+        "they are: where they meet others, write self.table.to(x.dtype)."
     ),
     "Expected more than 1 value per channel when training": (
         "A batch has one sample, with which BatchNorm cannot train: the last batch of an epoch, or a process's part of "
         "it. Use DataLoader(drop_last=True), or another batch_size."
     ),
     "Inference tensors cannot be saved for backward": (
-        "A tensor made in validation or test is used in training. Use Trainer(inference_mode=False), or clone() it."
+        "A tensor made in torch.inference_mode, as validation and test are, is used in training. Use "
+        "torch.no_grad(), in validation and test by Trainer(inference_mode=False); or clone() it."
     ),
     "Inplace update to inference tensor outside InferenceMode": (
-        "A tensor made in validation or test is changed in training. Use Trainer(inference_mode=False), or clone() it."
+        "A tensor made in torch.inference_mode, as validation and test are, is changed in training. Use "
+        "torch.no_grad(), in validation and test by Trainer(inference_mode=False); or clone() it."
     ),
     "dispatch: attempting to run unimplemented operator": (
-        "A quantized tensor of torchao has met an operation that it lacks. Its 8-bit optimizers cannot update sharded "
-        "bfloat16 weights (torchao 0.18): with precision='bf16-mixed' or '32-true' weights are float32; or use an "
-        "optimizer of torch.optim."
+        "A quantized tensor of torchao has met an operation that it lacks. Of weights: freeze them, and use them in "
+        "nn.Linear alone. Of optimizers: those of 8 bits cannot update sharded bfloat16 weights "
+        "(torchao 0.18): with precision='bf16-mixed' or '32-true' weights are float32; or use one of torch.optim."
     ),
     "Unable to find address for: ": (
         "GLOO_SOCKET_IFNAME names the network interface over which the processes talk, and this "

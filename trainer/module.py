@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trainer.arguments import check_constructor
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.directory import locate
-from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.format import evaluated_weights, read_checkpoint
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.schema import require
@@ -145,7 +145,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         """Return the number of items (tokens, boxes, ...) over which the loss of this micro-batch is a mean.
 
         None, the default: the mean is over samples. With a number, a step's loss is the mean over all items of the
-        window on all processes, even if their numbers differ. `batch` is on the CPU, before the transfer.
+        window on all processes, even if their numbers differ; so are the means of `log`, in evaluations too. `batch`
+        is on the CPU, before the transfer.
         """
         return None
 
@@ -220,8 +221,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
             add_dataloader_idx: with several evaluation loaders, log "name/loader" for each, and "name" over all of
                 them. False: "name" only.
             rank_zero_only: record the value of rank 0 only.
-            batch_size: number of samples that `value` is a mean over. Default: the samples of this batch, as the
-                DataLoader says; else the first dimension of the batch's tensors.
+            batch_size: number of samples that `value` is a mean over. Default: `num_items` of this batch, by which its
+                loss counts; else its samples, as the DataLoader says; else the first dimension of its tensors.
             weight: as `batch_size`, for means over other things, such as tokens.
 
         Raises:
@@ -407,6 +408,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         of_hyperparameters = {"module?": {str: object}, "arguments?": {str: (str, None)}}
         kinds = {"model": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": of_hyperparameters}
         require(checkpoint, kinds, "the checkpoint")
+        checkpoint["model"] = evaluated_weights(checkpoint)
         kept = checkpoint.get("hyperparameters", {})
         stored = kept.get("module", {}) if hparams_file is None else read_hyperparameters(hparams_file)
         arguments = constructor_arguments(cls, stored, kept.get("arguments", {}).get("module"), hyperparameters)

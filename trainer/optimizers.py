@@ -279,6 +279,27 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return an optimizer, under the name "", and those that it holds in its attributes, by the way to them."""
+    found, waiting = {"": optimizer}, [("", optimizer)]
+    while waiting:
+        path, outer = waiting.pop()
+        for attribute, value in vars(outer).items():
+            in_order = isinstance(value, (list, tuple))
+            held = value.items() if isinstance(value, dict) else enumerate(value) if in_order else ()
+            for name, one in ((attribute, value), *((f"{attribute}.{key}", one) for key, one in held)):
+                if isinstance(one, Optimizer) and all(one is not known for known in found.values()):
+                    waiting.append((f"{path}.{name}".removeprefix("."), one))
+                    found[waiting[-1][0]] = one
+    return found
+
+
+def with_modes(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers, and those in them, with `train()` and `eval()`: they have two sets of weights."""
+    every = [one for optimizer in optimizers for one in optimizers_inside(optimizer).values()]
+    return [one for one in every if all(callable(getattr(one, mode, None)) for mode in ("train", "eval"))]
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ import torch
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_tpu_is_ready
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.distributed.process_group import SingleProcess
 
 _MASK = 2**64 - 1
 
@@ -175,6 +178,19 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
     np.random.set_state({**state["numpy"], "state": inner})
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+
+
+def share_random_numbers(processes: SingleProcess, device: torch.device) -> None:
+    """Have all processes of one model draw the numbers that the first of them draws from now on. Collective.
+
+    Without a seed their generators differ from the start, and with one where rank 0 alone has built the layers.
+    """
+    if processes.readers < processes.world_size:
+        first = processes.reader_of.index(processes.reader)
+        states = processes.all_gather_object(rng_state(device) if processes.rank == first else None)
+        state = states[first]
+        assert state is not None
+        set_rng_state(state, device)
 
 
 def isolate_rng(include_cuda: bool = True) -> AbstractContextManager[None]:

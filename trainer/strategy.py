@@ -7,21 +7,25 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.overrides import handle_torch_function, has_torch_function
 
 from trainer.arguments import check_constructor, with_python_numbers
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
-from trainer.checkpoint.shards import Loadable, Shard, in_memory, read_when_used
+from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, materialize, read_when_used, stored
 from trainer.compat import accelerate
 from trainer.compat.answers import Absent, answer_members, argument_words, member_words, strategy_member
 from trainer.compat.names import OTHER_STRATEGIES
@@ -33,9 +37,9 @@ from trainer.model.activation_checkpointing import enable_activation_checkpointi
 from trainer.model.blocks import BlockPolicy
 from trainer.model.dispatched import dispatched_models, move_the_rest
 from trainer.model.full_parameters import Block, slots_of
-from trainer.model.gradients import with_dense_gradients
+from trainer.model.gradients import norm_of, with_dense_gradients
 from trainer.model.init_device import refuse_meta_tensors
-from trainer.model.weights import load_weights, move_module
+from trainer.model.weights import SettingParts, load_weights, move_module, with_parts
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import seed_accelerator
@@ -254,7 +258,7 @@ class Strategy:
 
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> AbstractContextManager[Any]:
         """Return the context of `configure_model`. `will_load_checkpoint`: a checkpoint will be loaded afterwards."""
-        return self.precision.init_context()
+        return self.precision.init_context(module)
 
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
@@ -355,10 +359,11 @@ class Strategy:
         An infinite norm clips nothing: the norm is only measured. None: it is known after the step only.
         """
         parameters = with_dense_gradients(p for group in optimizer.param_groups for p in group["params"])
-        if algorithm == "norm" and value == math.inf:
-            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if algorithm == "norm":
-            return nn.utils.clip_grad_norm_(parameters, value)
+            norm = norm_of([p.grad for p in parameters if p.grad is not None])
+            if value < math.inf:
+                nn.utils.clip_grads_with_norm_(parameters, value, norm)
+            return norm
         nn.utils.clip_grad_value_(parameters, value)
         return None
 
@@ -420,22 +425,23 @@ class Strategy:
 
         Master weights, if there are any, are returned in place of the weights in low precision.
         """
-        return {**self.module.state_dict()}
+        return with_parts(self.module.state_dict())
 
-    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
-        """Load what `module_state` of any strategy returned, as full tensors; or of this one, as this process's shards.
+    def load_module_state(self, state: Mapping[str, Loadable | Shard], strict: bool = True, hooks: bool = True) -> None:
+        """Load what `module_state` of any strategy returned, as full tensors, by the module's `load_state_dict`.
+
+        Args:
+            hooks: False: without its hooks, because the values are of the module as it is; in any number, and also as
+                shards of this process.
 
         Raises:
             CheckpointError: names or shapes differ from the module's.
         """
-        copied = dict(self.module.named_parameters(remove_duplicate=False))
-        # Parameters are read one at a time; other values, which a module may keep as they are, before.
-        values = {name: read_when_used(v) if name in copied else in_memory(v) for name, v in state.items()}
-        load_weights(self.module, values, strict)
+        load_values(self.module, state, strict, hooks, Values())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's class and `state_dict` by parameter name; see `checkpoint/optimizer_state.py`."""
-        return state_by_name(self.module, optimizer, optimizer.state_dict())
+        return state_by_name(self.module, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what `optimizer_state` of any strategy returned.
@@ -486,6 +492,98 @@ def has_gradients(optimizer: Optimizer) -> bool:
 def synchronize_buffers(strategy: Strategy) -> None:
     """Broadcast reader 0's replicated buffers; called before evaluation and checkpoints."""
     strategy.processes.broadcast_over_readers([buffer for buffer in strategy.module.buffers() if buffer.numel()])
+
+
+DIRECT_BACKWARD = (
+    "loss.backward() leaves the gradients unscaled, and different on every process: call self.manual_backward(loss) "
+    "instead."
+)
+
+UNSCALED_BACKWARD = (
+    "training_step has called loss.backward(), whose gradients are not scaled as those of this precision are: return "
+    "the sum of the losses instead, or set automatic_optimization = False and call self.manual_backward(loss)."
+)
+
+_FIRST_STEPS, _EVERY = 3, 64
+
+
+class ChangingBuffers:
+    """The buffers that steps change and compute with: each step begins with reader 0's.
+
+    Each process changes them by its own samples: centers, codebooks, queues. Without this an evaluation or a
+    checkpoint, which replicates buffers, would change the training. Which ones there are, the processes agree on in the
+    first steps and then in every 64th, so that models without any pay nothing in the others. Statistics of norms are
+    left out: no training step reads them.
+
+    Args:
+        strategy: of the run.
+        names: those that the checkpoint of a resumed run knows.
+    """
+
+    def __init__(self, strategy: Strategy, names: Iterable[str] = ()) -> None:
+        self._processes = strategy.processes
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self.names = {*names}
+        """The buffers that a step of some process has changed, by name."""
+        if not isinstance(getattr(strategy, "wrapped", None), DistributedDataParallel):  # which does so itself
+            for path, owner in strategy.module.named_modules():
+                for name, buffer in owner._buffers.items() if not isinstance(owner, _NormBase) else ():
+                    if buffer is not None and buffer.numel():
+                        self._places[f"{path}.{name}"] = owner, name
+        self._seen, self._followed = self._versions(), self._places_of_names()
+
+    def _places_of_names(self) -> list[tuple[nn.Module, str]]:
+        return [place for key, place in self._places.items() if key in self.names]
+
+    def _versions(self) -> dict[str, tuple[torch.Tensor | None, int]]:
+        now = {key: owner._buffers[name] for key, (owner, name) in self._places.items()}
+        return {key: (buffer, 0 if buffer is None else buffer._version) for key, buffer in now.items()}
+
+    def follow(self, step: int) -> None:
+        """Broadcast the buffers that steps change, before step number `step`. Collective."""
+        looks = bool(self._places) and (step < _FIRST_STEPS or step % _EVERY == 0)
+        if looks:
+            now = self._versions()
+            changed = [now[key][0] is not seen or now[key][1] != count for key, (seen, count) in self._seen.items()]
+            somewhere = self._processes.sum(torch.tensor(changed, dtype=torch.int32, device="cpu")).tolist()
+            self.names |= {key for key, number in zip(self._seen, somewhere, strict=True) if number}
+            self._followed = self._places_of_names()
+        if self._followed:
+            now_there = (owner._buffers[name] for owner, name in self._followed)
+            self._processes.broadcast_over_readers([buffer for buffer in now_there if buffer is not None])
+        if looks:
+            self._seen = self._versions()
+
+
+class Values:
+    """Sets tensors of a module from those of a checkpoint, or from shards; here tensors that are full."""
+
+    def shape_of_part(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """Return the full shape of a tensor that only `set` can set; None for any other."""
+        return None
+
+    def set(self, tensor: torch.Tensor, value: Loadable | Shard) -> None:
+        """Set a tensor from a full one, or from the shard that `module_state` returned of it."""
+        with torch.no_grad():
+            tensor.copy_(value.local if isinstance(value, Shard) else materialize(value))
+
+
+def load_values(
+    module: nn.Module, state: Mapping[str, Loadable | Shard], strict: bool, hooks: bool, values: Values
+) -> None:
+    """Do what `Strategy.load_module_state` says; `values` sets what is not full."""
+    if not hooks:
+        for name, tensor in with_parts(module.state_dict(keep_vars=True)).items():
+            if name in state:
+                values.set(tensor, state[name])
+        return
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    # Parameters, also those of other processes, are read one at a time; what a module may keep as it is, before.
+    given: dict[str, Any] = dict(state)
+    late = {name for name, one in given.items() if isinstance(one, StoredTensor) and name not in buffers}
+    full = {name: read_when_used(one) if name in late else in_memory(one) for name, one in given.items()}
+    with SettingParts(values.shape_of_part, lambda part, value: values.set(part, stored(value))):
+        load_weights(module, full, strict)
 
 
 def full_state_dict(
@@ -543,10 +641,10 @@ def own_parameters(strategy: Strategy) -> list[OwnParameter]:
 
 def total_norm(strategy: Strategy, tensors: Sequence[OwnParameter]) -> torch.Tensor:
     """Return the norm of all elements on all processes, a tensor on the device. Collective under sharding."""
-    replicated = nn.utils.get_total_norm([one.local for one in tensors if not one.is_shard]).to(strategy.device)
+    replicated = norm_of([one.local for one in tensors if not one.is_shard]).to(strategy.device)
     if not strategy.shards_state:
         return replicated
-    shards = nn.utils.get_total_norm([one.local for one in tensors if one.is_shard and one.counts])
+    shards = norm_of([one.local for one in tensors if one.is_shard and one.counts])
     return (replicated.square() + strategy.processes.sum(shards.to(strategy.device).square())).sqrt()
 
 
@@ -570,24 +668,41 @@ def _full_in_place(strategy: Strategy, module: nn.Module, write: bool) -> Iterat
 @contextmanager
 def backward_with(strategy: Strategy, *args: Any, **options: Any) -> Iterator[None]:
     """Have the backward in the block use these arguments of `torch.Tensor.backward`."""
-    before = strategy._run_backward
-    strategy._run_backward = lambda loss: before(loss, *args, **options)
+    before = call = strategy._run_backward
+    inputs = options.get("inputs")
+    if before is torch.Tensor.backward and inputs is not None:
+        options["inputs"] = inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        if has_torch_function(inputs):  # torch does not ask them: of a shard, the gradient is at the full parameter
+            call = partial(handle_torch_function, torch.autograd.backward, inputs)  # type: ignore[call-arg]
+    strategy._run_backward = lambda loss: call(loss, *args, **options)
     try:
         yield
     finally:
         strategy._run_backward = before
 
 
+_MODES_IN_TRAINING: WeakKeyDictionary[nn.Module, dict[nn.Module, bool]] = WeakKeyDictionary()
+"""The modes of the submodules of each module that is being evaluated, as they were before."""
+
+
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Put the module in eval mode; restore the mode of each submodule on exit."""
     modes = {submodule: submodule.training for submodule in module.modules()}
+    first = _MODES_IN_TRAINING.setdefault(module, modes) is modes
     module.eval()
     try:
         yield
     finally:
         for submodule, training in modes.items():
             submodule.training = training
+        if first:
+            del _MODES_IN_TRAINING[module]
+
+
+def modes_in_training(module: nn.Module) -> Mapping[nn.Module, bool]:
+    """Return the modes of the submodules outside of an evaluation that is in progress; empty outside of one."""
+    return _MODES_IN_TRAINING.get(module, {})
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------

@@ -33,11 +33,13 @@ from trainer.hyperparameters import with_plain_numbers
 from trainer.logger import Logger
 from trainer.loop.accumulation import (
     NO_DIVISOR,
+    NO_ITEMS,
     StepOutputs,
     checked_loss,
     even_window,
     loss_divisors,
     outputs_for_hooks,
+    without_items,
 )
 from trainer.loop.bad_steps import BadStep, BadSteps
 from trainer.loop.call_arguments import Call, read_call
@@ -46,7 +48,9 @@ from trainer.loop.compare_ranks import compare
 from trainer.loop.describe import PrintedText, describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
+from trainer.loop.monitors import refuse_missing_monitors
 from trainer.loop.progress import Progress
+from trainer.loop.repeated_hook import repeating
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.rewind import rewind
 from trainer.loop.run import Run, Session
@@ -204,7 +208,8 @@ class Trainer:
         call = self._call("fit", module, data, datamodule, ckpt_path, others)
         with self._start(call, allow_changes, weights) as run:
             self._start_training(run)
-            if run.progress.batch > 0 and run.progress.step >= run.last_step and not self._out_of_epochs(run):
+            ends = run.progress.step >= run.last_step or run.stop_coordinator.requested
+            if run.progress.batch > 0 and ends and not self._out_of_epochs(run):
                 self._train_epoch(run)  # what comes after the last step: a validation, the end of the epoch
             while not self._finished(run):
                 self._train_epoch(run)
@@ -361,6 +366,12 @@ class Trainer:
         them together with `self.checkpoint_group`. An error in `write` is raised on every process.
         """
         run = self._begun("save_with")
+        if run.inside_window and not run.interrupted:
+            raise ConfigError(
+                f"a checkpoint cannot be written inside a step: micro-batches of step {self.global_step + 1} would be "
+                "used again after a resume, and count twice. Save in on_train_step_end, or in on_train_batch_end of "
+                "the last micro-batch of a step: if (batch_idx + 1) % trainer.accumulate_grad_batches == 0."
+            )
         run.check_all_ranks_call(f"save_with at step {self.global_step}")
         save_state(run, write, info, weights_only)
 
@@ -451,7 +462,10 @@ class Trainer:
         for logger in run.loggers if self.is_global_zero else ():
             logger.record_hyperparameters(with_plain_numbers(run.logged_hyperparameters()))
             logger.log_graph(run.module)
-        run.hooks.on_fit_start()
+        # The values that a resumed run logs in its first hooks are in the checkpoint already.
+        scope = run.metrics.scope if run.resumed_from is None else MetricScope(batches=False, steps=False)
+        with run.metrics.recording(scope):
+            run.hooks.on_fit_start()
         if run.progress.step == 0:
             sanity_check(run)
         if evaluating := [
@@ -459,15 +473,18 @@ class Trainer:
         ]:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
         run.begin_training()
+        run.optimize_by_hand(self._manual_optimization)
         run.bind_overrides(partial(self._before_optimizer_step, run), lambda: self._losses)
-        run.hooks.on_train_start()
+        with run.metrics.recording(scope):
+            run.hooks.on_train_start()
+        run.hook_changes.begin()
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
         if run.stops():
             return
-        if self.validation_due():
-            self._validate_once(run)
+        if self.validation_due() and not self._validate_once(run):
+            return
         windows, hooks, progress = self._windows(run), run.hooks, run.progress
         flush_interval = run.settings.log_every_n_steps
         waiting = self._schedulers_wait(run)
@@ -482,6 +499,8 @@ class Trainer:
                     outputs, data, _ = self._step_with_closure(run, window)
                 elif run.bad_steps is not None and run.bad_steps.leaves_out():
                     self._count(run, window, refused=True)
+                    if not self._validate_inside_epoch(run):
+                        return
                     continue
                 else:
                     outputs, data, self._losses = self._train_step(run, window)
@@ -499,9 +518,10 @@ class Trainer:
                     hooks.on_train_step_end()
                     if flush_interval and progress.step % flush_interval == 0:
                         run.flush_step()
-                if run.validation_interval is not None and self.validation_due():
-                    validate_during_fit(run)
-                    self._step_waiting_schedulers(run)
+                elif run.bad_steps is not None:
+                    run.bad_steps.drop_values()
+                if run.validation_interval is not None and not self._validate_inside_epoch(run):
+                    return
                 if (run.stops() or progress.step >= run.last_step) and self._leaves_epoch(run, windows):
                     if waiting and not exit_code(run.stop_reason):
                         self._step_waiting_schedulers(run)
@@ -511,23 +531,25 @@ class Trainer:
     def _start_epoch(self, run: Run) -> None:
         """Call the first hook of an epoch, and restore the random numbers of a resumed run."""
         run.reload_if_due()
-        run.begin_epoch(self._validation_interval(run))
+        run.begin_epoch()
         resumed = run.progress.batch > 0 or run.progress.epoch_started
         if not resumed:
             run.restore_rng()
-        # In a resumed epoch the hook is called a second time: values logged and numbers drawn in it are dropped.
+        # In a resumed epoch the hook is called a second time: values logged, numbers drawn and changes are dropped.
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
-        with run.metrics.recording(scope):
+        with run.metrics.recording(scope), repeating(run) if resumed else NULL_CONTEXT:
             run.hooks.on_train_epoch_start()
+        run.optimizer_averages.train()  # also groups that the hook has added
         run.restore_rng()
         run.progress.epoch_started = True
+        run.begin_batches(partial(self._validation_interval, run))
 
     def _windows(self, run: Run) -> Iterator[list[Batch]]:
         """Yield the epoch's windows of batches, the last one possibly shorter, of equal lengths on all processes."""
         assert run.train_loader is not None
         batches = each_wait(run.phase, DATA, run.train_loader.iterate(run.progress.epoch, run.progress.batch))
         waited = run.times.seconds
-        uneven = run.strategy.processes.world_size > 1 and run.train_loader.samples_per_epoch is None
+        uneven = run.strategy.processes.world_size > 1 and not run.train_loader.counts_everywhere
         while True:
             begun = perf_counter()
             window = list(islice(batches, run.session.accumulate_grad_batches))
@@ -545,7 +567,9 @@ class Trainer:
             repeated: a closure runs the same step again; the batches have been announced before.
         """
         module, hooks, strategy, metrics, skipping = run.module, run.hooks, run.strategy, run.metrics, run.skipping
-        metrics.start_window(window[0].data, window[0].samples)
+        metrics.start_window(window[0].data, window[0].samples, repeated)
+        if run.buffers is not None:
+            run.buffers.follow(run.progress.step)
         if not module.automatic_optimization:
             return self._manual_optimization.training_step(window)
         hooked = hooks.inside_steps
@@ -553,8 +577,7 @@ class Trainer:
             if hooked:
                 hooks.on_before_zero_grad(optimizer)
             run.zero_grad(optimizer)
-        losses: list[torch.Tensor] = []
-        last = len(window) - 1
+        last, losses = len(window) - 1, list[torch.Tensor]()
         plain = last == 0 and not run.divides_loss
         divisors = NO_DIVISOR if plain else loss_divisors(window, module, strategy, run.weights_loss_by_items)
         for position, batch in enumerate(window):
@@ -580,16 +603,15 @@ class Trainer:
                     if run.bad_steps is None:
                         metrics.watch_loss(run.progress.step + 1, loss, divisor)
                     else:
-                        loss = run.bad_steps.watch(loss)
+                        loss = run.bad_steps.watch(loss, divisor)
                     if divisor is not None:
-                        loss = loss / divisor
+                        loss = without_items(loss) if divisor is NO_ITEMS else loss / divisor
                     if hooked:
                         hooks.on_before_backward(loss)
                     run.backward(loss)
                     if hooked:
                         hooks.on_after_backward()
-                    if run.keeps_losses:
-                        losses.append(loss.detach())
+                    losses += [loss.detach()] if run.keeps_losses else []
                     del loss
             outputs = outputs_for_hooks(hooks, outputs)
             if position < last:
@@ -642,6 +664,7 @@ class Trainer:
         assert run.step_guard is not None
         path = run.step_guard.refused(bad)
         if path is not None:
+            run.metrics.release(keep=False)
             rewind(run, path, CallbackList(run.loggers, self, run.module, run.phase))
         return path is not None
 
@@ -690,8 +713,8 @@ class Trainer:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
         if not run.module.automatic_optimization:
             self._manual_optimization.check_epoch()
-        if self._epoch_validates():
-            self._validate_once(run)
+        if self._epoch_validates() and not self._validate_once(run):
+            return
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1)
         progress.epoch_ended = True
@@ -703,11 +726,25 @@ class Trainer:
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         run.end_epoch()
 
-    def _validate_once(self, run: Run) -> None:
-        """Validate unless that has been done after this step, by the run from whose checkpoint this one was resumed."""
-        if run.progress.validated_step != run.progress.step:
-            validate_during_fit(run)
+    def _validate_once(self, run: Run) -> bool:
+        """Validate unless that has been done after this step, by the run from whose checkpoint this one was resumed.
+
+        Returns:
+            False if a signal has stopped the run: it is validated after a resume.
+        """
+        if run.progress.validated_step != run.progress.step and not validate_during_fit(run):
+            return False
         self._step_waiting_schedulers(run)
+        return True
+
+    def _validate_inside_epoch(self, run: Run) -> bool:
+        """Validate if that is due after the last window, also if that was left out; False as of `_validate_once`."""
+        if not self.validation_due():
+            return True
+        if not validate_during_fit(run):
+            return False
+        self._step_waiting_schedulers(run)
+        return True
 
     def _publish_epoch(self, run: Run) -> None:
         """Publish the values of the epoch, and call its last hook, which may log more."""
@@ -737,6 +774,7 @@ class Trainer:
             if not is_final:
                 run.saving_hooks.on_train_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
+            run.optimizer_averages.swap_in()
             run.hooks.on_fit_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
 
@@ -754,7 +792,7 @@ class Trainer:
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""
-        return exit_code(run.stop_reason) != 0 or not run.skipping.is_exhausted(windows)
+        return exit_code(run.stop_reason) != 0 or not run.skipping.is_exhausted(windows, self._epoch_validates())
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""
@@ -803,6 +841,7 @@ class Trainer:
                     continue
                 value = run.new_value(config)
                 if value is None:
+                    refuse_missing_monitors(run)
                     continue
             if config.known_groups:
                 config.step_known_groups(run.module.lr_scheduler_step, value)
@@ -874,12 +913,17 @@ class Trainer:
         """Run backward in manual optimization; see `TrainModule.manual_backward`."""
         self._manual_optimization.backward(loss, *args, **kwargs)
 
-    def background_checkpoint_group(self, name: str) -> ProcessGroup:
-        """Return `checkpoint_group` for a background thread. `name`: of the write, not used before."""
+    def background_checkpoint_group(self, name: str, sent: list[str]) -> ProcessGroup:
+        """Return `checkpoint_group` for a background thread.
+
+        Args:
+            name: of the write, not used before.
+            sent: a list that one thread gives for all of its writes; see `StoreProcessGroup`.
+        """
         store: Any = self.run.stop_coordinator.store  # torch's stubs do not know `clone`
         if not self.strategy.shards_state or store is None:
             return SINGLE_PROCESS
-        return StoreProcessGroup(store.clone(), self.rank, self.world_size, name, timeout=_WRITE_TIMEOUT_S)
+        return StoreProcessGroup(store.clone(), self.rank, self.world_size, name, _WRITE_TIMEOUT_S, sent)
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters of module and data module."""

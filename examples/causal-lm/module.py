@@ -61,7 +61,7 @@ class CausalLM(TrainModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.net(**batch).loss, weight=self.num_items(batch), prog_bar=True)
+        self.log("val_loss", self.net(**batch).loss, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.hparams.lr)

@@ -77,13 +77,13 @@ class GPT(TrainModule):
 
     def training_step(self, batch: Example, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, weight=self.num_items(batch))
+        self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Example, batch_idx: int) -> None:
         loss = self.loss(batch)
-        self.log("val_loss", loss, prog_bar=True, weight=self.num_items(batch))
-        self.log("val_bits_per_byte", loss / math.log(2), weight=self.num_items(batch))
+        self.log("val_loss", loss, prog_bar=True)
+        self.log("val_bits_per_byte", loss / math.log(2))
 
     # -- optimizer and schedule ------------------------------------------------------------------------------------
 

@@ -131,6 +131,17 @@ def hooks_of(engine: Any) -> list[RemovableHandle]:
     return [*offload.forward_hooks, *offload.backward_hooks]
 
 
+@contextmanager
+def _without_foreign_state(optimizer: Any) -> Iterator[None]:
+    """Hide what an optimizer keeps beside the states of parameters, which DeepSpeed takes for more of them."""
+    state = getattr(getattr(optimizer, "optimizer", None), "state", {})
+    hidden = {key: state.pop(key) for key in [*state] if not isinstance(state[key], dict)}
+    try:
+        yield
+    finally:
+        state.update(hidden)
+
+
 def end_engine(engine: Any, stage: int) -> None:
     """End an engine, and undo everything that it did outside of itself. Talks to no other process.
 
@@ -142,19 +153,22 @@ def end_engine(engine: Any, stage: int) -> None:
     - `module._parameters` of every submodule is a dict that gathers what is looked up; it becomes a plain one;
     - attributes of submodules and parameters by which the next engine would call this one (`LEFT_IN_MODULES`);
     - the stack of running modules, a global of DeepSpeed, holds the module after an error in its forward;
-    - `torch.nn.functional.linear` is DeepSpeed's own.
+    - `torch.nn.functional.linear` is DeepSpeed's own;
+    - caches of methods hold the engine and the module for good.
 
     Left by intent: the parameters stay partitioned (`keep_only_shards` gives them the master weights); the imported
     package with `DS_ACCELERATOR` and its filter of warnings; the process group, which `fit` and `test` share.
     """
     module = engine.module
     stop_gathering(module)
-    engine.destroy()
+    with _without_foreign_state(engine.optimizer):
+        engine.destroy()
     engine.destroy = lambda: None
     if stage < 3:
         return
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     for part in module.modules():
         part._parameters = dict(part._parameters)
@@ -165,3 +179,11 @@ def end_engine(engine: Any, stage: int) -> None:
     parameter_offload.FWD_MODULE_STACK[:] = [part for part in parameter_offload.FWD_MODULE_STACK if part is not module]
     if hasattr(Patches, "linear_bk"):
         torch.nn.functional.linear = Patches.linear_bk
+    cells = (
+        cell
+        for one in vars(PartitionedParameterCoordinator).values()
+        for cell in getattr(one, "__closure__", None) or ()
+    )
+    for cell in cells:
+        if hasattr(cell.cell_contents, "cache_clear"):  # inside of its decorator for profilers
+            cell.cell_contents.cache_clear()

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice
 from trainer.checkpoint.optimizer_state import has_own_dtype
-from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, materialize, read_slice
+from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, materialize, read_slice
 from trainer.errors import CheckpointError, ConfigError
-from trainer.model.weights import check_fit, is_extra_state
+from trainer.model.full_parameters import checksum, same_bits
 from trainer.strategies.deepspeed.partitioning import (
+    in_float32,
     is_zero3_partitioned,
     load_partition,
     partition_extent,
@@ -25,6 +26,10 @@ from trainer.strategies.deepspeed.partitioning import (
     partitioned_parameters,
     shape_of,
 )
+from trainer.strategy import Values
+
+FIRST_STEPS = 3
+"""Steps after which changes by `p.data` are looked for."""
 
 OF_ALL_ELEMENTS = ("step", "mu_product", "eta", "mu")
 """Entries that torch's optimizers keep once for a tensor; every other one is as large as the tensor."""
@@ -66,6 +71,11 @@ class MasterWeights:
 
         self._seen: list[tuple[nn.Parameter, int, torch.Tensor]] = []
         """The parameters that the module computes with, each with its version and its memory after the last step."""
+        self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
+        """In the first steps: sums of the bits of those that are full, to find changes that no version counts."""
+        self._compares = FIRST_STEPS
+        self._rounded_to: dict[nn.Parameter, torch.dtype] = {}
+        """The dtype in which the module computed with each parameter in the run that has ended."""
 
     def _find(self) -> list[torch.Tensor]:
         # With bf16 and gradients summed in fp32, ZeRO 1 has another class with other names for the same things.
@@ -99,12 +109,26 @@ class MasterWeights:
     def remember_weights(self) -> None:
         """Note the state of the parameters that the module computes with, as the engine has left them."""
         self._seen = [(parameter, parameter._version, parameter.data) for parameter in self.pieces]
+        self._compares -= 1
+        self._sums = {p: checksum(p) for p in self.pieces if self.is_full(p)} if self._compares >= 0 else {}
+
+    def is_full(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has all of its values between two steps."""
+        return True
 
     def take_over_changes(self) -> None:
         """Give the master weights the values of parameters that hooks have changed since `remember_weights`.
 
-        Without that the next step would overwrite the changes. Those of `p.data.mul_()` cannot be noticed.
+        Without that the next step would overwrite the changes.
+
+        Raises:
+            ConfigError: they were changed by `p.data.mul_()` or the like, which is found in the first steps alone.
         """
+        self._refuse_hidden_changes()
+        self.take_over_counted_changes()
+
+    def take_over_counted_changes(self) -> None:
+        """Do so without looking for the others."""
         changed = [(p, data) for p, version, data in self._seen if p._version != version or not data.is_set_to(p.data)]
         if changed:
             for parameter, data in changed:
@@ -112,6 +136,17 @@ class MasterWeights:
                 parameter.data = data  # a part of the engine's flat tensor
             self.write({parameter: parameter.data for parameter, _ in changed})
             self.remember_weights()
+
+    def _refuse_hidden_changes(self) -> None:
+        for parameter, version, data in self._seen if self._sums else ():
+            hidden = parameter._version == version and data.is_set_to(parameter.data) and self.is_full(parameter)
+            if hidden and not same_bits(self._sums.get(parameter), checksum(parameter)):
+                raise ConfigError(
+                    f"a parameter of shape {list(shape_of(parameter))} was changed while training by its .data, as in "
+                    f"p.data.clamp_(), which DeepSpeed loses: its values are kept elsewhere, too. {self.instead}"
+                )
+
+    instead = "Change the parameter itself: with torch.no_grad(): p.clamp_(...)."
 
     def begin_step(self) -> None:
         """Zero the buffers of gradients, before the first backward of a step.
@@ -126,6 +161,19 @@ class MasterWeights:
     def release_engine(self) -> None:
         """Drop the engine and keep the state."""
         self.zero = None
+        self._rounded_to = {parameter: data.dtype for parameter, _, data in self._seen}
+        self._seen = []
+
+    def take_over_later_changes(self) -> None:
+        """Give the master weights what was changed of the parameters, in any way, since the run has ended.
+
+        All else keeps the digits that the module's weights in 16 bits do not have.
+        """
+        for parameter, piece in self.pieces.items():
+            master = piece.of(self.flats[piece.flat])
+            now = piece.extent.take(parameter.detach()).to(master)
+            as_left = master.to(self._rounded_to[parameter]).to(master)
+            master.copy_(torch.where(now == as_left, master, now))
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -158,6 +206,11 @@ class MasterWeights:
         for number in range(len(self.flats)):
             with self.swapped_in(number) as flat:
                 state = self.optimizer.state.get(self.flats[number], {})
+                if not isinstance(state, dict):
+                    raise CheckpointError(
+                        f"{type(self.optimizer).__name__} keeps a {type(state).__name__} as the state of a parameter: "
+                        "under DeepSpeed keep a dict, self.state[p]['name'] = ..., to be saved."
+                    )
                 for parameter, piece in self.pieces_of(number).items() if state else ():
                     found[names[parameter]] = {key: self._entry(piece, key, v, flat) for key, v in state.items()}
         return found
@@ -289,15 +342,18 @@ class Zero3MasterWeights(MasterWeights):
 
     def take_over_changes(self) -> None:
         """Raise ConfigError for parameters that were changed: each process holds a slice of their values, elsewhere."""
+        self._refuse_hidden_changes()
         for parameter, version, _ in self._seen:
-            here: Any = parameter
-            gathered = here.ds_status is not type(here.ds_status).NOT_AVAILABLE
-            if parameter._version != version or (parameter.numel() and not gathered):
+            if parameter._version != version or (parameter.numel() and not self.is_full(parameter)):
                 raise ConfigError(
-                    f"a parameter of shape {list(here.ds_shape)} was changed while training, and DeepSpeed's stage 3 "
-                    "keeps the values elsewhere, so that the change would be lost: change it before fit, in "
-                    "configure_model; or use stage 2, 'fsdp' or 'ddp'."
+                    f"a parameter of shape {list(shape_of(parameter))} was changed while training, and DeepSpeed's "
+                    f"stage 3 keeps the values elsewhere, so that the change would be lost. {self.instead}"
                 )
+
+    instead = "Change it before fit, in configure_model; or use stage 2, 'fsdp' or 'ddp'."
+
+    def is_full(self, parameter: Any) -> bool:
+        return parameter.ds_status is not type(parameter.ds_status).NOT_AVAILABLE
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -327,6 +383,17 @@ def keep_only_shards(module: nn.Module, master_weights: MasterWeights | None) ->
             part.data = master_weights.flats[piece.flat].detach().narrow(0, piece.offset, part.ds_numel)
         parameter.data = torch.empty(0, dtype=part.dtype, device=parameter.device)
         parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
+        parameter.version_when_emptied = parameter._version
+
+
+def refuse_lost_changes(module: nn.Module) -> None:
+    """Raise ConfigError for changes of parameters that `keep_only_shards` has emptied, which changed nothing."""
+    for name, parameter in module.named_parameters():
+        if vars(parameter).get("version_when_emptied", parameter._version) != parameter._version:
+            raise ConfigError(
+                f"{name} was changed after the run, when it was empty: stage 3 has sharded its values. Change it on "
+                "all processes in a block: with trainer.full_parameters(module, write=True): ..."
+            )
 
 
 def weights(module: nn.Module, master_weights: MasterWeights | None) -> dict[str, torch.Tensor | Shard]:
@@ -344,39 +411,27 @@ def weights(module: nn.Module, master_weights: MasterWeights | None) -> dict[str
         elif is_zero3_partitioned(tensor):
             found[id(tensor)] = partition_shard(tensor)
         else:
-            low = isinstance(tensor, nn.Parameter) and tensor.dtype in (torch.bfloat16, torch.float16)
-            found[id(tensor)] = tensor.detach().float() if low else tensor.detach()
+            found[id(tensor)] = in_float32(tensor.detach()) if isinstance(tensor, nn.Parameter) else tensor.detach()
     return {name: found[id(tensor)] for name, tensor in state.items()}
 
 
-def load_weights(
-    module: nn.Module, master_weights: MasterWeights | None, state: Mapping[str, Loadable], strict: bool
-) -> None:
-    """Load weights that any strategy has saved; of a partitioned tensor only this process's slice is read.
+class EngineValues(Values):
+    """Sets partitioned parameters, and collects values for master weights, to be written together.
 
     The weights that the module computes with are to be made from the master weights afterwards.
-
-    Raises:
-        CheckpointError: names or shapes differ from the module's.
     """
-    own = module.state_dict(keep_vars=True)
-    shapes = {name: None if is_extra_state(name) else shape_of(tensor) for name, tensor in own.items()}
-    check_fit(module, shapes, state, strict)
-    of_masters: dict[nn.Parameter, Loadable | Shard] = {}
-    extra: dict[str, Any] = {}
-    for name, tensor in own.items():
-        if name not in state:
-            continue
-        if is_extra_state(name):
-            extra[name] = in_memory(state[name])
-        elif master_weights is not None and tensor in master_weights.pieces:
-            of_masters[tensor] = state[name]
+
+    def __init__(self, master_weights: MasterWeights | None) -> None:
+        self.of_masters: dict[nn.Parameter, Loadable | Shard] = {}
+        self._pieces: Mapping[Any, ParameterSlice] = {} if master_weights is None else master_weights.pieces
+
+    def shape_of_part(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        return shape_of(tensor) if tensor in self._pieces or is_zero3_partitioned(tensor) else None
+
+    def set(self, tensor: Any, value: Loadable | Shard) -> None:
+        if tensor in self._pieces:
+            self.of_masters[tensor] = value
         elif is_zero3_partitioned(tensor):
-            load_partition(tensor, state[name])
+            load_partition(tensor, value)
         else:
-            with torch.no_grad():
-                tensor.copy_(materialize(state[name]))
-    if extra:
-        module.load_state_dict(extra, strict=False)
-    if master_weights is not None:
-        master_weights.write(of_masters)
+            super().set(tensor, value)

@@ -34,16 +34,23 @@ def partition_extent(parameter: Any) -> FlatSlice:
 
 
 def partition_shard(parameter: Any) -> Shard:
-    """Return this process's slice of a partitioned parameter, in float32."""
+    """Return this process's slice of a partitioned parameter; 16-bit numbers in float32."""
     extent = partition_extent(parameter)
-    return Shard(parameter.ds_tensor.detach()[: extent.length].float(), tuple(parameter.ds_shape), extent)
+    own = in_float32(parameter.ds_tensor.detach()[: extent.length])
+    return Shard(own, tuple(parameter.ds_shape), extent)
 
 
-def load_partition(parameter: Any, value: Loadable) -> None:
-    """Set this process's slice of a partitioned parameter from a full tensor, of which only that slice is read."""
+def in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of 16-bit numbers in float32, and any other as it is."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def load_partition(parameter: Any, value: Loadable | Shard) -> None:
+    """Set this process's slice of a partitioned parameter from that, or from a full tensor, of which it is read."""
     extent = partition_extent(parameter)
     with torch.no_grad():
-        parameter.ds_tensor[: extent.length].copy_(read_slice(value, extent))
+        own = value.local if isinstance(value, Shard) else read_slice(value, extent)
+        parameter.ds_tensor[: extent.length].copy_(own)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -7,12 +7,15 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from torch.nn.modules.batchnorm import _NormBase
+import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from trainer.checkpoint.optimizer_state import extra_of
+from trainer.errors import first_of
 from trainer.model.unsupported import unsupported
 from trainer.module import TrainModule
-from trainer.precision import Precision
+from trainer.optimizers import optimizers_inside, with_modes
+from trainer.precision import Precision, has_statistics, multiplies_buffers
 from trainer.strategies.deepspeed.elementwise import is_elementwise
 
 NOT_TO_BE_TRIED = ("LBFGS", "SparseAdam")
@@ -83,21 +86,32 @@ def module_problems(name: str, module: TrainModule, clip_by: str | None) -> list
 def unsupported_problems(name: str, stage: int, module: TrainModule) -> list[str]:
     """Return which layers and parameters the engine cannot train, one sentence for each kind."""
     sharding = ("empty", "script", "compiled") if stage == 3 else ()
-    return unsupported(module, name, "scalar", "complex", "sparse", *sharding)
+    return unsupported(module, name, "scalar", "complex", "sparse", "quantized", *sharding)
 
 
 def norm_problems(name: str, module: TrainModule, precision: Precision, device_type: str) -> list[str]:
     """Return why BatchNorms cannot compute: on CPUs torch needs their weights in the dtype of their statistics."""
     norms = [
-        child_name
-        for child_name, child in module.named_modules()
-        if isinstance(child, _NormBase) and child.running_mean is not None and child.weight is not None
+        child_name for child_name, child in module.named_modules() if has_statistics(child) and child.weight is not None
     ]
-    if not norms or device_type != "cpu" or precision.name != "bf16-mixed":
+    if not norms or device_type != "cpu" or torch.bfloat16 not in (precision.autocast, precision.weights):
         return []
     return [
         f"strategy {name!r} computes with weights in bfloat16, and on CPUs {', '.join(norms[:3])} cannot, as BatchNorm "
         "keeps its statistics in float32: use precision '32-true', strategy 'fsdp' or 'ddp', or GroupNorm."
+    ]
+
+
+def buffer_problems(name: str, module: TrainModule, precision: Precision) -> list[str]:
+    """Return why layers that multiply weights with buffers cannot compute with weights in 16 bits."""
+    layers = [child_name for child_name, child in module.named_modules() if multiplies_buffers(child)]
+    if not layers or precision.autocast is None:
+        return []
+    low = str(precision.autocast).removeprefix("torch.")
+    return [
+        f"strategy {name!r} computes with weights in {low} with precision {precision.name!r}, and spectral norm "
+        f"({first_of(layers)}) multiplies them with float32 vectors: use precision '32-true' or 'bf16-true', or "
+        "strategy 'fsdp' or 'ddp'."
     ]
 
 
@@ -121,10 +135,15 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
             "DeepSpeed makes an Adagrad of its own instead of yours, which schedules do not reach: use "
             "torch.optim.AdamW or RMSprop."
         )
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+    if with_modes(optimizers):
         problems.append(
             f"{kind}.eval() exchanges the weights for averaged ones, and would reach DeepSpeed's master weights only, "
             "not the module's: use strategy 'fsdp' or 'ddp'."
+        )
+    if len(optimizers_inside(optimizer)) > 1 or extra_of(optimizer.state_dict()):
+        problems.append(
+            f"{kind} keeps more than the states of its parameters (another optimizer, or entries of its own in "
+            "state_dict), and DeepSpeed puts flat parts in place of the parameters: use strategy 'fsdp' or 'ddp'."
         )
     for number, group in enumerate(optimizer.param_groups):
         if not any(parameter.requires_grad for parameter in group["params"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.arguments import PositiveFloat, local_path
-from trainer.checkpoint.optimizer_state import matching_groups
-from trainer.checkpoint.shards import Loadable, Shard
-from trainer.errors import ConfigError, install_command, raise_problems
+from trainer.checkpoint.optimizer_state import extra_of, matching_groups, refuse_own_tensors
+from trainer.checkpoint.shards import Loadable, Shard, in_memory
+from trainer.errors import ConfigError, first_of, install_command, raise_problems
 from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import InitDevice, build_context
 from trainer.model.parameter_tables import ParameterTables, describe_changes
@@ -50,10 +51,11 @@ from trainer.strategies.deepspeed.engine import (
     stop_gathering,
 )
 from trainer.strategies.deepspeed.master_weights import (
+    EngineValues,
     MasterWeights,
     Zero3MasterWeights,
     keep_only_shards,
-    load_weights,
+    refuse_lost_changes,
     weights,
 )
 from trainer.strategies.deepspeed.partitioning import (
@@ -66,6 +68,7 @@ from trainer.strategies.deepspeed.partitioning import (
     restore_empty,
 )
 from trainer.strategies.deepspeed.problems import (
+    buffer_problems,
     cpu_adam_problems,
     engine_problems,
     flattening_problems,
@@ -81,9 +84,13 @@ from trainer.strategies.swapped_parameters import (
     unchanged_while_gathered,
     without_hooks,
 )
-from trainer.strategy import StepConfig, override_problems
+from trainer.strategy import StepConfig, load_values, override_problems
 
 log = logging.getLogger("trainer")
+_OF_FREED_WEIGHTS = re.compile(r"must be a matrix|size mismatch|cannot be multiplied|[Ss]izes? of tensor|out of bounds")
+"""Messages of torch about an operation with a tensor without elements."""
+_WITHIN_A_STEP = re.compile(r"mat2 must be a matrix|got 1-D tensor|\(0\)|vmap over \w+BackwardFunction")
+"""Those by which it is known within a step, and one about the functions that gather weights for a backward."""
 
 Offload = Literal[False, "cpu", "nvme"]
 
@@ -151,6 +158,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._packs_at_once = True
         """False with stage 1, which reduces the gradients when all are there, in the order of the parameters."""
         self._arrived: set[str] = set()
+        self._trained: set[str] = set()
+        """Names of the parameters that may have no gradient; empty after that was said once."""
+        self._used: set[str] = set()
+        """Names of those that have one in the step in progress."""
         self.master_weights: MasterWeights | None = None
         self.clip_norm: float | None = None
         self.own_loop = False
@@ -187,6 +198,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             problems += module_problems(self.name, module, config.clip_algorithm if config and clipped else None)
             problems += unsupported_problems(self.name, self.stage, module)
             problems += norm_problems(self.name, module, precision, device_type)
+            problems += buffer_problems(self.name, module, precision)
         if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
             problems += config_problems(self.given, self._settings(precision, device_type, num_processes, config))
@@ -229,7 +241,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> Iterator[None]:
-        with self.precision.init_context(), build_context(self.init_device):
+        with self.precision.init_context(module), build_context(self.init_device):
             yield
         if self.stage == 3 and module.overrides("configure_model"):
             loaded = list(module.state_dict()) if will_load_checkpoint else []
@@ -247,6 +259,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._full = SwappedParameters(self, self._computing_full)
         self._refusing = RefusingEmptyParameters(module, self.name)
         former = self.master_weights if vars(self).get("module") is module else None
+        self._take_over_later_changes(module)
         self.master_weights = None
         super().setup_module(module, for_training, activation_checkpointing)
         if former is not None and self.stage < 3:
@@ -278,12 +291,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._order = CallOrder(self.processes, self.name, "gradient of")
         self._packs_at_once = self.stage >= 2 or bool(resolved["zero_optimization"].get("overlap_comm"))
         compares = self.stage < 3 and self.processes.world_size > 1
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         if compares:  # before the engine's hook packs the gradients with others
-            trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
             self._order.watch_gradients(trained, self._order.call if self._packs_at_once else self._arrived.add)
         self._start(cpu_adam_of(self.deepspeed, optimizer) if self.cpu_adam else optimizer, resolved)
         if compares and not self._packs_at_once:
             self._compare_before_reducing()
+        self._trained = set(trained)
+        self._order.watch_gradients(trained, self._used.add)
         kind = Zero3MasterWeights if self.stage == 3 else MasterWeights
         self.master_weights = kind(self.engine.optimizer, self.engine.basic_optimizer)
         self.master_weights.write(full)
@@ -370,8 +385,9 @@ class DeepSpeedStrategy(DistributedStrategy):
                 # Weights that are gathered in inference mode could not be used for training afterwards.
                 with torch.inference_mode(False), torch.no_grad():
                     return self.engine(step, *args)
-        except BaseException:
+        except BaseException as error:
             stop_gathering(self.engine.module)
+            self._explain_freed_weights(error, _WITHIN_A_STEP)
             raise
 
     def _unchanged(self, step: str) -> AbstractContextManager[None]:
@@ -406,6 +422,19 @@ class DeepSpeedStrategy(DistributedStrategy):
                     "loss.backward() out of training_step, and return the sum of the losses. (With activation "
                     f"checkpointing of your own: use_reentrant=False.)\nDeepSpeed said: {error}"
                 ) from error
+            except RuntimeError as error:
+                self._explain_freed_weights(error)
+                raise
+
+    def _explain_freed_weights(self, error: BaseException, messages: re.Pattern[str] = _OF_FREED_WEIGHTS) -> None:
+        """Raise ConfigError for an error of torch that gradients within a step make."""
+        if self.stage == 3 and isinstance(error, RuntimeError) and messages.search(str(error)):
+            raise ConfigError(
+                f"a step failed under strategy {self.name!r}, which frees the weights after the first backward that "
+                "uses them: if the step has torch.autograd.grad twice or with create_graph=True (a gradient penalty), "
+                "or gradients by torch.func (of each sample), use 'deepspeed_stage_2', 'fsdp' or 'ddp'.\n"
+                f"torch said: {error}"
+            ) from error
 
     def unscale(self, optimizer: Optimizer) -> None:
         pass
@@ -439,12 +468,25 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise ConfigError(f"strategy {self.name!r} cannot evaluate the loss several times a step.")
         assert self.master_weights is not None
         self.master_weights.take_over_changes()
+        if self._trained - self._used:
+            self._report_unused()
+        self._used.clear()
         with self._refusing.paused():
             self.engine.step()
         if self.own_loop:
             self.engine.optimizer.clip_grad = self.clip_norm or 0.0
         self.master_weights.remember_weights()
         self.begun = False
+
+    def _report_unused(self) -> None:
+        """Say once what other strategies leave alone in a step, and this one does not."""
+        if self.processes.is_global_zero:
+            log.warning(
+                "no backward of this step has used %s: DeepSpeed takes such gradients for zeros, so that weight decay "
+                "and momentum change these weights, which other strategies leave alone",
+                first_of(sorted(self._trained - self._used)),
+            )
+        self._trained = set()
 
     def end_step(self) -> None:
         pass
@@ -467,13 +509,24 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
+    def _take_over_later_changes(self, module: TrainModule) -> None:
+        """Have changes of a module whose run has ended count."""
+        refuse_lost_changes(module)
+        if self.master_weights is not None and self.stage < 3:
+            self.master_weights.take_over_later_changes()
+
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
-        if self.engine is not None and self.master_weights is not None:
+        if self.engine is None:
+            self._take_over_later_changes(self.module)
+        elif self.master_weights is not None:
             self.master_weights.take_over_changes()
         return weights(self.module, self.master_weights)
 
-    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
-        load_weights(self.module, self.master_weights, state, strict)
+    def load_module_state(self, state: Mapping[str, Loadable | Shard], strict: bool = True, hooks: bool = True) -> None:
+        values = EngineValues(self.master_weights)
+        load_values(self.module, state, strict, hooks, values)
+        if self.master_weights is not None:
+            self.master_weights.write(values.of_masters)
         if self.engine is None:  # after a run
             if self.master_weights is not None and self.stage < 3:
                 self.master_weights.restore_full_parameters()
@@ -487,7 +540,14 @@ class DeepSpeedStrategy(DistributedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.master_weights is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
+        own = self.master_weights.optimizer  # whose parameters are flat
+        common = {key: value for key, value in own.state.items() if not isinstance(key, torch.Tensor)}
+        more = {"common": common} if common else {}
+        # Torch's own has no more entries, and does not know the states of flat parameters that were replaced.
+        extra = {} if type(own).state_dict is Optimizer.state_dict else extra_of(own.state_dict())
+        refuse_own_tensors(optimizer, {**more, "extra": extra}, f"strategy {self.name!r}")
         return {
+            **more,
             "kind": type(optimizer).__name__,
             "state": self.master_weights.states(names),
             "param_groups": [
@@ -502,6 +562,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         own = [[names[parameter] for parameter in parameters] for parameters in self.groups]
         saved = matching_groups(self.module, optimizer, state, own)
         self.master_weights.load_states(state["state"], names, state.get("dtypes", {}))
+        self.master_weights.optimizer.state.update(in_memory(state.get("common", {})))
         for group, options in zip(optimizer.param_groups, saved, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
 
@@ -512,7 +573,10 @@ class DeepSpeedStrategy(DistributedStrategy):
             return
         self._refusing.end()
         engine, self.engine = self.engine, None
-        if self.master_weights is not None:  # the engine could not end with groups that it does not know
+        if self.master_weights is not None:
+            if self.stage < 3:  # of the last hooks
+                self.master_weights.take_over_counted_changes()
+            # The engine could not end with groups that it does not know.
             del self.master_weights.optimizer.param_groups[len(self.groups) :]
         end_engine(engine, self.stage)
         if self.stage == 3:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainer.model.gradients import norm_of
+
 
 def clip_by_norm(
     parameters: Collection[nn.Parameter],
@@ -56,7 +58,7 @@ def _squares(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         alike.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
     squares = []
     for (mesh, placements), gradients in alike.items():
-        square = nn.utils.get_total_norm(gradients).square()
+        square = norm_of(gradients).square()
         for dim, placement in enumerate(placements):
             if not placement.is_replicate():
                 dist.all_reduce(square, group=mesh.get_group(dim))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from trainer.strategies.fsdp.first_batch import (
     refuse_outer_checkpoint,
     tensors_in,
 )
-from trainer.strategies.fsdp.rehearsal import difference_of, rehearsal
+from trainer.strategies.fsdp.refusals import without_graph
+from trainer.strategies.fsdp.rehearsal import Difference, Reference
 
 AttentionExchange = Literal["auto", "heads", "keys"]
 """The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a
@@ -282,27 +284,31 @@ class ContextParallel:
         Raises:
             ConfigError: they differ, because what the block computes from tokens depends on more than attention.
         """
-        with rehearsal(block, own.device):
-            expected = first_tensor(self._unsplit[name](gather(own, 1, self.group), *args, **kwargs))
-            expected = expected.chunk(self.parts, 1)[self.part].float()
+
+        def in_full(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+            output = self._unsplit[name](gather(cast(own), 1, self.group), *cast(args), **cast(kwargs))
+            return {"output": first_tensor(output).chunk(self.parts, 1)[self.part]}
+
+        def in_parts(guess: int, cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+            own_args, own_kwargs = self._parts_of(name, cast(args), cast(kwargs), guess)
+            return {"output": first_tensor(block.forward(cast(own), *own_args, **own_kwargs))}
+
+        reference, found = Reference(block, own.device, in_full), []
         for guess in (0, 1):
-            failure: Exception | None = None
-            own_args, own_kwargs = self._parts_of(name, args, kwargs, guess)
+            failure, infinite = None, torch.full((2,), torch.inf, device=own.device)
             try:
-                with rehearsal(block, own.device):
-                    found = first_tensor(block.forward(own, *own_args, **own_kwargs)).float()
-                difference = difference_of(found, expected)
+                differences = torch.stack([*reference.compare(partial(in_parts, guess)).get("output", infinite)])
             except (RuntimeError, ValueError) as error:
-                failure, difference = error, torch.full((), torch.inf, device=expected.device)
+                failure, differences = error, infinite
             # A part may be right on one process and wrong on another one.
-            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self.group)
-            if difference <= (1e-3 if own.dtype in (torch.float32, torch.float64) else 5e-2):
+            dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=self.group)
+            difference = Difference(*differences)
+            if difference.of_rounding <= 1:
                 del self._unsplit[name]
                 return
-            if guess == 0:
-                first = failure, float(difference)
-        failure, wrong = first
-        how = f"It fails with: {failure}" if failure else f"Its outputs are wrong by {wrong:.1%}."
+            found.append((failure, difference))
+        failure, difference = found[0]
+        how = f"It fails with: {failure}" if failure else f"Its outputs are {difference.describe()}."
         raise ConfigError(f"{self._cannot_split(name, block)} {how}") from failure
 
     def _cannot_split(self, name: str, block: nn.Module) -> str:
@@ -531,6 +537,7 @@ class Cut(torch.autograd.Function):
         )
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gather(gradient, ctx.dim, ctx.group) / dist.get_world_size(ctx.group), None, None
 
@@ -544,6 +551,7 @@ class Shared(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         total = gradient.contiguous() / dist.get_world_size(ctx.group)
         dist.all_reduce(total, group=ctx.group)
@@ -563,6 +571,7 @@ class _Join(torch.autograd.Function):
         return gather(tensor, dim, group)
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         parts = dist.get_world_size(ctx.group)
         return gradient.chunk(parts, ctx.dim)[dist.get_rank(ctx.group)].contiguous() * parts, None, None
@@ -577,6 +586,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(tensor, split, full, group)
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _exchanged(gradient, ctx.full, ctx.split, ctx.group), None, None, None
 
@@ -592,6 +602,7 @@ class _GatherKeys(_Join):
     """Gather the keys or values of all tokens; each process uses all, and their gradients are added up."""
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         sent = torch.stack(gradient.chunk(dist.get_world_size(ctx.group), ctx.dim))
         own = torch.empty_like(sent[0])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_map, tree_map_only
 
 from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice, slice_of_box, slice_of_grid
-from trainer.checkpoint.shards import Loadable, Shard, in_memory, materialize, read_slice
+from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
 from trainer.distributed.sendable import sendable
-from trainer.model.weights import check_fit, is_extra_state
+from trainer.model.weights import AbsentParameter
+from trainer.strategy import Values
 
 
 def local_slice(tensor: DTensor) -> FlatSlice:
@@ -76,17 +77,15 @@ def as_shards(value: Any, writes: Callable[[DTensor], bool], known: dict[int, Sh
         writes: whether this process writes its part of a tensor, of which others may hold a copy.
     """
     known = {} if known is None else known
-    if isinstance(value, DTensor):
-        if id(value) not in known:
-            known[id(value)] = shard_of(value, writes(value))
-        return known[id(value)]
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: as_shards(entry, writes, known) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(as_shards(entry, writes, known) for entry in value)
-    return value
+
+    def as_shard(tensor: torch.Tensor) -> torch.Tensor | Shard:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        if id(tensor) not in known:
+            known[id(tensor)] = shard_of(tensor, writes(tensor))
+        return known[id(tensor)]
+
+    return tree_map_only(torch.Tensor, as_shard, value)
 
 
 def set_values(tensor: torch.Tensor, value: Loadable | Shard) -> None:
@@ -105,6 +104,18 @@ def set_values(tensor: torch.Tensor, value: Loadable | Shard) -> None:
         tensor.copy_(materialize(value))
 
 
+class ShardedValues(Values):
+    """Sets distributed tensors; those of parameters that other processes hold are left out."""
+
+    def shape_of_part(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        return tuple(tensor.shape) if isinstance(tensor, (DTensor, AbsentParameter)) else None
+
+    def set(self, tensor: torch.Tensor, value: Loadable | Shard) -> None:
+        if not isinstance(tensor, AbsentParameter):
+            with torch.no_grad():
+                set_values(tensor, value)
+
+
 def absent(tensor: torch.Tensor) -> Shard:
     """Return the shard of a process that has nothing of a tensor, such as a parameter of another stage."""
     return Shard(torch.empty(0, dtype=tensor.dtype), tuple(tensor.shape), EMPTY_SLICE)
@@ -118,18 +129,17 @@ def full_shard(tensor: torch.Tensor, writes: bool) -> Shard:
 
 def description(state: Any) -> Any:
     """Return an optimizer's state of one parameter with shapes and dtypes in place of shards; see `absent_like`."""
-    if isinstance(state, Shard):
-        return _Description(list(state.shape), state.local.dtype)
-    return {key: description(value) for key, value in state.items()} if isinstance(state, dict) else state
+    return tree_map_only(Shard, lambda shard: _Description(list(shard.shape), shard.local.dtype), state)
 
 
 def absent_like(described: Any) -> Any:
     """Return the state that was described, as shards without elements."""
-    if isinstance(described, _Description):
-        return Shard(torch.empty(0, dtype=described.dtype), tuple(described.shape), EMPTY_SLICE)
-    if isinstance(described, dict):
-        return {key: absent_like(value) for key, value in described.items()}
-    return described
+
+    def absent_one(one: Any) -> Any:
+        known = isinstance(one, _Description)
+        return Shard(torch.empty(0, dtype=one.dtype), tuple(one.shape), EMPTY_SLICE) if known else one
+
+    return tree_map(absent_one, described, is_leaf=lambda one: isinstance(one, _Description))
 
 
 @sendable
@@ -140,33 +150,7 @@ class _Description(NamedTuple):
     dtype: torch.dtype
 
 
-def load_sharded(
-    module: nn.Module, state: Mapping[str, Loadable], strict: bool, elsewhere: Collection[str] = ()
-) -> None:
-    """Load weights and buffers by name, reading of distributed ones only this process's shard.
-
-    Args:
-        elsewhere: names of parameters that other processes have.
-
-    Raises:
-        CheckpointError: names or shapes differ from the module's.
-    """
-    own = module.state_dict(keep_vars=True)
-    shapes = {name: None if is_extra_state(name) else getattr(value, "shape", None) for name, value in own.items()}
-    check_fit(module, shapes, state, strict)
-    rest = {}
-    for name, value in state.items():
-        target = own.get(name)
-        if name in elsewhere:
-            continue
-        if isinstance(target, DTensor) or (isinstance(value, Shard) and isinstance(target, torch.Tensor)):
-            set_values(target, value)
-        elif name in own:
-            rest[name] = in_memory(value)
-    module.load_state_dict(rest, strict=False)
-
-
-def part_as_dtensor(value: Loadable, like: torch.Tensor) -> torch.Tensor:
+def part_as_dtensor(like: torch.Tensor, value: Loadable) -> torch.Tensor:
     """Return a tensor of an optimizer's state, sharded as its parameter is where it has the parameter's shape."""
     if not isinstance(like, DTensor) or tuple(value.shape) != tuple(like.shape):
         return materialize(value)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
-from trainer.strategies.fsdp.rehearsal import difference_of, rehearsal
+from trainer.strategies.fsdp.refusals import without_graph
+from trainer.strategies.fsdp.rehearsal import Reference
 
 EXPERT_STYLES = ("experts", "moe_tp_experts", "ep_dispatch_experts")
 """The word of a plan for a module of experts, and Hugging Face's words for it."""
@@ -144,20 +145,25 @@ class _SplitExperts:
         weights = few * torch.where(of_few == 0, 1, total / of_few)
         rows, columns = (torch.arange(size, device=hidden.device) for size in weights.shape)
         experts = (rows[:, None] + columns) % self._own
-        ones = torch.ones_like(hidden[:, :1])
+
+        def each(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+            own, ones, factors = cast(hidden), cast(torch.ones_like(hidden[:, :1])), cast(weights)
+            with self._local_parameters():
+                outputs = [self._forward(own, experts[:, i : i + 1], ones) * factors[:, i : i + 1] for i in columns]
+            return {"outputs": torch.stack(outputs).sum(0)}
+
+        def together(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+            with self._local_parameters():
+                return {"outputs": self._forward(cast(hidden), experts, cast(weights))}
+
         try:
-            with rehearsal(self._experts, hidden.device), self._local_parameters():
-                found = self._forward(hidden, experts, weights).float()
-                each = [self._forward(hidden, experts[:, i : i + 1], ones) * weights[:, i : i + 1] for i in columns]
+            difference = Reference(self._experts, hidden.device, each).compare(together).get("outputs")
         except IndexError as error:
             raise self._error(f"with {self._own} of its experts it fails with: {error}") from error
         except (RuntimeError, ValueError, TypeError):
             return  # the forward itself raises it
-        expected = torch.stack(each).sum(0).float()
-        difference = float(difference_of(found, expected))
-        low = hidden.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(hidden.device.type)
-        if difference > (5e-2 if low else 1e-3):
-            raise self._error(f"its outputs are wrong by {difference:.1%}")
+        if difference is not None and difference.of_rounding > 1:
+            raise self._error(f"its outputs are {difference.describe()}")
 
     def _error(self, how: str) -> ConfigError:
         return ConfigError(
@@ -182,11 +188,16 @@ class _SplitExperts:
         """Return the output of this process's experts for tokens of one expert each."""
         with self._local_parameters():
             if len(hidden):
-                ones = torch.ones(len(hidden), 1, dtype=hidden.dtype, device=hidden.device)
-                return self._forward(hidden, expert[:, None], ones)
+                return self._call_experts(hidden, expert)
+            # One without tokens computes one, too: an error of the kernels is raised by all processes, or by none.
+            outputs = self._call_experts(hidden.new_zeros(1, hidden.shape[1]), expert.new_zeros(1))
             # Gradients are sums over processes, so each process needs one.
             nothing = sum(p.sum() for p in self._experts.parameters()) * 0
-            return hidden + nothing
+            return hidden + outputs[:0] + nothing
+
+    def _call_experts(self, hidden: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        ones = torch.ones(len(hidden), 1, dtype=hidden.dtype, device=hidden.device)
+        return self._forward(hidden, expert[:, None], ones)
 
     @contextmanager
     def _local_parameters(self) -> Iterator[None]:
@@ -225,6 +236,7 @@ class _Send(torch.autograd.Function):
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         sent, received = ctx.sizes
         return _all_to_all(gradient * ctx.scale, received, sent, ctx.group), None, None, None, None
@@ -249,6 +261,7 @@ class _SumOfGradients(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
@@ -265,5 +278,6 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None

@@ -52,7 +52,7 @@ class FirstBatch:
         def pass_by(*args: Any, **kwargs: Any) -> Any:
             hidden = first_argument(args, kwargs)
             known = self._loss_checked and torch.is_grad_enabled()
-            if known or not (isinstance(hidden, torch.Tensor) and hidden.is_floating_point()):
+            if known or not (isinstance(hidden, torch.Tensor) and (hidden.is_floating_point() or hidden.is_complex())):
                 return hidden
             return hidden + self._passed.to(hidden.device, hidden.dtype)
 

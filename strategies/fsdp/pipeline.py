@@ -69,8 +69,6 @@ class Pipeline:
     ) -> None:
         self.module = module
         self.stage, self.stages = dist.get_rank(forwards), dist.get_world_size(forwards)
-        self._next = Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
-        self._before = Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
         self.stage_of_block = split_blocks(module, blocks, self.stages)
         self.blocks = {name: block for name, block in blocks.items() if self.stage_of_block[name] == self.stage}
         needed = stages_of_parameters(module, blocks, self.stage_of_block, self.stages)
@@ -85,6 +83,26 @@ class Pipeline:
             for inner, _ in block.named_buffers()
         }
         """The stage of each buffer of a block, where it may change."""
+        self.connect(forwards, backwards, shared)
+        self._began = False
+        """True after the first call of the first own block."""
+        self._first_batch = FirstBatch(module, self.stage, self.elsewhere, blocks)
+        self._private_rng = PrivateRng()
+        self._drop_other_parameters()
+        self._dress(list(blocks.items()))
+
+    def connect(
+        self,
+        forwards: dist.ProcessGroup,
+        backwards: dist.ProcessGroup,
+        shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
+    ) -> None:
+        """Begin anew with these groups, at the start of a run: one before it may have ended with messages on their way.
+
+        The arguments are those of the constructor.
+        """
+        self._next = Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
+        self._before = Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
         self._groups = {stages: shared(stages) for stages in sorted({tuple(found) for found in self.ties.values()})}
         self._saved: deque[MicroBatch] = deque()
         self._received: torch.Tensor | None = None
@@ -92,12 +110,6 @@ class Pipeline:
         """Waits for the gradient of the oldest micro-batch; None: it is not on its way."""
         self._taken = False
         """True if the first own block has run in the forward in progress."""
-        self._began = False
-        """True after the first call of the first own block."""
-        self._first_batch = FirstBatch(module, self.stage, self.elsewhere, blocks)
-        self._private_rng = PrivateRng()
-        self._drop_other_parameters()
-        self._dress(list(blocks.items()))
 
     @property
     def is_first(self) -> bool:
@@ -316,6 +328,7 @@ def _leave(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    value = float("nan") if parameter.is_floating_point() else 0
-    one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
+    value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+    # Not on the meta device, whose tensors are allocated in full.
+    one = torch.full((), value, dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device)
     return AbsentParameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -31,6 +31,13 @@ from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
 from trainer.strategies.fsdp.adapters import styles_within, wrapped_layers
 from trainer.strategies.fsdp.experts import EXPERT_STYLES, add_up_gradients, takes_routing
+from trainer.strategies.fsdp.refusals import without_graph
+
+HOW_GRADIENTS = (
+    "Give their layers styles in the tensor_parallel_plan: 'replicated_with_grad_allreduce' for weights that act on "
+    "split features or heads, 'shared_by_heads' for a layer whose outputs the split heads read (and no others), "
+    "'sequence_parallel' for a norm on parts of a sequence; or split them."
+)
 
 Style = str | ParallelStyle | None
 """A word of `STYLES` or "experts", an object of torch, or None: replicated."""
@@ -90,11 +97,24 @@ class SharedByHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
+        unknown = [True]
+
+        def refuse_full(gradient: torch.Tensor) -> None:
+            if unknown and bool(gradient.any()) and torch.isfinite(gradient).all():
+                if float(_differences([gradient], group)) == 0:
+                    raise ConfigError(
+                        f"tensor_parallel={dist.get_world_size(group)}: 'shared_by_heads' adds up the gradients of a "
+                        f"layer of {gradient.shape[-1]} outputs that are the same on all processes, so no split heads "
+                        "read them: leave the layer out of the tensor_parallel_plan."
+                    )
+                unknown.clear()
+
         def add_up(layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            if self.features is None:
-                return add_up_gradients(output, group)
-            read = add_up_gradients(output[..., -self.features :], group)
-            return torch.cat([output[..., : -self.features], read], -1)
+            read = output if self.features is None else output[..., -self.features :]
+            read = add_up_gradients(read, group)
+            if unknown and read.requires_grad:
+                read.register_hook(refuse_full)
+            return read if self.features is None else torch.cat([output[..., : -self.features], read], -1)
 
         module.register_forward_hook(add_up)
         return module
@@ -369,6 +389,7 @@ class _Owned(torch.autograd.Function):
         return complete.detach()
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient
 
@@ -399,6 +420,7 @@ class _SharedInput:
             self._last = weakref.ref(local), made
         return (self._last[1], *args[1:])
 
+    @without_graph
     def _forget(self, gradient: torch.Tensor) -> None:
         self._last = None
 
@@ -456,37 +478,49 @@ class FirstStepErrors:
 
 
 def refuse_partial_gradients(
-    parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, tolerance: float
+    loss: torch.Tensor, parameters: Mapping[str, Any], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
-    """Compare the gradients of parameters that each process of a group has full. Collective.
+    """Compare a loss, and gradients of parameters, that each process of a group has full. Collective.
+
+    Args:
+        dtype: they are computed in.
 
     Raises:
-        ConfigError: they differ by more than the tolerance, a share of their norms: each process has a part of the sum.
+        ConfigError: they differ by more than rounding may make, so that each process has a part of the sum.
     """
-    differences, norms = [], []
-    for parameter in parameters.values():
-        gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        mean = own.detach().float().clone()
-        dist.all_reduce(mean, group=group)
-        mean /= dist.get_world_size(group)
-        differences.append((own - mean).norm())
-        norms.append(mean.norm())
-    if not norms:
-        return
-    different, norm = torch.stack(differences), torch.stack(norms)
-    dist.all_reduce(different, op=dist.ReduceOp.MAX, group=group)
-    # Gradients that should be 0 are rounding errors, which may differ.
-    is_partial = different > tolerance * norm.clamp(min=1e-4 * float(norm.norm()))
-    names = [name for name, found in zip(parameters, is_partial.tolist(), strict=True) if found]
+    # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
+    limit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps ** 0.5)
+    if float(_differences([loss], group)) > limit:
+        raise ConfigError(
+            f"tensor_parallel={dist.get_world_size(group)}: the loss differs between the processes, which have parts "
+            "of what it is computed from: a head's style is 'colwise_gather_output', or, for cross_entropy, "
+            "'colwise_loss_parallel'; a 'colwise' layer is followed by a 'rowwise' one."
+        )
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
+    different = (_differences(gradients, group) > limit).tolist() if gradients else []
+    names = [name for name, is_partial in zip(parameters, different, strict=True) if is_partial]
     if names:
         raise ConfigError(
             f"tensor_parallel={dist.get_world_size(group)}: the gradients of {first_of(names)} differ between the "
             "processes, which have copies of them, because each process has a part of the features or heads that they "
-            "are used with. Give their layers styles in the tensor_parallel_plan: 'replicated_with_grad_allreduce' for "
-            "weights that act on split features or heads, 'shared_by_heads' for a layer whose outputs the split heads "
-            "read, 'sequence_parallel' for a norm on parts of a sequence; or split them."
+            f"are used with. {HOW_GRADIENTS}"
         )
+
+
+def _differences(tensors: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the largest difference of each tensor from its mean over a group, as a share of the mean. Collective."""
+    differences, norms = [], []
+    for tensor in tensors:
+        own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
+        mean = own.clone()
+        dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
+        differences.append((own - mean).norm())
+        norms.append(mean.norm())
+    different, norm = torch.stack(differences), torch.stack(norms)
+    dist.all_reduce(different, op=dist.ReduceOp.MAX, group=group)
+    # Gradients that should be 0 are rounding errors, which may differ.
+    return different / norm.clamp(min=max(1e-4 * float(norm.norm()), 1e-30))
 
 
 def needs_loss_parallel(styles: Mapping[str, ParallelStyle]) -> bool:

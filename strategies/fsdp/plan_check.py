@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,20 +13,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
 from trainer.strategies.fsdp.adapters import FullInputs
 from trainer.strategies.fsdp.context import gather
 from trainer.strategies.fsdp.first_batch import first_argument, refuse_outer_checkpoint, tensors_in
-from trainer.strategies.fsdp.plan import SharedByHeads
-from trainer.strategies.fsdp.rehearsal import difference_of, rehearsal, replaced_parameters
+from trainer.strategies.fsdp.plan import HOW_GRADIENTS, SharedByHeads
+from trainer.strategies.fsdp.rehearsal import Difference, Reference, replaced_parameters
 
 log = logging.getLogger("trainer")
 
-FULL_PRECISION, LOW_PRECISION, FLOAT8 = 1e-2, 0.15, 0.3
-"""Differences by rounding stay below these, also where a router chooses another expert for a few tokens."""
 OUTPUT = "its output"
 """The words for the first tensor that a block returns."""
+GRADIENT = "the gradient of "
 Hooks = tuple[dict[int, Any], dict[int, Any]]
 """The hooks of a layer before and after its forward."""
 
@@ -41,13 +41,10 @@ class PlanCheck:
         module: before its layers are split.
         styles: those of its layers by name.
         group: the processes among which layers are split.
-        tolerance: the share by which the two may differ, of what a block adds, or of its output in low precision.
     """
 
-    def __init__(
-        self, module: nn.Module, styles: Mapping[str, ParallelStyle], group: dist.ProcessGroup, tolerance: float
-    ) -> None:
-        self._module, self._group, self._tolerance, self._styles = module, group, tolerance, styles
+    def __init__(self, module: nn.Module, styles: Mapping[str, ParallelStyle], group: dist.ProcessGroup) -> None:
+        self._module, self._group, self._styles = module, group, styles
         layers = {name: module.get_submodule(name) for name in styles}
         self._hooks = {name: _hooks_of(layer) for name, layer in layers.items()}
         """The hooks of each layer without those that split it."""
@@ -91,11 +88,11 @@ class PlanCheck:
         return found
 
     def _comparer(self, name: str, hooks: Mapping[str, Hooks], split: bool) -> Any:
-        waiting = [True]
+        waiting = {True, False}
 
         def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if waiting and not torch.compiler.is_compiling():
-                waiting.clear()
+            if torch.is_grad_enabled() in waiting and not torch.compiler.is_compiling():
+                waiting.difference_update((torch.is_grad_enabled(), False))
                 refuse_outer_checkpoint("tensor_parallel", name, block)
                 self._compare(name, block, hooks, split, without_caches(args), without_caches(kwargs))
 
@@ -104,7 +101,7 @@ class PlanCheck:
     def _compare(
         self, name: str, block: nn.Module, hooks: Mapping[str, Hooks], split: bool, args: Any, kwargs: Any
     ) -> None:
-        """Raise ConfigError if a block's output differs from that with full layers.
+        """Raise ConfigError if a block's output differs from that with full layers, or in training its gradients do.
 
         Other outputs, and what the block keeps, count in training, if something is computed from them.
 
@@ -113,38 +110,43 @@ class PlanCheck:
         """
         device = next(block.parameters()).device
         full_args, full_kwargs = self._with_full_sequences(args, kwargs) if split else (args, kwargs)
+        layers = {block.get_submodule(inner): own for inner, own in hooks.items()}
+        parts = dist.get_world_size(self._group)
+
+        def in_full(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+            with _full_layers(block, layers):
+                results = _computed(block, cast((full_args, full_kwargs)), not split)
+            if split and OUTPUT in results:
+                results[OUTPUT] = results[OUTPUT].chunk(parts, 1)[dist.get_rank(self._group)]
+            return results
+
+        def by_plan(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+            return _computed(block, cast((args, kwargs)), not split)
+
         try:
-            layers = {block.get_submodule(inner): own for inner, own in hooks.items()}
-            with rehearsal(block, device), _full_layers(block, layers):
-                all_expected = _results(block, block.forward(*full_args, **full_kwargs))
-            with rehearsal(block, device):
-                all_found = _results(block, block.forward(*args, **kwargs))
+            found = Reference(block, device, in_full, gradients=torch.is_grad_enabled()).compare(by_plan)
         except (RuntimeError, ValueError, TypeError):
             return  # The forward itself raises it, or the block works with parts of the features only.
-        expected, found = all_expected.pop(OUTPUT, None), all_found.pop(OUTPUT, None)
-        if split and expected is not None:
-            expected = expected.chunk(dist.get_world_size(self._group), 1)[dist.get_rank(self._group)]
-        if expected is None or found is None or found.shape != expected.shape:
+        if OUTPUT not in found:
             return
-        read = next((one for one in map(_own, tensors_in((args, kwargs))) if one.shape == expected.shape), None)
-        if self._tolerance > FULL_PRECISION:
-            read = None
-        others = {
-            name: difference_of(all_found[name], other).to(device)
-            for name, other in all_expected.items()
-            if name in all_found and all_found[name].shape == other.shape and not torch.equal(all_found[name], other)
-        }
-        zero = torch.zeros((), device=device)
-        worst = max(others, key=lambda name: float(others[name]), default="")
-        differences = torch.stack([difference_of(found, expected, read), others.get(worst, zero)])
+        output, of_gradients = found.pop(OUTPUT), [result for result in found if result.startswith(GRADIENT)]
+        gradients = {result: found.pop(result) for result in of_gradients}
+        worst, gradient = _worst(found), _worst(gradients)
+        same = [*map(torch.zeros_like, output)]
+        differences = torch.stack([*output, *gradients.get(gradient, same), *found.get(worst, same)])
         dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=self._group)
-        of_output, of_others = differences.tolist()
-        place = f"{name} ({class_of(block).__name__})"
-        if of_output > self._tolerance:
-            raise self._error(f"{place} does not compute the same: its outputs are wrong by {of_output:.1%}", split)
-        if of_others > self._tolerance / 10:
-            words = f"{place} does not compute the same: {worst} is wrong by {of_others:.1%} (only logged: detach() it)"
-            block.register_forward_hook(self._refuser(worst, self._error(words, split)))
+        output, of_gradient, other = (Difference(*two) for two in differences.view(3, 2))
+        wrong = f"{name} ({class_of(block).__name__}) does not compute the same:"
+        if output.of_rounding > 1:
+            raise self._error(f"{wrong} its outputs are {output.describe()}", split)
+        if of_gradient.of_rounding > 1:
+            raise ConfigError(
+                f"tensor_parallel={parts}: with the layers that tensor_parallel_plan splits {wrong} "
+                f"{gradient or 'a gradient'} is {of_gradient.describe()}. {HOW_GRADIENTS}"
+            )
+        if other.of_rounding > 1:
+            error = self._error(f"{wrong} {worst} is {other.describe()} (only logged: detach() it)", split)
+            block.register_forward_hook(self._refuser(worst, error))
 
     def _refuser(self, name: str, error: ConfigError) -> Any:
         """Return a forward hook that raises `error` if a loss may be computed from what a block returns or keeps."""
@@ -171,6 +173,39 @@ class PlanCheck:
         own = first_argument(args, kwargs).detach()
         whole = own.full_tensor() if isinstance(own, DTensor) else gather(own, 1, self._group)
         return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
+
+
+def _worst(found: Mapping[str, Difference]) -> str:
+    return max(found, key=lambda result: float(found[result].of_rounding), default="")
+
+
+def _computed(block: nn.Module, arguments: tuple[Any, Any], of_arguments: bool) -> dict[str, torch.Tensor]:
+    """Return `_results` of a call, with gradients of a sum of the output if they are enabled. Collective."""
+    leaves: dict[str, torch.Tensor] = {name: p for name, p in block.named_parameters() if p.requires_grad}
+
+    def as_leaf(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or not one.requires_grad:
+            return one
+        leaf = one.detach().requires_grad_(of_arguments and torch.is_grad_enabled())
+        if leaf.requires_grad:
+            leaves[f"argument {len(leaves) - parameters + 1}"] = leaf
+        return leaf.clone()  # which can be changed in place
+
+    parameters = len(leaves)
+    args, kwargs = map_leaves(arguments, as_leaf)
+    results = _results(block, block.forward(*args, **kwargs))
+    if OUTPUT not in results or not results[OUTPUT].requires_grad:
+        return results
+    output = results[OUTPUT]
+    weights = torch.cos(torch.arange(output.shape[-1:].numel(), device=output.device))
+    of_leaves = torch.autograd.grad((output * weights).sum(), [*leaves.values()], materialize_grads=True)
+    found = {
+        name: one.full_tensor() if isinstance(one, DTensor) else one
+        for name, one in zip(leaves, of_leaves, strict=True)
+    }
+    least = 1e-5 * max(float(one.norm()) for one in found.values())
+    # Gradients that should be 0, as of a bias of keys, are rounding errors, which may differ.
+    return results | {f"{GRADIENT}{name}": one for name, one in found.items() if float(one.norm()) > least}
 
 
 def _results(block: nn.Module, output: Any) -> dict[str, torch.Tensor]:
@@ -221,7 +256,8 @@ def _full_layers(block: nn.Module, layers: Mapping[nn.Module, Hooks]) -> Iterato
     with_plan = {layer: _hooks_of(layer) for layer in layers}
 
     def full(parameter: Any) -> nn.Parameter | None:
-        return nn.Parameter(parameter.full_tensor(), requires_grad=False) if id(parameter) in planned else None
+        full = parameter.full_tensor() if id(parameter) in planned else None
+        return None if full is None else nn.Parameter(full.detach(), requires_grad=parameter.requires_grad)
 
     def use(hooks: Mapping[nn.Module, Hooks]) -> None:
         for layer, (before, after) in hooks.items():

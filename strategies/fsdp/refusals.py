@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainer.errors import raise_problems
+from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
 from trainer.strategies.fsdp.mesh import ModelSplit
 
@@ -17,6 +19,25 @@ HOW = (
     "Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only, so that each process may have some of "
     "the tokens"
 )
+
+
+def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate what a backward calls, to raise ConfigError with `create_graph=True`.
+
+    The collectives of a model that is split over processes leave no graph, so that second gradients would be wrong.
+    """
+
+    @wraps(backward)
+    def checked(*args: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                "create_graph=True through layers or sequences that are split over processes (tensor_parallel, "
+                "context_parallel, expert_parallel), whose gradients have no graph: second gradients, as of a gradient "
+                "penalty, would be wrong. Use 'ddp', or 'fsdp' without these options."
+            )
+        return backward(*args)
+
+    return checked
 
 
 def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layout: ModelSplit, exchange: str) -> None:

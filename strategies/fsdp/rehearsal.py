@@ -2,40 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.data.transfer import map_leaves
+from trainer.float8.conversion import layers_in_8_bits
 from trainer.seed import isolated_rng
+from trainer.strategies.swapped_parameters import without_hooks
 from trainer.strategy import eval_mode
 
+_LOW = (torch.bfloat16, torch.float16)
 
-@contextmanager
-def rehearsal(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run a block in eval mode, without gradients; its buffers, attributes and random numbers are put back on exit.
+Compute = Callable[[Callable[[Any], Any]], Mapping[str, torch.Tensor]]
+"""Returns results by words for them, computed from arguments that it first hands to the function that it is given."""
 
-    A little is added to all parameters, because a branch that begins with zeros would hide what it computes.
+
+class Difference(NamedTuple):
+    """The difference of two results."""
+
+    share: torch.Tensor
+    """Its norm, as a share of that of the result that is right."""
+    of_rounding: torch.Tensor
+    """The same, as a multiple of what rounding may make at most: more than 1 is an error."""
+
+    def describe(self) -> str:
+        """Return it in words, after "is" or "are"."""
+        return f"wrong by {float(self.share):.1%}, {float(self.of_rounding):.3g} times as much as rounding may make"
+
+
+class Reference:
+    """The results of a block in one way, to compare with it what it computes in others.
+
+    It computes in float32 whatever the precision of the run, so that no difference that a wrong plan makes is taken for
+    rounding; in the dtypes of the run only where it cannot, such as with kernels for 16 bits.
+
+    Args:
+        block: whose forward `right` calls.
+        device: of the block.
+        right: the way that is right.
+        gradients: enable gradients, if it computes in float32.
+
+    Raises:
+        Exception: it fails.
     """
-    with torch.no_grad(), eval_mode(block), isolated_rng(device), _state_kept(block), _without_zeros(block):
-        yield
+
+    def __init__(self, block: nn.Module, device: torch.device, right: Compute, gradients: bool = False) -> None:
+        self._block, self._device, self._gradients, self._in_float32 = block, device, gradients, True
+        try:
+            self._expected = self._run(right)
+        except (RuntimeError, ValueError, TypeError):
+            self._in_float32 = self._gradients = False
+            self._expected = self._run(right)
+        self._unit = torch.finfo(torch.float32 if self._in_float32 else torch.bfloat16).eps
+        # Rounding does less than a change of all weights in the second half of their digits.
+        self._changed = self._run(right, math.sqrt(self._unit) / 4)
+
+    def compare(self, other: Compute) -> dict[str, Difference]:
+        """Return the differences of what is computed in another way, without results of other shapes."""
+        found = self._run(other)
+        same_shape = [name for name, one in self._expected.items() if name in found and found[name].shape == one.shape]
+        return {name: self._difference(name, found[name]) for name in same_shape}
+
+    def _run(self, compute: Compute, change: float = 0.0) -> dict[str, torch.Tensor]:
+        with rehearsal(self._block, self._device, self._in_float32, change, self._gradients):
+            found = compute(_in_float32 if self._in_float32 else lambda arguments: arguments)
+            return {name: one.detach().float() for name, one in found.items()}
+
+    def _difference(self, name: str, found: torch.Tensor) -> Difference:
+        expected, changed = self._expected[name], self._changed.get(name, found)
+        changed = torch.where(torch.isfinite(changed), changed, expected)
+        share = difference_of(found, expected)
+        # A result is rounded, too, beside what it is computed from.
+        return Difference(share, share / (4 * difference_of(changed, expected) + 8 * self._unit))
 
 
-def difference_of(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the norm of the difference of two outputs, as a share of that of `expected`, or of what it adds to `read`.
+def difference_of(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the difference of two results, as a share of that of `expected`.
 
     What is not finite in `expected` counts as equal: where it comes from, others say. What is not finite in `found`
     only makes the difference infinite.
     """
     known = torch.isfinite(expected)
     found, expected = (torch.where(known, one, 0) for one in (found, expected))
-    size = expected.norm()
-    if read is not None:
-        size = torch.maximum((expected - torch.where(known, read, 0)).norm(), size / 100)
-    share: torch.Tensor = (found - expected).norm() / size.clamp(min=1e-12)
+    share: torch.Tensor = (found - expected).norm() / expected.norm().clamp(min=1e-12)
     return share.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+# -- a forward without consequences ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def rehearsal(
+    block: nn.Module,
+    device: torch.device,
+    in_float32: bool = False,
+    change: float = 0.0,
+    gradients: bool = False,
+) -> Iterator[None]:
+    """Run a block in eval mode; its buffers, attributes and random numbers are put back on exit.
+
+    A little is added to all parameters, because a branch that begins with zeros would hide what it computes.
+
+    Args:
+        in_float32: compute in float32 what the run computes in fewer bits.
+        change: the share by which each weight is larger or smaller.
+        gradients: enable gradients, of parameters that train, too.
+    """
+    with ExitStack() as stack:
+        contexts: list[AbstractContextManager[Any]] = [
+            torch.set_grad_enabled(gradients),
+            eval_mode(block),
+            isolated_rng(device),
+            _state_kept(block),
+            _gathered(block),
+        ]
+        contexts += [_computing_in_float32(block, device)] if in_float32 else []
+        for context in (*contexts, _other_weights(block, in_float32, change, gradients)):
+            stack.enter_context(context)
+        yield
 
 
 @contextmanager
@@ -57,22 +148,71 @@ def _state_kept(block: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_zeros(block: nn.Module) -> Iterator[None]:
-    # FSDP2 gathers units within the block, such as experts, in their own forward: they would have it once, not twice.
-    within = {id(p) for unit in block.modules() if unit is not block and _is_unit(unit) for p in unit.parameters()}
-    larger = {
-        id(p): nn.Parameter(p.detach() + 0.02, requires_grad=False)
-        for p in block.parameters()
-        if id(p) not in within and (p.is_floating_point() or p.is_complex())
-    }
-    with replaced_parameters(block, lambda parameter: larger.get(id(parameter))):
+def _gathered(block: nn.Module) -> Iterator[None]:
+    """Gather the weights of FSDP2's units within a block, such as experts, and keep them. Collective."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [unit for unit in block.modules() if unit is not block and isinstance(unit, FSDPModule)]
+    states: list[Any] = [unit._get_fsdp_state() for unit in units]
+    hooks = [handle for one in states for handle in (one._pre_forward_hook_handle, one._post_forward_hook_handle)]
+    for unit in units:
+        unit.unshard()
+    try:
+        with without_hooks(hooks):
+            yield
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
+@contextmanager
+def _computing_in_float32(block: nn.Module, device: torch.device) -> Iterator[None]:
+    for child in block.modules():
+        child._buffers.update({name: b.float() for name, b in child._buffers.items() if b is not None and _is_low(b)})
+    for layer in layers_in_8_bits(block):
+        layer.forward = partial(nn.Linear.forward, layer)
+    products = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False), _Float32Casts():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+
+
+class _Float32Casts(TorchDispatchMode):
+    """Has the casts of a block to 16 bits, and those of an autocast of its own, end in float32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") in _LOW:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _other_weights(block: nn.Module, in_float32: bool, change: float, gradients: bool) -> Iterator[None]:
+    def other(parameter: nn.Parameter) -> nn.Parameter:
+        value = parameter.detach()
+        value = (value.float() if in_float32 and _is_low(value) else value) + 0.02
+        if change:
+            # Up or down by the value itself, so alike on all processes, of full weights and of parts.
+            value = value * (1 + change * torch.sin(1e6 * value.abs()).sign())
+        return nn.Parameter(value, requires_grad=gradients and parameter.requires_grad)
+
+    others = {id(p): other(p) for p in block.parameters() if p.is_floating_point() or p.is_complex()}
+    with replaced_parameters(block, lambda parameter: others.get(id(parameter))):
         yield
 
 
-def _is_unit(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
+def _in_float32(arguments: Any) -> Any:
+    return map_leaves(
+        arguments, lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and _is_low(leaf) else leaf
+    )
 
-    return isinstance(module, FSDPModule)
+
+def _is_low(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _LOW
 
 
 @contextmanager
@@ -89,7 +229,5 @@ def replaced_parameters(block: nn.Module, choose: Callable[[nn.Parameter], nn.Pa
     try:
         yield
     finally:
-        for parameters, name, parameter, other in replaced:
-            # Not where FSDP2 has gathered a unit within the block: it goes by what is there.
-            if parameters.get(name) is other:
-                parameters[name] = parameter
+        for parameters, name, parameter, _ in replaced:
+            parameters[name] = parameter

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainer.arguments import Limit, PositiveFloat, PositiveInt
-from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
+from trainer.checkpoint.optimizer_state import (
+    load_by_position,
+    refuse_own_tensors,
+    state_by_name,
+    state_by_position,
+)
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, raise_problems
@@ -30,7 +35,7 @@ from trainer.model.pipeline_stages import bubble
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients, needs_closure
-from trainer.precision import NULL_CONTEXT, Precision
+from trainer.precision import NULL_CONTEXT, Precision, has_statistics, multiplies_buffers
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
@@ -44,12 +49,21 @@ from trainer.strategies.swapped_parameters import (
     unchanged_while_gathered,
     without_hooks,
 )
-from trainer.strategy import StepConfig, keep_wrapper, wrapping_problems
+from trainer.strategy import (
+    DIRECT_BACKWARD,
+    UNSCALED_BACKWARD,
+    StepConfig,
+    keep_wrapper,
+    load_values,
+    wrapping_problems,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from trainer.strategies.fsdp.gradients import Gradients
     from trainer.strategies.fsdp.plan_check import PlanCheck
+    from trainer.strategies.fsdp.trainable import Places
 
 log = logging.getLogger("trainer")
 
@@ -100,6 +114,12 @@ class FSDPStrategy(DistributedStrategy):
     name: ClassVar[str] = "fsdp"
     shards_state = True
     collective_forward = True
+    _compares_gradients = False  # True until the first window has ended, if layers are split
+    _loss: torch.Tensor | None = None  # to compare
+    _will_load_checkpoint = False
+    _reuses_memory = False
+    _communicates = True
+    """True if a backward reduces the gradients over processes; else each process keeps full gradients."""
 
     def __init__(
         self,
@@ -146,7 +166,9 @@ class FSDPStrategy(DistributedStrategy):
         self._is_first_step = True
         self._called, self._called_first = set[str](), set[str]()  # step methods, and those of this window
         self._order = CallOrder(self.processes, self.name, "block")
-        self._compares_gradients = False  # True until the first window has ended, if layers are split
+        self._gradients: Gradients
+        self._of_models: dict[int, Gradients] = {}
+        """The gradients of all models of a loop, which share this dict, by the `id` of their wrapper."""
         self._units: list[Any] = []
         """The module and its blocks, as FSDP2 wraps them."""
         self._parameters: list[Any] = []  # torch's records of the sharded ones
@@ -157,10 +179,6 @@ class FSDPStrategy(DistributedStrategy):
         when the step began; when the window began, if weights stay gathered within it."""
         self._hooks: list[RemovableHandle] | None = None
         """The hooks that gather weights, if a pipeline needs none between the first and the last micro-batch."""
-        self._will_load_checkpoint = False
-        self._reuses_memory = False
-        self._communicates = True
-        """True if a backward reduces the gradients over processes; else each process keeps full gradients."""
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
@@ -244,6 +262,12 @@ class FSDPStrategy(DistributedStrategy):
                 "pipeline_parallel runs the backward of each micro-batch itself, and automatic_optimization is False: "
                 "use tensor_parallel or context_parallel, or automatic optimization."
             )
+        if layout.pipeline > 1 and module is not None and module.overrides("backward"):
+            problems.append(
+                "pipeline_parallel runs the backward of each micro-batch itself, on several stages, and calls no "
+                f"{type(module).__name__}.backward: have training_step return the loss that it makes, or "
+                "use tensor_parallel or context_parallel."
+            )
         return problems
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
@@ -294,13 +318,14 @@ class FSDPStrategy(DistributedStrategy):
     @contextmanager
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> Iterator[None]:
         self._will_load_checkpoint = will_load_checkpoint
-        with self.precision.init_context(), build_context(self.init_device):
+        with self.precision.init_context(module), build_context(self.init_device):
             yield
 
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
         from trainer.strategies.fsdp.dtensors import set_values
+        from trainer.strategies.fsdp.trainable import places_of
 
         if for_training:
             raise_problems(unsupported(module, self.name, "sparse"), f"strategy {self.name!r}")
@@ -316,10 +341,14 @@ class FSDPStrategy(DistributedStrategy):
                 self._checkpoint(module, activation_checkpointing)
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one, maybe by another strategy object
-            _, _, self.pipeline, self._context, self._loss_parallel, self.split_description = self.wrapped.applied_split
+            self._take_over(self.wrapped.applied_split)
             # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
             reshard_all(self.wrapped)
-            self._list_units()
+            if self.precision.float8 is None:
+                self.precision.convert_module(self.wrapped)
+            self._list_units({})
+            self._gradients.forget()
+            self._set_policies()
             return
         self._refuse(module)
         use_contiguous_parameters(module)
@@ -327,29 +356,37 @@ class FSDPStrategy(DistributedStrategy):
         # Names alone: the state_dict would keep the full tensors while their shards are made.
         loaded = list(module.state_dict(keep_vars=True)) if self._will_load_checkpoint else []
         values = initial_values(module, self.init_device, loaded, self.device)
+        formers = places_of(module)
         units = self._split_model(module)
         if self.precision.float8 is not None and self.layout.tensor > 1:
             restore_odd_parts(module)
         if activation_checkpointing is not None:
             self._checkpoint(module, activation_checkpointing)
         self.wrapped = self._shard(module, units)
-        self._list_units()
-        self.wrapped.applied_split = AppliedSplit(
-            self.layout,
-            self.processes.world_size,
-            self.pipeline,
-            self._context,
-            self._loss_parallel,
-            self.split_description,
-        )
+        self.wrapped.applied_split = self._applied_split()
         keep_wrapper(module, self.wrapped, FSDPStrategy)
         self._allocate(module)
+        self._list_units(formers)
         tensors = named_tensors(module)
         for name, value in values:
             if self.pipeline is None or name not in self.pipeline.elsewhere:
                 set_values(tensors[name].detach(), value)
         if self.precision.float8 == "tensorwise":
             self._gather_in_float8()
+
+    def _applied_split(self) -> AppliedSplit:
+        return AppliedSplit(
+            self.layout,
+            self.processes.world_size,
+            self.pipeline,
+            self._context,
+            self._loss_parallel,
+            self.split_description,
+            self.precision,
+            {name: getattr(self, name) for name in _FIXED},
+            self.wrapped_blocks,
+            self._mesh,
+        )
 
     def _checkpoint(self, module: TrainModule, policy: BlockPolicy) -> None:
         enable_activation_checkpointing(module, policy, around_graphs=self.layout.tensor * self.layout.expert > 1)
@@ -360,9 +397,28 @@ class FSDPStrategy(DistributedStrategy):
         if number := gather_in_float8(group.fsdp_params for unit in self._units for group in parameter_groups(unit)):
             log.info("fsdp gathers %d weights in 8 bits", number)
 
-    def _list_units(self) -> None:
+    def _list_units(self, formers: Places) -> None:
+        from trainer.strategies.fsdp.gradients import Gradients
+        from trainer.strategies.fsdp.trainable import share_flags, share_gradients
+
         self._units = list(fsdp_units(self.wrapped))
         self._parameters = list(fsdp_parameters(self.wrapped))
+        share_flags(self._parameters, formers)
+        wide = {id(layer) for layer in self.module.modules() if _computes_in_own_dtype(layer)}
+        for record in self._parameters:
+            if id(record._module_info.module) in wide or record.sharded_param.is_complex():
+                record.init_dtype_attrs = partial(_init_own_dtypes, record)
+        self.wrapped.context = self._in_step
+        assert self._mesh is not None
+        groups = [group for unit in self._units for group in parameter_groups(unit)]
+        shards = self._mesh.shards
+        among = [shards.get_group(dim) for dim in range(shards.ndim) if shards.size(dim) > 1]
+        refusal = DIRECT_BACKWARD if self._steps_by_hand else UNSCALED_BACKWARD if self.scaler is not None else ""
+        self._gradients = Gradients(self.wrapped._get_fsdp_state(), self._units, groups, among, refusal)
+        self._of_models[id(self.wrapped)] = self._gradients
+        if self._steps_by_hand:
+            self._gradients.kept = parameter_groups(self.wrapped)
+            share_gradients([one for group in self._gradients.kept for one in group.fsdp_params])
         if self.pipeline is None and self.processes.world_size > 1:  # a pipeline has an order of its own
             gathered = {id(unit) for unit in self._units}
             blocks = {name: one for name, one in self.module.named_modules() if id(one) in gathered}
@@ -384,12 +440,63 @@ class FSDPStrategy(DistributedStrategy):
                 f"way than this run ({self.layout or 'full models'}): make a new one, for example with "
                 "load_from_checkpoint."
             )
+        if before.precision.float8 != self.precision.float8:
+            raise ConfigError(
+                f"the layers of {type(module).__name__} were made for precision={before.precision.name!r} by a run "
+                f"before this one, which {self.precision.name!r} cannot change once they are sharded: make a new "
+                "one, for example with load_from_checkpoint."
+            )
+        stored = self.precision.stored_dtypes(module)
+        for group in (group for unit in fsdp_units(wrapper) for group in parameter_groups(unit)):
+            if len({stored(record.sharded_param) for record in group.fsdp_params}) > 1:
+                raise ConfigError(
+                    f"precision={self.precision.name!r} keeps the norms of {type(module).__name__} in float32, and a "
+                    f"run in {before.precision.name!r} before this one has sharded them together with other layers: "
+                    "make a new one, for example with load_from_checkpoint."
+                )
+
+    def _take_over(self, before: AppliedSplit) -> None:
+        """Go on with what an earlier run has made of the module."""
+        self.pipeline, self._context, self._loss_parallel = before.pipeline, before.context, before.loss_parallel
+        self.split_description, self.wrapped_blocks = before.description, before.wrapped_blocks
+        if self.pipeline is not None and self._mesh is not None:
+            mesh = self._mesh
+            self.pipeline.connect(mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages)
+        others = {name: value for name, value in before.fixed.items() if getattr(self, name) != value}
+        if "HYBRID_SHARD" not in (self.sharding_strategy, before.fixed["sharding_strategy"]):
+            others.pop("sharding_strategy", None)  # the others differ in what is sharded after a forward
+        if type(self.reshard_after_forward) is not int:
+            others.pop("reshard_after_forward", None)
+        if others:
+            log.warning(
+                "the module was sharded by an earlier run, and goes on with its %s: make a new one for other options",
+                ", ".join(f"{name}={value!r}" for name, value in others.items()),
+            )
+        for name, value in others.items():
+            setattr(self, name, value)
+        self._mesh = before.mesh
+
+    def _set_policies(self) -> None:
+        """Have the units of an earlier run gather and reduce in the dtypes of this run, and keep weights as it asks."""
+        policy, reshard = self._mixed_precision(), self._reshards_blocks()
+        for unit in self._units:
+            unit._get_fsdp_state()._mp_policy = policy
+            if unit is not self.wrapped and isinstance(reshard, bool):
+                unit.set_reshard_after_forward(reshard, recurse=False)
+            for group in parameter_groups(unit):
+                group.mp_policy = policy
+                group._init_mp_dtypes()
+        for record in self._parameters:
+            full = vars(record).get("_unsharded_param")
+            if full is not None and full.dtype != (record.param_dtype or record.orig_dtype):
+                record.all_gather_outputs = []
+                del record._unsharded_param
 
     def _refuse(self, module: TrainModule) -> None:
         from trainer.strategies.fsdp.adapters import refuse_adapted_parameters
 
         raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
-        kinds = ("scalar", "empty", "script")
+        kinds = ("scalar", "empty", "script", "quantized", "hooked")
         raise_problems(unsupported(module, self.name, *kinds), f"strategy {self.name!r}")
         refuse_adapted_parameters(module)
 
@@ -440,7 +547,7 @@ class FSDPStrategy(DistributedStrategy):
             needs_loss_parallel,
             resolve_plan,
         )
-        from trainer.strategies.fsdp.plan_check import FLOAT8, FULL_PRECISION, LOW_PRECISION, PlanCheck
+        from trainer.strategies.fsdp.plan_check import PlanCheck
 
         assert self._mesh is not None
         layout, plan = self.layout, find_plan(module)
@@ -452,9 +559,7 @@ class FSDPStrategy(DistributedStrategy):
             )
         styles = resolve_plan(module, plan, layout.tensor)
         if layout.tensor > 1:
-            low = LOW_PRECISION if self._computes_low() else FULL_PRECISION
-            tolerance = low if self.precision.float8 is None else FLOAT8
-            self._plan_check = PlanCheck(module, styles, self._mesh.tensor.get_group(), tolerance)
+            self._plan_check = PlanCheck(module, styles, self._mesh.tensor.get_group())
             apply_plan(module, self._mesh.tensor, styles)
             self._first_step_errors = FirstStepErrors(layout.tensor)
             self._loss_parallel = needs_loss_parallel(styles)
@@ -470,7 +575,7 @@ class FSDPStrategy(DistributedStrategy):
             raise ConfigError(f"auto_wrap_policy: {error}") from error.__cause__
 
     def _shard(self, module: TrainModule, chosen: dict[str, nn.Module]) -> Any:
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         assert self._mesh is not None
         options: dict[str, Any] = {"mesh": self._mesh.shards, "mp_policy": self._mixed_precision()}
@@ -480,25 +585,22 @@ class FSDPStrategy(DistributedStrategy):
         options["offload_policy"] = (
             CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
         )
-        reshard = self.reshard_after_forward
-        if reshard is None:
-            reshard = self.sharding_strategy != "SHARD_GRAD_OP" and self.pipeline is None
+        reshard = self._reshards_blocks()
         blocks = exclude_tied_weights(module, chosen)
         tied = [name for name in chosen if name not in blocks]
         if tied:
             log.info("fsdp gathers with the rest, because they share weights with it: %s", ", ".join(tied))
         self.wrapped_blocks = describe_blocks(blocks)
-        norms = norms_with_statistics(module) if self.precision.autocast is not None else []
-        for norm in norms:
-            fully_shard(norm, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
-        for experts in self._experts.values():
-            fully_shard(experts, reshard_after_forward=reshard, **{**options, "mesh": self._mesh.expert_shards})
+        apart = self._in_own_dtype(module, [module, *blocks.values()])
+        experts = [*self._experts.values()]
         root = _FSDPForward(module)
         for unit in (*blocks.values(), root):
             unit.register_forward_hook(copy_views)
-        for block in blocks.values():
-            if block not in norms:
-                fully_shard(block, reshard_after_forward=reshard, **options)
+        # Inner ones first: a layer that is gathered apart may be within a block, or have blocks in it.
+        depth = {layer: name.count(".") for name, layer in module.named_modules()}
+        for unit in sorted((*apart, *experts, *blocks.values()), key=depth.__getitem__, reverse=True):
+            own = {**options, "mesh": self._mesh.expert_shards} if unit in experts else options
+            fully_shard(unit, reshard_after_forward=False if unit in apart else reshard, **own)
         # What is in no block stays gathered: its backward comes right after its forward.
         wrapped = fully_shard(root, reshard_after_forward=False if blocks else reshard, **options)
         if blocks:
@@ -510,6 +612,41 @@ class FSDPStrategy(DistributedStrategy):
                 type(module).__name__,
             )
         return wrapped
+
+    def _reshards_blocks(self) -> bool | int:
+        if self.reshard_after_forward is None:
+            return self.sharding_strategy != "SHARD_GRAD_OP" and self.pipeline is None
+        return self.reshard_after_forward
+
+    def _in_own_dtype(self, module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+        """Return the layers that train in another dtype than the rest, and are gathered apart, the inner ones first.
+
+        What FSDP2 gathers together, and trains, has one dtype.
+
+        Args:
+            units: the module and its blocks, which are gathered anyway, with what is in them.
+
+        Raises:
+            ConfigError: parameters of several dtypes are in one layer, or in a list, which nothing gathers.
+        """
+        found: dict[nn.Module, None] = {}
+
+        def visit(layer: nn.Module, name: str, dtype: torch.dtype) -> None:
+            own = {p.dtype for p in layer.parameters(recurse=False) if p.requires_grad}
+            if layer not in units and own - {dtype}:
+                found[layer] = None
+            if len(own) > 1 or (layer in found and type(layer).forward is nn.Module.forward):
+                raise ConfigError(
+                    f"strategy 'fsdp' gathers parameters of one dtype together, and {name or type(layer).__name__} has "
+                    f"{', '.join(sorted(map(str, own)))} among others: put those of one dtype into a layer of their "
+                    "own, whose forward uses them."
+                )
+            for child_name, child in layer.named_children():
+                visit(child, f"{name}.{child_name}".removeprefix("."), next(iter(own), dtype))
+
+        if len({p.dtype for p in module.parameters() if p.requires_grad}) > 1:
+            visit(module, "", self.precision.weights)
+        return [*reversed(found)]
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -540,6 +677,8 @@ class FSDPStrategy(DistributedStrategy):
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
         self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else None
         self._refuse_of_split_models(optimizers, config)
+        for optimizer in optimizers if self._steps_by_hand else ():
+            self._gradients.clear_with(optimizer)
         window = config.accumulate_grad_batches or 1
         if self.pipeline is not None:
             stages, is_short = self.layout.pipeline, window < self.layout.pipeline
@@ -605,12 +744,30 @@ class FSDPStrategy(DistributedStrategy):
         if self.pipeline is None:
             return self._call_wrapped(step, args)
         with without_hooks(self._hooks) if between and self._hooks else NULL_CONTEXT:
-            outputs = self.pipeline.forward(
-                lambda: self._call_wrapped(step, args), step, self.device, self._communicates
-            )
+            try:
+                outputs = self.pipeline.forward(
+                    lambda: self._call_wrapped(step, args), step, self.device, self._communicates
+                )
+            except RuntimeError as error:
+                if "used in the graph" not in str(error):
+                    raise
+                raise ConfigError(
+                    "pipeline_parallel: torch.autograd.grad in a step, through blocks of other stages, which this "
+                    f"process has no graph of: use another strategy, or gradients of one stage.\ntorch said: {error}"
+                ) from error
         if step == "training_step" and not self._gathered_at_start:
             self._gathered_at_start = self._gathered_states()
         return outputs
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Have a step method change flags of gathered parameters, and see what else it changes in its first call."""
+        from trainer.strategies.fsdp.trainable import adopt_flags
+
+        if self._steps_by_hand and torch.is_grad_enabled() and not self._gathered_at_start:
+            self._gathered_at_start = self._gathered_states()
+        yield
+        adopt_flags(self._parameters)
 
     def _gathered_states(self) -> list[tuple[Any, int, int]]:
         return [(p, *_state_of(vars(p)["_unsharded_param"])) for p in self._parameters if was_gathered(p)]
@@ -622,6 +779,7 @@ class FSDPStrategy(DistributedStrategy):
                     outputs = self.wrapped(step, _Hidden(args))
                 if self._steps_by_hand and step == "training_step":
                     self._refuse_changes_within_step()
+                    self._gradients.release()
                     self.wrapped.reshard()
                 elif self._gathered_in_evaluation is None and not torch.is_grad_enabled():
                     self._gathered_in_evaluation = [(parameter, parameter._version) for parameter in self._gathered()]
@@ -671,7 +829,7 @@ class FSDPStrategy(DistributedStrategy):
                     "before fit or in configure_model, or use strategy 'ddp'."
                 )
             # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
-            if (current is sharded and not sharded.data_ptr()) or current is vars(parameter).get("_unsharded_param"):
+            if (current is sharded and not sharded.data_ptr()) or any(current is one for one in gathered_of(parameter)):
                 continue
             raise self._replaced(parameter)
 
@@ -712,7 +870,7 @@ class FSDPStrategy(DistributedStrategy):
 
         def check(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             for record in self._parameters:
-                place, own = record._module_info, (record.sharded_param, vars(record).get("_unsharded_param"))
+                place, own = record._module_info, (record.sharded_param, *gathered_of(record))
                 modules, names = (place.module, *place.shared_modules), (place.param_name, *place.shared_param_names)
                 if (module, name) in zip(modules, names, strict=True) and all(parameter is not one for one in own):
                     raise self._replaced(record)
@@ -753,6 +911,7 @@ class FSDPStrategy(DistributedStrategy):
                 "lose the change: change parameters before the first batch (on_validation_start) or after the last "
                 "(on_validation_epoch_end)."
             )
+        self._gradients.release()
         reshard_all(self.wrapped)
 
     def full_parameters(
@@ -794,26 +953,24 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_changes_within_step()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
+        if self._compares_gradients:
+            self._loss = loss.detach()
         if self.pipeline is not None:
             with self._explaining.paused():
                 self.pipeline.backward(loss, self._backward_of)
             return
-        if not self._steps_by_hand:
-            with self._loss_context(), self._order.of(BACKWARD), self._as_forward():
-                self._run_backward(loss)
-            if self._reuses_memory and not self._communicates:
-                copy_gradients(unsharded_parameters(self.wrapped))
-            return
-        # FSDP2 expects one backward, after the step method: what is in no block has its hook on the outputs, and is
-        # sharded after the backward, although this step may use it again.
-        if loss.requires_grad:
-            loss.register_hook(self.wrapped._get_fsdp_state()._pre_backward)
-        with self._order.paused(), self._as_forward():
+        order = self._order.paused() if self._steps_by_hand else self._order.of(BACKWARD)
+        with self._loss_context(), order, self._as_forward(), self._gradients.of_step(self._of_models.values()):
             self._run_backward(loss)
-        self.wrapped.unshard()
+        if self._steps_by_hand:
+            return
+        for one in self._of_models.values():
+            one.release()
+        if self._reuses_memory and not self._communicates:
+            copy_gradients(unsharded_parameters(self.wrapped))
 
     def _backward_of(self, communicates: bool, backward: Callable[[], None]) -> None:
-        with self._communicating(communicates), self._loss_context(), self._as_forward():
+        with self._communicating(communicates), self._loss_context(), self._as_forward(), self._gradients.of_step():
             backward()
 
     def end_window(self) -> None:
@@ -830,6 +987,8 @@ class FSDPStrategy(DistributedStrategy):
         """Raise ConfigError if the processes of a layer have different gradients of what they all have full."""
         from trainer.strategies.fsdp.plan import refuse_partial_gradients
 
+        if self._loss is None:  # the window was skipped
+            return
         assert self._mesh is not None
         self._compares_gradients = all(p.grad is None for p in self.module.parameters())
         shards = self._mesh.shards
@@ -840,11 +999,9 @@ class FSDPStrategy(DistributedStrategy):
         }
         if self.pipeline is not None:
             replicated = {name: p for name, p in replicated.items() if name not in self.pipeline.elsewhere}
-        tolerance = 1e-2 if self._computes_low() else 1e-3
-        refuse_partial_gradients(replicated, self._mesh.tensor.get_group(), tolerance)
-
-    def _computes_low(self) -> bool:
-        return self._mixed_precision().param_dtype is not None or self.precision.weights.itemsize < 4
+        dtype = self.precision.autocast or self.precision.weights
+        refuse_partial_gradients(self._loss, replicated, dtype, self._mesh.tensor.get_group())
+        self._loss = None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         if self._called_first:
@@ -854,7 +1011,9 @@ class FSDPStrategy(DistributedStrategy):
         with self._explaining.paused() if closure is None else NULL_CONTEXT:
             super().step(optimizer, closure, **options)
         if self._steps_by_hand:  # gather the new values
-            self.wrapped.reshard()
+            self._gradients.release()
+            for unit in self._units:
+                unit.reshard()
             self.wrapped.unshard()
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
@@ -952,18 +1111,21 @@ class FSDPStrategy(DistributedStrategy):
         # A parameter outside of the plan has copies along the dimension "tensor".
         return "tensor" in tensor.device_mesh.mesh_dim_names or self._mesh.position("tensor") == 0
 
-    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
-        from trainer.strategies.fsdp.dtensors import load_sharded
+    def load_module_state(self, state: Mapping[str, Loadable | Shard], strict: bool = True, hooks: bool = True) -> None:
+        from trainer.strategies.fsdp.dtensors import ShardedValues
 
-        load_sharded(self.module, state, strict, self.pipeline.elsewhere if self.pipeline is not None else ())
+        load_values(self.module, state, strict, hooks, ShardedValues())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = state_by_name(self.module, optimizer, optimizer.state_dict())
+        state = state_by_name(self.module, optimizer)
         known: dict[int, Shard] = {}
         own = {name: self._shards(name, of_one, known) for name, of_one in state["state"].items()}
         if self.pipeline is not None:
             own = self._with_other_stages(own, state["param_groups"])
-        return {**state, "state": own}
+            refuse_own_tensors(optimizer, state, "pipeline_parallel, whose stages hold other parameters,")
+        keys: list[str] = [key for key in ("common", "extra", "parts") if key in state]
+        more = {key: self._shards("", state[key], known) for key in keys}
+        return {**state, **more, "state": own}
 
     def _with_other_stages(self, own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's state with what other stages have of it, as shards without elements. Collective."""
@@ -978,19 +1140,15 @@ class FSDPStrategy(DistributedStrategy):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         from trainer.strategies.fsdp.dtensors import part_as_dtensor
 
-        parameters = dict(self.module.named_parameters())
         if self.pipeline is not None:
             own = {name: of_one for name, of_one in state["state"].items() if name not in self.pipeline.elsewhere}
             state = {**state, "state": own}
-
-        def take(name: str, value: Loadable) -> torch.Tensor:
-            return part_as_dtensor(value, parameters[name])
-
-        load_by_position(optimizer, state_by_position(self.module, optimizer, state, take))
+        load_by_position(optimizer, state_by_position(self.module, optimizer, state, part_as_dtensor))
 
     def teardown(self) -> None:
         self._explaining.end()
         self._order.end()
+        self._of_models.clear()
         if self._mesh is not None and self.pipeline is not None and self.pipeline.has_messages:
             forget_mesh(self._mesh)
         super().teardown()
@@ -1013,6 +1171,14 @@ class AppliedSplit(NamedTuple):
     context: ContextParallel | None
     loss_parallel: bool
     description: str
+    precision: Precision
+    fixed: dict[str, Any]
+    """Options that cannot change."""
+    wrapped_blocks: str
+    mesh: ParallelMesh | None
+
+
+_FIXED = ("auto_wrap_policy", "cpu_offload", "sharding_strategy", "device_mesh", "reshard_after_forward")
 
 
 class _Hidden:
@@ -1097,6 +1263,14 @@ def was_gathered(parameter: Any) -> bool:
     return "_unsharded_param" in vars(parameter)
 
 
+def gathered_of(record: Any) -> list[nn.Parameter | None]:
+    """Return what may stand in place of a shard: the full parameter, and the part of it that is kept after a forward.
+
+    The latter with `reshard_after_forward` as a number.
+    """
+    return [getattr(record, "_unsharded_param", None), getattr(record, "_sharded_post_forward_param", None)]
+
+
 def reshard_all(wrapped: nn.Module) -> None:
     """Free all gathered parameters, also those of a forward that has ended with an error."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -1107,10 +1281,18 @@ def reshard_all(wrapped: nn.Module) -> None:
         unit.reshard()
 
 
-def norms_with_statistics(module: nn.Module) -> list[nn.Module]:
-    """Return the BatchNorms and their like with weights: torch needs these in the dtype of the statistics."""
-    return [
-        child
-        for child in module.modules()
-        if isinstance(child, _NormBase) and child.running_mean is not None and child.weight is not None
-    ]
+def _computes_in_own_dtype(layer: nn.Module) -> bool:
+    """Whether a layer computes with its parameters in their own dtype, also under autocast.
+
+    Torch's norms need that of their statistics, and spectral norm that of its vectors; what other parametrizations
+    compute is no choice of autocast's either.
+    """
+    return has_statistics(layer) or isinstance(layer, ParametrizationList) or multiplies_buffers(layer)
+
+
+def _init_own_dtypes(record: Any, policy: MixedPrecisionPolicy) -> None:
+    """Gather a parameter in its own dtype, and reduce complex gradients in theirs."""
+    type(record).init_dtype_attrs(record, policy)
+    record.param_dtype = None
+    if record.sharded_param.is_complex():
+        record.reduce_dtype = None

@@ -272,13 +272,13 @@ class XlaStrategy(Strategy):
         state: dict[str, torch.Tensor | Shard] = copied_to_host(self.module.state_dict(keep_vars=True), self.mesh)
         return state
 
-    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
-        super().load_module_state(state, strict)
+    def load_module_state(self, state: Mapping[str, Loadable | Shard], strict: bool = True, hooks: bool = True) -> None:
+        super().load_module_state(state, strict, hooks)
         self._sync()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        full = copied_to_host(optimizer.state_dict(), self.mesh)
-        return state_by_name(self.module, optimizer, full)
+        state: dict[str, Any] = copied_to_host(state_by_name(self.module, optimizer), self.mesh)
+        return state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         super().load_optimizer_state(optimizer, state)

@@ -325,6 +325,25 @@ def test_the_last_batch_is_reported_after_a_skipped_step() -> None:
     assert (ends.inside, ends.after) == ([11], [11])
 
 
+class LogsLosses(Callback):
+    """As callbacks do: logs the loss that `on_train_batch_end` gets."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, index: int) -> None:
+        trainer.log("seen", outputs["loss"], on_step=True, on_epoch=True)
+        trainer.log("seen_in_epoch", outputs["loss"], on_step=False, on_epoch=True, reduce_fx="max")
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_what_the_last_hook_of_a_bad_step_logs_is_dropped_too(action: str, tmp_path: Path) -> None:
+    saves = ModelCheckpoint(every_n_train_steps=2)
+    callbacks, saving = [saves, BadStepGuard(action), LogsLosses()], {"enable_checkpointing": True}
+    trainer = quiet(max_epochs=1, callbacks=callbacks, default_root_dir=tmp_path, **saving)
+    trainer.fit(Net(), data("nan"))
+    values = trainer.callback_metrics
+    assert float(values["seen_epoch"]) == pytest.approx(float(values["loss_epoch"]), rel=1e-6)
+    assert torch.isfinite(values["seen_in_epoch"])
+
+
 def test_a_run_for_development_saves_nothing_to_go_back_to() -> None:
     quiet(fast_dev_run=2, callbacks=[BadStepGuard("rewind"), ModelCheckpoint()]).fit(Net(), data(""))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.processes import start_python
 from tests.helpers.toy import Toy, loader, quiet
@@ -216,20 +217,46 @@ def test_a_value_not_known_yet_is_nan_in_a_name() -> None:
     ]
 
 
-@pytest.mark.parametrize(("monitor", "reports"), [("val_los", 2), ("val_loss", 0), ("train_loss", 0)])
-def test_a_monitor_that_is_nearly_a_name_of_the_sanity_check_is_reported_before_the_first_step(
-    monitor: str, reports: int, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("monitor", ["val_los", "val_loss", "train_loss", "val_lose"])
+def test_monitors_that_are_nearly_a_name_of_the_sanity_check_are_refused_before_the_first_step(monitor: str) -> None:
     class Stop(Callback):
         def on_train_start(self, trainer: Trainer, module: Any) -> None:
             raise InterruptedError
 
-    callbacks = [ModelCheckpoint(monitor=monitor), EarlyStopping(monitor), Stop()]
+    class Lose(Toy):
+        def on_train_epoch_end(self) -> None:
+            self.log("val_lose", 1.0)
+
+    callbacks = [ModelCheckpoint(filename=f"{{{monitor}:.2f}}"), EarlyStopping(monitor), Stop()]
     trainer = quiet(max_epochs=1, num_sanity_val_steps=1, enable_checkpointing=True, callbacks=callbacks)
-    with caplog.at_level(logging.WARNING, logger="trainer"), pytest.raises(InterruptedError):
-        trainer.fit(Toy(), loader(2), loader(1))
-    message = f"monitors '{monitor}', which the sanity check has not logged. Did you mean 'val_loss'?"
-    assert caplog.text.count(message) == reports
+    with pytest.raises(ConfigError if monitor == "val_los" else InterruptedError) as refused:
+        trainer.fit(Lose(), loader(2), loader(1))
+    if monitor == "val_los":
+        for problem in ("2 problems", "ModelCheckpoint(filename='{val_los:.2f}')", "EarlyStopping(monitor='val_los')"):
+            assert problem in str(refused.value)
+        assert str(refused.value).count("Did you mean 'val_loss'?") == 2
+
+
+def test_wrong_monitors_are_reported_together_and_the_epoch_is_saved(tmp_path: Path) -> None:
+    class Plateau(Toy):
+        name = "train_loss"
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "monitor": self.name}]
+
+    Plateau.name = "other"
+    saves = ModelCheckpoint(tmp_path, monitor="accuracy", mode="max")
+    callbacks = [EarlyStopping("score", mode="max"), saves]
+    trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=callbacks)
+    with pytest.raises(ConfigError, match=r"(?s)'score'.*monitors 'accuracy'.*ReduceLROnPlateau monitors 'other'"):
+        trainer.fit(Plateau(), loader(4))
+    assert trainer.global_step == 4
+    Plateau.name = "train_loss"
+    later = quiet(max_epochs=2)
+    later.fit(Plateau(), loader(4), ckpt_path=saves.last_model_path)
+    assert later.global_step == 8
 
 
 def test_an_unclear_mode_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,6 +350,17 @@ def test_a_second_fit_into_the_same_folder_does_not_point_to_the_best_of_the_fir
     fit(checkpoint, ByStep({4: 0.9}))
     assert directory.resolve("best").name == "epoch=0-step=4-v1"
     assert checkpoint.kept == {"epoch=0-step=2-v2": None, "epoch=0-step=4-v1": 0.9}
+
+
+def test_a_callback_without_a_value_leaves_the_best_of_another_in_its_folder(tmp_path: Path) -> None:
+    class Both(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log_dict({"val_loss": 0.5, "rare": math.nan})
+
+    monitors = [ModelCheckpoint(tmp_path, monitor=name, filename=name) for name in ("val_loss", "rare")]
+    trainer = quiet(max_epochs=1, callbacks=monitors, enable_checkpointing=True)
+    trainer.fit(Both(), loader(2), loader(1))
+    assert CheckpointDirectory(tmp_path).resolve("best").name == "val_loss"
 
 
 def test_a_second_fit_has_no_values_of_the_first() -> None:

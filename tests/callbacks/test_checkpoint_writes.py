@@ -440,10 +440,14 @@ def test_the_same_checkpoints_in_the_background(tmp_path: Path) -> None:
     for number in range(1, 7):
         one, other = (read_checkpoint(tmp_path / str(which) / f"step={number}") for which in (False, True))
         assert torch.equal(one["model"]["layer.weight"], other["model"]["layer.weight"])
+        for checkpoint in (one, other):
+            for state in checkpoint["callbacks"].values():
+                state.pop("owner", None)  # a random name, as below
         for part in ("progress", "callbacks", "optimizers"):
             assert one[part] == other[part]
     infos = [read_manifest(tmp_path / which / "step=6").info for which in ("True", "False")]
     assert {type(info.pop(name)) for info in infos for name in ("began", "captured")} == {int}
+    assert [len(info.pop("owner")) for info in infos] == [16, 16]
     assert infos[0] == infos[1]
 
 
@@ -562,3 +566,12 @@ def test_two_processes_agree_on_what_was_written(tmp_path: Path) -> None:
     kept = dict.fromkeys(names)
     assert first == (6, kept, str(tmp_path / "c" / "step=6"), names)
     assert other == (6, kept, str(tmp_path / "c" / "step=6"), [])
+
+
+def test_a_name_that_a_thread_is_still_writing_is_taken(gate: threading.Event, tmp_path: Path) -> None:
+    both = [ModelCheckpoint(tmp_path / "c", filename="one", save_top_k=k, async_save=True) for k in (1, -1)]
+    opening = threading.Timer(0.5, gate.set)
+    opening.start()
+    fit([*both], default_root_dir=tmp_path)
+    assert [[*one.kept] for one in both] == [["one"], ["one-v1"]]
+    assert sorted(there(tmp_path / "c")) == ["one", "one-v1"]

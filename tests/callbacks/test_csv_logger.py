@@ -1,4 +1,4 @@
-"""CSVLogger writes one row per step, whatever is logged when, and however often the run is interrupted."""
+"""CSVLogger writes the values of a step in a row, whatever is logged when, and however often the run is interrupted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
-from trainer import Callback, ConfigError
+from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import CSVLogger, ModelCheckpoint
 
 
@@ -39,11 +39,40 @@ def test_values_of_one_step_share_a_row(logger: CSVLogger) -> None:
 
 
 def test_a_row_that_is_on_disk_still_takes_values(logger: CSVLogger) -> None:
-    logger.log_metrics({"a": 0.123456789, "b": 1.0}, 1)
+    logger.log_metrics({"a": 0.123456789}, 1)
     logger.flush()
-    logger.log_metrics({"a": 2.0}, 1)
+    logger.log_metrics({"b": 1.0}, 1)
     logger.flush()
-    assert Path("metrics.csv").read_text() == "step,a,b\n1,2.0,1.0\n"
+    assert Path("metrics.csv").read_text() == "step,a,b\n1,0.123456789,1.0\n"
+
+
+def test_a_second_value_of_a_name_has_a_row_of_its_own(logger: CSVLogger) -> None:
+    """As Lightning's: a name that is logged in training and in validation loses neither."""
+    logger.log_metrics({"loss": 4.0, "rate": 0.1}, 4)
+    logger.log_metrics({"loss": 50.0, "acc": 0.5}, 4)
+    logger.flush()
+    logger.log_metrics({"loss": 3.0}, 5)
+    logger.log_metrics({"loss": 60.0, "new": 1.0}, 4)  # a test of an older checkpoint
+    logger.flush()
+    of_step_4 = [{"loss": "4.0", "rate": "0.1"}, {"loss": "50.0", "acc": "0.5"}, {"loss": "60.0", "new": "1.0"}]
+    assert rows() == [*({"step": "4", **row} for row in of_step_4), {"step": "5", "loss": "3.0"}]
+
+
+def test_both_values_of_a_name_survive_a_resume() -> None:
+    class Same(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("train_loss", 50.0 + self.global_step)
+
+    def trainer(epochs: int) -> Trainer:
+        loggers, saves = [CSVLogger("log")], {"enable_checkpointing": True}
+        return quiet(max_epochs=epochs, logger=loggers, log_every_n_steps=2, default_root_dir="runs", **saves)
+
+    for epochs in (1, 2):
+        trainer(epochs).fit(Same(), loader(4), loader(1), ckpt_path="last")
+    with Path("log/metrics.csv").open() as file:
+        found = [(int(row["step"]), float(row["train_loss"])) for row in csv.DictReader(file) if row["train_loss"]]
+    assert [step for step, _ in found] == [2, 4, 4, 6, 8, 8]
+    assert [value for _, value in found if value >= 50] == [54.0, 58.0]
 
 
 def test_a_new_name_adds_a_column_to_all_rows(logger: CSVLogger) -> None:

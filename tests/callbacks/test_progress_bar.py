@@ -299,6 +299,15 @@ def test_plain_lines_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(rf"epoch 1/1: 6/6 batches, {number}/s, train_loss={number}, val_loss={number}", line), line
 
 
+def test_plain_lines_of_a_program_that_executes_notebooks(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ipykernel")
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    quiet(max_epochs=1, enable_progress_bar=True).fit(Toy(), loader(6))
+    assert "epoch 0/0: 6/6 batches" in capfd.readouterr().err
+
+
 def test_a_log_has_validations_inside_an_epoch_and_a_stop(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr(_Lines, "PAUSE", 0.0)
     monkeypatch.setattr(_Lines, "update", lambda *args: None)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.utils.data import DataLoader
 
 from tests.helpers.compare import assert_same_bits
+from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
@@ -266,6 +267,32 @@ def _train(name: str, folder: str) -> None:
         trainer.fit(MLP(), data, data, ckpt_path="last")
 
 
+def _train_low(folder: str) -> list[dict[str, torch.Tensor]]:
+    """Train without a break and in two pieces; return the weights at the ends, as this process has them."""
+    ends, way = [], WAYS["FSDP 2x2"]
+    for name, pieces in (("whole", (2,)), ("broken", (1, 2))):
+        for epochs in pieces:
+            seed_everything(1)
+            callbacks = [EMAWeightAveraging(decay=DECAY), ModelCheckpoint(dirpath=Path(folder) / name)]
+            trainer = way.trainer(
+                max_epochs=epochs, seed=1, precision="bf16-true", enable_checkpointing=True, callbacks=callbacks
+            )
+            module, data = MLP(), DataLoader(MLP.data(24), batch_size=way.micro_batch)
+            trainer.fit(module, data, ckpt_path="last" if epochs > pieces[0] else None)
+        ends.append(trainer.full_state_dict(everywhere=True))
+    return ends
+
+
+def test_copies_of_shards_in_16_bits_have_the_averages_of_a_checkpoint(tmp_path: Path) -> None:
+    for whole, broken in run_distributed(_train_low, 4, str(tmp_path)):
+        for name, value in whole.items():
+            assert torch.equal(value, broken[name]), name
+    whole, broken = (read_checkpoint(tmp_path / name / "epoch=1-step=6") for name in ("whole", "broken"))
+    for name, value in whole["average"].items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, broken["average"][name])
+
+
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("averages")
@@ -285,3 +312,21 @@ def test_a_single_process_goes_on_with_any_checkpoint(name: str, folder: Path) -
     again.fit(other, DataLoader(MLP.data(24), batch_size=8), ckpt_path=folder / "single" / "epoch=1-step=6")
     for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("callback", "settings", "words"),
+    [
+        (lambda: StochasticWeightAveraging(0.01, swa_epoch_start=9), {"max_epochs": 4}, "(swa_epoch_start=9)"),
+        (lambda: StochasticWeightAveraging(0.01), {"max_epochs": 10, "max_steps": 5}, "(swa_epoch_start=0.8)"),
+        (lambda: EMAWeightAveraging(update_starting_at_step=9), {"max_epochs": 2}, "(update_starting_at_step=9, "),
+        (lambda: StochasticWeightAveraging(0.01), {"max_epochs": 2}, ""),
+        (lambda: EMAWeightAveraging(update_starting_at_step=9, update_starting_at_epoch=1), {"max_epochs": 2}, ""),
+    ],
+)
+def test_an_average_that_begins_after_the_end_is_reported_at_the_start(
+    callback: Any, settings: dict[str, int], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    quiet(callbacks=[callback()], **settings).fit(Toy(), loader(4))
+    said = [message for message in caplog.messages if "begins after the end of the run" in message]
+    assert [words in message for message in said] == [True] * bool(words)

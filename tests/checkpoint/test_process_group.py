@@ -130,6 +130,16 @@ def write_in_threads(folder: str) -> dict[str, Any]:
         dist.all_reduce(torch.ones(1000))
     writer.wait()
     results["written"] = (*writer.result(), done.is_set())
+    sent: list[str] = []
+    for number in range(20):
+        one = StoreProcessGroup(store.clone(), group.rank, WORLD, f"many/{number}", timeout=60, sent=sent)
+        gathered = one.all_gather_object(group.rank), one.broadcast_object(number), one.all_gather_object(number)
+        assert gathered == ([0, 1, 2], number, [number] * WORLD)
+    group.barrier()
+    # One list, of the last exchange, for each process.
+    keys = [f"many/{number}/{k}/{rank}" for number in range(20) for k in (1, 2, 3) for rank in range(WORLD)]
+    results["left"] = sum(store.check([key]) for key in keys)
+    group.barrier()
     if group.rank != 2:
         lonely = StoreProcessGroup(store.clone(), group.rank, WORLD, "two", timeout=0.5)
         results["nobody comes"] = error_of(lambda: lonely.all_gather_object(1))
@@ -150,6 +160,7 @@ def test_in_the_background_and_damage_afterwards(tmp_path: Path) -> None:
     for result in results:
         path, error, done = result["written"]
         assert (path, error, done) == (str(tmp_path / "background"), None, True)
+        assert result["left"] == WORLD
     assert results[0]["nobody comes"].startswith(WriteError.__name__)
     assert torch.equal(read_checkpoint(tmp_path / "background")["model"]["w"], full_state()["w"])
 

@@ -5,7 +5,7 @@ import datetime
 import enum
 import pathlib
 import random
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +43,7 @@ def test_scalars_and_containers_come_back_exactly(assert_same: Same) -> None:
         "int keys": {0: "a", 7: {"b": None}},
         "odd keys": {(1, "x"): 1, None: 2, True: 3, 2.5: 4},
         "counts": Counter({30: 1, 80: 2}),
+        "defaults": defaultdict(list, {3: [1.5]}),
     }
     assert_same(nested, round_trip(nested))
 
@@ -209,6 +210,9 @@ def test_nesting_is_bounded_and_cycles_are_found(assert_same: Same) -> None:
         '{"$items": [[[1], 2]]}',
         '{"$items": [[1, 2], [1.0, 3]]}',
         '{"$counter": {}}',
+        '{"$default": ["open", []]}',
+        '{"$default": [[], []]}',
+        '{"$default": ["int", {}]}',
         '{"$float": "1.0"}',
         '{"$int": "12"}',
         '{"$int": 12}',

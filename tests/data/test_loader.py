@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -339,6 +341,36 @@ def test_an_epoch_that_ended_at_its_limit_is_not_continued() -> None:
     assert values(after.iterate(1)) == values(before.iterate(1)) == firsts
 
 
+def _shuffled_by_torchdata(limit: int | None) -> Any:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(0)  # from which the loader seeds its sampler
+    return loader_of(torchdata.StatefulDataLoader(Numbers(22), 2, shuffle=True), limit=limit)
+
+
+def _nodes(limit: int | None) -> Any:
+    nodes = pytest.importorskip("torchdata.nodes")
+    node = nodes.MapStyleWrapper(map_dataset=Numbers(22), sampler=torch.utils.data.RandomSampler(range(22)))
+    return loader_of(nodes.Loader(nodes.Mapper(nodes.Batcher(node, 2), torch.tensor)), limit=limit)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
+@pytest.mark.parametrize(("limit", "taken"), [(None, 11), (3, 3), (None, 3)], ids=["to its end", "limit", "left"])
+@pytest.mark.parametrize("made", [_shuffled_by_torchdata, _nodes])
+def test_the_epoch_after_a_restart_is_the_one_that_comes_next(made: Any, limit: int | None, taken: int) -> None:
+    before, after = made(limit), made(limit)
+    batches = before.iterate(0)
+    for _ in range(taken):
+        next(batches)
+    after.load_state_dict(before.state_dict())
+    batches, third = after.iterate(1), made(limit)
+    begun = values(itertools.islice(batches, 2))
+    third.load_state_dict(copy.deepcopy(after.state_dict()))
+    resumed = [begun + values(batches), values(after.iterate(2))]
+    assert begun + values(third.iterate(1, 2)) == resumed[0]
+    assert resumed == [values(before.iterate(epoch)) for epoch in (1, 2)]
+    assert limit is not None or all(sorted(itertools.chain.from_iterable(epoch)) == [*range(22)] for epoch in resumed)
+
+
 def test_each_part_of_a_shuffling_subclass_is_the_same_after_a_restart() -> None:
     def made(rank: int) -> Any:
         generator = torch.Generator().manual_seed(rank)  # seeded anew for each epoch, alike on all processes
@@ -357,6 +389,15 @@ def test_the_limit_takes_nothing_more() -> None:
     assert values(batch_loader.iterate(1)) == [3, 4, 5]
     assert values(batch_loader.iterate(1, 3)) == []
     assert data.read == 6
+
+
+@pytest.mark.parametrize("endless", [lambda: iter(Stream(100)), lambda: itertools.cycle(range(100))])
+def test_an_endless_iterator_is_resumed_behind_all_epochs(endless: Any) -> None:
+    """The limit ends each epoch, so a new iterator gives those before again."""
+    for start in (0, 2):
+        resumed = loader_of(endless(), limit=3)
+        assert values(resumed.iterate(2, start)) == [6, 7, 8][start:]
+        assert values(resumed.iterate(3)) == [9, 10, 11]
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 5])
@@ -390,7 +431,7 @@ def test_an_iterable_with_state_goes_on_by_itself() -> None:
     assert values(resumed.iterate(1)) == [0, 1, 2, 3, 4]
     # A loader without a state is read up to the start.
     assert values(loader_of(Counter()).iterate(0, start=2)) == [2, 3, 4]
-    assert loader_of(DataLoader(Numbers(3))).state_dict() == {}
+    assert loader_of(DataLoader(Numbers(3))).state_dict()["samples"] == 3
 
 
 def test_a_state_of_the_end_of_an_epoch_means_the_next_epoch() -> None:

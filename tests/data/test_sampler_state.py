@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import itertools
 import os
@@ -18,7 +19,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from tests.helpers.toy import Toy, quiet
 from trainer.callbacks import ModelCheckpoint
@@ -361,3 +370,47 @@ def test_a_child_is_read_from_a_process_with_many_open_files() -> None:
         os.close(descriptor)
     assert sampler_check._read(high) == b"order"
     os.close(high)
+
+
+def prune(sampler: Any) -> None:
+    sampler.indices = sampler.indices[2:]
+
+
+def weigh_less(sampler: Any) -> None:
+    sampler.weights[:5] *= 0.3  # in place, as a module does to its own buffer
+
+
+@pytest.mark.parametrize("taken", [2, None], ids=["within", "at the end"])
+@pytest.mark.parametrize(
+    ("sampler", "change"),
+    [
+        (lambda: SubsetRandomSampler([*range(20)]), prune),
+        (lambda: WeightedRandomSampler(torch.ones(20, dtype=torch.float64), 20), weigh_less),
+    ],
+)
+def test_indices_and_weights_of_torchs_samplers_are_restored(sampler: Any, change: Any, taken: int | None) -> None:
+    def made() -> Any:
+        return make_batch_loader(
+            DataLoader([*range(20)], 4, sampler=sampler()), rank=0, world_size=1, seed=1, training=True
+        )
+
+    def epoch(loader: Any, number: int, start: int = 0) -> Iterator[Any]:
+        loader.measure(number, start)
+        return (batch.data.tolist() for batch in loader.iterate(number, start))
+
+    before, after = made(), made()
+    weights = after.sampler.sampler.weights if change is weigh_less else None
+    list(epoch(before, 0))
+    change(before.sampler.sampler)
+    batches = epoch(before, 1)
+    list(itertools.islice(batches, taken))
+    change(before.sampler.sampler)  # the order in progress stays
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    rest = list(batches) if taken else []
+    if taken:
+        assert list(epoch(after, 1, taken)) == rest
+    for number in (2, 3):
+        assert list(epoch(after, number)) == list(epoch(before, number))
+        change(before.sampler.sampler)
+        change(after.sampler.sampler)
+    assert weights is None or after.sampler.sampler.weights is weights

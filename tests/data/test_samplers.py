@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from trainer.data.samplers import random_access
+from trainer.data.samplers import random_access, sizes_of
 from trainer.errors import ConfigError
 
 BILLION = range(1_000_000_000)
 
 
 def draw(sampler: Any, seed: int = 1, epoch: int = 0, start: int = 0, stop: int | None = None) -> list[Any]:
-    plan = random_access(sampler)
+    plan = random_access(sampler, sizes_of(sampler))
     assert plan is not None
     assert plan.length == len(sampler)
     stop = plan.length if stop is None else stop
@@ -82,7 +82,7 @@ def test_weights_without_replacement() -> None:
 
 def test_weights_that_change_between_epochs_count() -> None:
     sampler = WeightedRandomSampler([1.0, 1.0, 1.0], 20)
-    plan = random_access(sampler)
+    plan = random_access(sampler, sizes_of(sampler))
     assert plan is not None
     plan.order(1, 0, True)
     sampler.weights = torch.tensor([0.0, 0.0, 1.0], dtype=torch.double)
@@ -127,4 +127,4 @@ def test_others_are_not_planned() -> None:
         pass
 
     for sampler in (Mine(range(3)), [1, 2], BatchSampler(SequentialSampler(range(3)), 2, False)):
-        assert random_access(sampler) is None
+        assert random_access(sampler, sizes_of(sampler)) is None

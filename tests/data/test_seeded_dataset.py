@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from trainer.data.adapters import make_batch_loader
 from trainer.data.seeded_dataset import draws_nothing
+from trainer.errors import ConfigError
 
 
 class Noisy(Dataset[Any]):
@@ -186,3 +188,86 @@ def test_the_models_numbers_do_not_depend_on_the_workers(data: Dataset[Any]) -> 
         return [float(np.random.normal()) for _ in batch_loader.iterate(0)]
 
     assert drawn(0) == drawn(1)
+
+
+@pytest.mark.parametrize(("world", "training"), [(1, True), (2, True), (2, False)])
+def test_samples_that_a_collate_fn_leaves_out_are_told_where_they_count(
+    world: int, training: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack([number for (number,) in samples if number % 2])
+
+    loader = DataLoader(TensorDataset(torch.arange(16)), batch_size=4, collate_fn=collate)
+    batches = [*make_batch_loader(loader, rank=0, world_size=world, seed=1, training=training).iterate(0)]
+    told = [record.message for record in caplog.records if "collate_fn" in record.message]
+    if world == 2 and training:
+        assert [(batch.samples, batch.total) for batch in batches] == [(4, 8)] * 2
+        assert told == [
+            "collate_fn gave a batch of 2 samples for 4 indices, and on several processes gradients and means of the "
+            "training go by the indices, unless the module's num_items(batch) returns the number"
+        ]
+    else:
+        assert [batch.samples for batch in batches] == [2] * (4 // world)
+        assert told == []
+
+
+def kept(samples: list[Any]) -> list[Any]:
+    return [one for one in samples if one is not None and one["number"] != 9]
+
+
+def padded(samples: list[Any]) -> Any:
+    return pad_sequence([one["text"] for one in kept(samples)], batch_first=True)
+
+
+COLLATED: dict[str, tuple[Callable[[list[Any]], Any], list[int]]] = {
+    "pairs": (lambda all: torch.stack([one["x"] for one in all]).reshape(-1, 2, 3), [4, 4, 2]),
+    "two views": (lambda all: torch.cat([torch.stack([one["x"]] * 2) for one in all]), [4, 4, 2]),
+    "left out": (lambda all: {"x": torch.stack([one["x"] for one in kept(all)])}, [4, 4, 1]),
+    "left out, beside another tensor": (
+        lambda all: {"x": torch.stack([one["x"] for one in kept(all)]), "of classes": torch.ones(3, 2)},
+        [4, 4, 1],
+    ),
+    "left out, beside a mask": (
+        lambda all: (torch.stack([one["x"] for one in kept(all)]), torch.ones(len(all), 2)),
+        [4, 4, 1],
+    ),
+    "left out, with a label": (
+        lambda all: (padded(all), torch.tensor([one["number"] for one in kept(all)])),
+        [4, 4, 1],
+    ),
+    "in a mapping of one's own": (lambda all: UserDict(x=torch.stack([one["x"] for one in kept(all)])), [4, 4, 1]),
+    "time first": (lambda all: pad_sequence([one["text"] for one in all]), [4, 4, 2]),
+    "in one row": (lambda all: torch.cat([one["text"] for one in all])[None], [4, 4, 2]),
+    "time first, left out": (lambda all: pad_sequence([one["text"] for one in kept(all)]), [4, 4, 2]),
+    "other rows, left out": (padded, [4, 4, 2]),
+}
+"""Functions that collate ten samples, of which one is broken, and the samples by which the batches weigh."""
+
+
+@pytest.mark.parametrize("case", COLLATED)
+def test_samples_are_counted_where_the_batch_tells_them(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    data = [{"x": torch.full((3,), float(n)), "text": torch.ones(5 + n % 3), "number": n} for n in range(10)]
+    loader: Any = DataLoader(data, batch_size=4, collate_fn=COLLATED[case][0])  # type: ignore[arg-type]
+    batches = [*make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True).iterate(0)]
+    assert [batch.samples for batch in batches] == COLLATED[case][1]
+    told = [record.message for record in caplog.records if "are not found: whether some are left out" in record.message]
+    assert len(told) == (case in ("pairs", "in one row", "time first, left out", "other rows, left out"))
+
+
+def test_samples_that_are_none_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    data = [None if n == 9 else {"text": torch.ones(5 + n % 3), "number": n} for n in range(10)]
+    loader: Any = DataLoader(data, batch_size=4, collate_fn=padded)  # type: ignore[arg-type]
+    batches = [*make_batch_loader(loader, rank=0, world_size=1, seed=1, training=False).iterate(0)]
+    assert [batch.samples for batch in batches] == [4, 4, 1]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("batch", [torch.tensor, lambda indices: {"x": torch.tensor(indices)}])
+def test_a_seed_per_sample_needs_samples(batch: Any) -> None:
+    class Whole(Noisy):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return batch(indices)
+
+    read(Whole())
+    with pytest.raises(ConfigError, match=r"__getitems__ returned a \w+ for all: return a list of samples, or leave"):
+        read(Whole(), seed_per_sample=True)

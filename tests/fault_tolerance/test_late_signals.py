@@ -62,6 +62,23 @@ def test_sigusr1_outside_of_a_run(when: str) -> None:
     running.wait().check(75)
 
 
+EXITING = """
+import os, signal
+from tests.helpers.toy import Toy, loader, quiet
+
+class Last:
+    def __del__(self, kill=os.kill, number=signal.SIGUSR1, pid=os.getpid()):
+        kill(pid, number)
+
+last = Last()  # is deleted when Python has taken away the handlers of signals
+quiet(max_steps=1).fit(Toy(), loader())
+"""
+
+
+def test_sigusr1_does_not_change_the_exit_code_of_a_program_that_is_exiting() -> None:
+    run_python(EXITING).check(0)
+
+
 EARLY = """
 import os, signal, sys
 

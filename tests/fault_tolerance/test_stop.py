@@ -323,6 +323,30 @@ def test_a_request_at_the_very_end_is_known_to_all_or_to_none() -> None:
     assert {reason for _, reason in first} == {None, "late"}
 
 
+class SlowToWake(StopCoordinator):
+    """A main thread that comes back from the end only after a request that was made after the end."""
+
+    def _wait(self, ready: Any, step: int) -> None:
+        super()._wait(ready, step)
+        if self.rank == 1:
+            self._wanted = "too late"
+            self._changed.wait_for(lambda: False, 0.2)
+
+
+def a_request_after_the_end() -> str | None:
+    rank, world_size, store = join()
+    coordinator = SlowToWake(store, rank, world_size, interval=0.005)
+    coordinator.install()
+    reason = coordinator.finish(3)
+    dist.barrier()
+    coordinator.uninstall()
+    return reason
+
+
+def test_a_request_after_the_end_changes_no_answer() -> None:
+    assert run_distributed(a_request_after_the_end, 2) == [None, None]
+
+
 def the_others_fail(how: str) -> str:
     rank, world_size, store = join()
     coordinator = StopCoordinator(store, rank, world_size, interval=0.02, timeout=0.5)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.chaos import problems
 from tests.helpers.processes import ROOT, run_python
+from tests.tiers import selected
 from trainer.fault_tolerance.fault_points import POINTS
 from trainer.testing import fault
 
@@ -68,9 +69,10 @@ print("CODES " + json.dumps(codes))
 
 
 @pytest.fixture(scope="module")
-def ended(memory_folder: Path) -> tuple[Path, dict[str, list[int]]]:
+def ended(memory_folder: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[str, list[int]]]:
     """Run the trainings; return their folder, and the exit codes of each one's processes."""
-    faults = {name: next(iter(fault(name, count=count).values())) for name, count in FAULTS.items()}
+    names = selected(request, "name")
+    faults = {name: next(iter(fault(name, count=count).values())) for name, count in FAULTS.items() if name in names}
     result = run_python(DRIVER, json.dumps(faults), cwd=memory_folder).check()
     codes = re.search("^CODES (.*)", result.stdout, flags=re.MULTILINE)
     assert codes, result.stderr

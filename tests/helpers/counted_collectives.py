@@ -37,6 +37,8 @@ class CountCollectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counted: Counted = Counter()
+        self.flags: Counted = Counter()
+        """Those of numbers of 32 bits, by which processes tell each other on the CPU which gradients they have."""
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +65,8 @@ class CountCollectives(TorchDispatchMode):
         if operator == "all_gather_into_tensor":  # it takes the part only
             size *= processes
         if processes > 1:
-            self.counted[kind, size] += 1
+            is_flags = any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.int32 for leaf in leaves)
+            (self.flags if is_flags else self.counted)[kind, size] += 1
 
     def allocated(self, module: torch.nn.Module) -> int:
         """Return the bytes of what was allocated and is still there, without parameters and their gradients."""

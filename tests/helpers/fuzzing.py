@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from tests.helpers.fork_server import fork_server
 from tests.helpers.processes import ROOT
-from tests.tiers import Inputs
+from tests.tiers import Inputs, Numbered
 from trainer.cli.main import main
 from trainer.testing.processes import clean_environment
 
@@ -138,7 +138,7 @@ def _become(function: Callable[[random.Random], str], seed: int, folder: Path) -
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
     try:
-        found = function(random.Random(seed)), ""
+        found = function(Numbered(seed)), ""
     except WrongError as error:
         found = "wrong", str(error)
     except BaseException as error:

@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.processes import ROOT, Running, alive, descendants, run_python, start_python, wait_until
 from trainer.errors import ConfigError
 from trainer.launchers.launcher import _exit_code, can_relaunch, die_with_parent, launch_processes
+from trainer.loop.teardown import in_interactive_session
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals as on Linux and macOS")
 
@@ -310,6 +311,16 @@ def test_where_it_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert can_relaunch({}) == "it was itself started by multiprocessing"
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert can_relaunch({}) == "it is an interactive session"
+
+
+def test_a_program_that_executes_notebooks_is_no_notebook(tmp_path: Path) -> None:
+    """nbclient and papermill import ipykernel to find its kernels; a signal still has to end such a program."""
+    pytest.importorskip("ipykernel")
+    assert not in_interactive_session()
+    program = tmp_path / "program.py"
+    program.write_text("import ipykernel\nfrom trainer.launchers.launcher import can_relaunch\nprint(can_relaunch({}))")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, program], capture_output=True, env=env, text=True).stdout == "None\n"
 
 
 @pytest.mark.parametrize("arguments", [("-u", "/dev/stdin"), ("-",)])

@@ -17,12 +17,13 @@ pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which 
 
 import torch
 import torchmetrics
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.wrappers import Running
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, loader, run
 from tests.helpers.lightning_scenarios import StepLR, with_optimizer
 from tests.helpers.processes import run_distributed
-from trainer import ConfigError
+from trainer import ConfigError, Tuner
 from trainer.settings import NONE_IS_DEFAULT, Settings
 
 fit = lambda trainer, module: trainer.fit(module, loader(), loader(seed=8))  # noqa: E731
@@ -235,6 +236,61 @@ def test_limits_that_the_trainer_names(tmp_path: Path) -> None:
         settings = {"fast_dev_run": 2, "num_sanity_val_steps": -1}
         noted = run(library, Scenario("", action=act, settings=settings), tmp_path).noted
         assert noted == [(sanity, limit), (2, [2])]
+
+
+class Table:
+    """A module's part that has a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(300.0))  # type: ignore[attr-defined]
+
+
+def test_what_stays_in_float32(tmp_path: Path) -> None:
+    for library, dtype in ((LIGHTNING, torch.bfloat16), (OURS, torch.float32)):
+
+        def act(trainer: Any, module: Any) -> None:
+            fit(trainer, module)
+            module.record.noted += [module.table.dtype, next(module.parameters()).dtype]
+
+        def define(library: Library, net: Any, record: Record) -> Any:
+            return type("Net", (Table, net), {})
+
+        settings = {"precision": "bf16-true", "max_epochs": 1}
+        assert run(library, Scenario("", define, settings, action=act), tmp_path).noted == [dtype, torch.bfloat16]
+
+
+def test_the_suggested_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a regression with noise, by batches of 8."""
+    from pytorch_lightning.tuner import Tuner as LightningTuner
+
+    monkeypatch.chdir(tmp_path)
+    numbers = torch.Generator().manual_seed(3)
+    x = torch.randn(512, 8, generator=numbers)
+    y = x @ torch.randn(8, 1, generator=numbers) + 0.5 * torch.randn(512, 1, generator=numbers)
+    quiet = {"enable_progress_bar": False, "logger": False, "max_epochs": 1, "accelerator": "cpu"}
+    found = {}
+    for library, tuner in ((LIGHTNING, LightningTuner), (OURS, Tuner)):
+
+        class Net(library.Module):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                super().__init__()
+                torch.manual_seed(0)
+                self.layer, self.lr = torch.nn.Linear(8, 1), 1e-3
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), self.lr)
+
+        torch.manual_seed(3)
+        data = DataLoader(TensorDataset(x, y), 8, shuffle=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found[library.name] = tuner(library.Trainer(**quiet)).lr_find(Net(), data).suggestion()
+    assert found[LIGHTNING.name] < 1e-6
+    assert 0.01 < found[OURS.name] < 0.5
 
 
 def first_samples(folder: str) -> dict[str, list[float]]:

@@ -299,7 +299,7 @@ def accumulating(window: int) -> Any:
     ("then", "now", "line"),
     [
         ({"add": ema(0.9)}, {"add": ema(0.8)}, "callbacks: EMAWeightAveraging.decay: 0.9 then, 0.8 now"),
-        ({"add": stopping(3)}, {"add": stopping(4)}, "callbacks: EarlyStopping.patience: 3 then, 4 now"),
+        ({"add": stopping(3)}, {"add": stopping(4)}, "callbacks: EarlyStopping(loss).patience: 3 then, 4 now"),
         ({"add": accumulating(2)}, {}, "settings: schedule of accumulation: [{8: 2}] then, [] now"),
         ({}, {"gradient_clip_val": 0.5}, "settings: gradient_clip_val: None then, 0.5 now"),
         ({"collate_fn": Pad(3)}, {"collate_fn": Pad(4)}, "collate_fn: Pad "),

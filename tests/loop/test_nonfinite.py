@@ -17,7 +17,7 @@ from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
-from trainer.callbacks import ModelCheckpoint, WeightAveraging
+from trainer.callbacks import BadStepGuard, ModelCheckpoint, WeightAveraging
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.finite import floating_tensors, not_finite
 from trainer.checkpoint.format import read_checkpoint
@@ -399,6 +399,65 @@ def test_a_batch_without_items_has_no_loss_to_report(
     messages = [record.message for record in caplog.records if record.message.startswith("the loss of step")]
     assert len(messages) == (1 if counts == "unknown" else 0)
     assert all("define num_items" in one for one in messages)
+
+
+class MaskedMean(Masked):
+    """A mean as users write it, which is 0 / 0 for a batch without items, beside a second term."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mask = (batch[1] >= 0).float()
+        losses = nn.functional.cross_entropy(self.layer(batch[0]), batch[1].clamp(min=0), reduction="none")
+        penalty = (self.layer(batch[0]).square().sum(1) * mask).sum() / mask.sum()
+        return (losses * mask).sum() / mask.sum() + 0.1 * penalty
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.LBFGS(self.parameters(), max_iter=2)
+            if self.counts == "closure"
+            else super().configure_optimizers()
+        )
+
+    def num_items(self, batch: Any) -> int:
+        return int((batch[1] >= 0).sum())
+
+
+def masked_data() -> TensorDataset:
+    """Return 32 samples; the third, the fifth and the last two batches of 4 have no items."""
+    targets = torch.arange(32) % 3
+    targets[8:12] = targets[16:20] = targets[24:32] = -1
+    return TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)), targets)
+
+
+def train_masked(way: str) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    module, two = MaskedMean(way), way in ("ddp", "fsdp")
+    options = {"strategy": way, "devices": 2} if two else {}
+    guards = [BadStepGuard("skip")] if way == "guard" else []
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=2, callbacks=guards, **options)
+    trainer.fit(module, DataLoader(masked_data(), 2 if two else 4))
+    return [*trainer.full_state_dict(everywhere=True).values()]
+
+
+@pytest.mark.parametrize("way", ["automatic", "closure", "guard", "ddp", "fsdp"])
+def test_a_mean_over_no_items_leaves_the_weights_alone(way: str) -> None:
+    """The weights equal those of a loop by hand over the samples that have items."""
+    trained = run_distributed(train_masked, 2, way)[0] if way in ("ddp", "fsdp") else train_masked(way)
+    torch.manual_seed(2)
+    module = MaskedMean(way)
+    optimizer, (features, targets) = module.configure_optimizers(), masked_data().tensors
+    for first in (0, 8, 16) * 2:
+
+        def closure(first: int = first) -> torch.Tensor:
+            optimizer.zero_grad()
+            has_items = targets[first : first + 8] >= 0
+            batch = features[first : first + 8][has_items], targets[first : first + 8][has_items]
+            loss = module.training_step(batch, 0)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    for one, by_hand in zip(trained, module.parameters(), strict=True):
+        assert torch.allclose(one, by_hand, atol=1e-6)
 
 
 class Overflows(Toy):

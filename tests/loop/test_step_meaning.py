@@ -6,6 +6,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,6 +229,41 @@ def test_the_loss_that_a_closure_returns_has_no_graph() -> None:
     module = StepsItself()
     quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, loader(4))
     assert [loss.requires_grad for loss in module.losses] == [False, False]
+
+
+class Last(Callback):
+    def __init__(self) -> None:
+        self.last: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.is_last_batch:
+            self.last.append(index)
+
+
+def test_the_last_batch_is_the_last_one_of_an_optimizer_with_a_closure_too() -> None:
+    class Closed(Toy):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+    last = Last()
+    quiet(max_epochs=2, callbacks=[last]).fit(Closed(), loader(4))
+    assert last.last == [3, 3]
+
+
+class SavesAt(Callback):
+    def __init__(self, batch: int, path: Path) -> None:
+        self.batch, self.path = batch, path
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, index: int) -> None:
+        if index == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_inside_a_step_is_refused(tmp_path: Path) -> None:
+    """Its micro-batches would count twice after a resume."""
+    with pytest.raises(ConfigError, match=r"inside a step: micro-batches of step 2 .* on_train_step_end"):
+        quiet(max_epochs=1, accumulate_grad_batches=3, callbacks=[SavesAt(3, tmp_path / "a")]).fit(Toy(), loader(9))
+    quiet(max_epochs=1, accumulate_grad_batches=3, callbacks=[SavesAt(5, tmp_path / "a")]).fit(Toy(), loader(9))
 
 
 def test_an_iterables_first_batch_is_not_kept() -> None:
@@ -714,7 +750,7 @@ def test_an_iterable_shorter_than_its_limit_is_reported(caplog: pytest.LogCaptur
     trainer = quiet(max_epochs=2, limit_train_batches=5)
     with caplog.at_level(logging.WARNING, "trainer"):
         trainer.fit(Toy(), DataLoader(Stream(), batch_size=4))
-    assert (trainer.num_training_batches, trainer.estimated_stepping_batches, trainer.global_step) == (3, 6, 6)
+    assert (trainer.num_training_batches, trainer.estimated_stepping_batches, trainer.global_step) == (5, 10, 6)
     assert caplog.text.count("gave 3 batches, fewer than its limit of 5") == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.helpers.toy import quiet
 from trainer import ConfigError, TrainModule
 from trainer.callbacks import BadStepGuard, GradNormMonitor
 from trainer.model.gradients import grad_norm
+from trainer.strategies.fsdp.clipping import clip_by_norm
+from trainer.strategies.single import SingleDeviceStrategy
 
 
 class Words(TrainModule):
@@ -77,3 +80,17 @@ def test_a_strategy_that_shards_refuses_them_before_the_first_step(strategy: str
         pytest.importorskip("deepspeed")
     with pytest.raises(ConfigError, match=r"the sparse gradients of layers: embedding\. Leave out"):
         fit(True, strategy=strategy, devices=1)
+
+
+@pytest.mark.parametrize("clip", ["one device", "sharded"])
+def test_a_norm_whose_square_float16_cannot_hold_is_measured_and_clipped(clip: str) -> None:
+    parameters = [nn.Parameter(torch.zeros(64, 64, dtype=torch.float16)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1000.0)
+    expected = torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None]).norm()
+    strategy, optimizer = SingleDeviceStrategy(), torch.optim.SGD(parameters, 0.1)
+    clips = clip_by_norm if clip == "sharded" else lambda ps, value: strategy.clip_gradients(optimizer, value, "norm")
+    for value in (math.inf, 1.0):
+        torch.testing.assert_close(clips(parameters, value), expected.float())
+    clipped = torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None])
+    assert float(clipped.norm()) == pytest.approx(1.0, rel=1e-3)

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
+from tests.helpers.compare import QUIET
 from tests.helpers.processes import run_distributed
-from trainer import ConfigError
+from trainer import ConfigError, Trainer, TrainModule
 from trainer.strategies import distributed
 from trainer.strategies.distributed import average_gradients, check_backends
 
@@ -51,6 +53,34 @@ def test_means(bucket_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             torch.testing.assert_close(mean, sum(parts) / 2)
 
 
+def averaged_sparse() -> list[torch.Tensor]:
+    """Return the gradients of two embeddings, of which rank 1 uses one, and of a layer."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    first, second = (nn.Embedding(6, 2, sparse=True) for _ in range(2))
+    used = torch.tensor([rank, 3, 3])
+    (first(used).square().sum() + (second(used).sum() if rank == 0 else 0)).backward()
+    layer = nn.Parameter(torch.zeros(2))
+    layer.grad = torch.full((2,), float(rank))
+    parameters = [first.weight, layer, second.weight]
+    average_gradients(parameters, 2, {first.weight, second.weight})
+    dist.destroy_process_group()
+    return [p.grad.to_dense() for p in parameters if p.grad is not None]
+
+
+def test_means_of_sparse_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    weight = nn.Embedding(6, 2).weight.detach()
+    expected = torch.zeros(6, 2)
+    expected[0], expected[1], expected[3] = weight[0], weight[1], 4 * weight[3]
+    of_second = torch.zeros(6, 2)
+    of_second[0], of_second[3] = 0.5, 1.0
+    for found in run_distributed(averaged_sparse, 2):
+        torch.testing.assert_close(found, [expected, torch.full((2,), 0.5), of_second])
+
+
 def test_a_group_without_a_backend_for_gpus_is_refused_or_made_anew() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(ConfigError, match=r"has the backends .*gloo.*, and a run on GPUs needs cpu:gloo,cuda:nccl"):
@@ -58,3 +88,28 @@ def test_a_group_without_a_backend_for_gpus_is_refused_or_made_anew() -> None:
     assert dist.is_initialized()
     check_backends(world_size=1)
     assert not dist.is_initialized()
+
+
+class Words(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 2, sparse=True)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        return self.embedding(batch).square().mean() if batch_idx + self.global_rank < 2 else None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def skipped() -> None:
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **QUIET)
+    trainer.fit(Words(), DataLoader(torch.arange(12) % 6, 2))
+
+
+def test_a_batch_without_a_loss_is_refused_where_gradients_are_sparse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match="ConfigError: training_step returned None to leave out a batch"):
+        run_distributed(skipped, 2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import warnings
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,9 @@ def everything() -> dict[str, Any]:
     found["collected"] = {engine: collected_late(engine) for engine in ("1", "3")}
     found["evaluation only"] = {late: evaluated_only(late) for late in (False, True)}
     found["refused"] = refusals()
+    found["last changes"] = {engine: changed_at_last(engine) for engine in ("1", "2")}
+    found["by data"] = {engine: changed_by_data(engine) for engine in ("2", "3, small ones not sharded")}
+    found["alive"] = alive_afterwards()
     found["linear"] = nn.functional.linear.__module__
     return found
 
@@ -226,6 +231,41 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def changed_at_last(engine: str) -> list[str]:
+    """Change the weights after the last step; return those that the state after the run has not."""
+    run = Running(ENGINES[engine]())
+    run.steps(2)
+    with torch.no_grad():
+        for parameter in run.module.parameters():
+            parameter.mul_(0.5)
+    changed = {name: tensor.detach().clone() for name, tensor in run.module.state_dict().items()}
+    run.strategy.teardown()
+    return differences(gather_full(run.strategy, run.strategy.module_state()), changed)
+
+
+def changed_by_data(engine: str) -> str:
+    """Return the message about weights that are changed where nothing counts it."""
+    run = Running(ENGINES[engine]())
+    run.steps(1)
+    for parameter in run.module.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+    with pytest.raises(ConfigError) as error:
+        run.steps(1)
+    run.strategy.teardown()
+    return str(error.value)
+
+
+def alive_afterwards() -> bool:
+    """Whether a module of stage 3 stays in memory after its run."""
+    run = Running(ENGINES["3"]())
+    run.steps(3)
+    module = weakref.ref(run.module)
+    run.strategy.teardown()
+    del run
+    gc.collect()
+    return module() is not None
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     before = os.getcwd()
@@ -253,6 +293,19 @@ def test_a_module_may_be_evaluated_and_trained_again(found: dict[str, Any], engi
 def test_the_engine_leaves_nothing_behind(found: dict[str, Any]) -> None:
     assert set(map(tuple, found["left"].values())) == {()}
     assert not found["linear"].startswith("deepspeed")
+
+
+def test_changes_after_the_last_step_are_kept(found: dict[str, Any]) -> None:
+    assert found["last changes"] == {"1": [], "2": []}
+
+
+def test_changes_by_data_are_refused_in_the_first_steps(found: dict[str, Any]) -> None:
+    for message in found["by data"].values():
+        assert "changed while training by its .data, as in p.data.clamp_(), which DeepSpeed loses" in message
+
+
+def test_a_module_whose_run_has_ended_is_freed(found: dict[str, Any]) -> None:
+    assert not found["alive"]
 
 
 def test_a_former_engine_may_be_deleted_at_any_time(found: dict[str, Any]) -> None:

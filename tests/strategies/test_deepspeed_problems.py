@@ -23,8 +23,10 @@ from trainer.precision import PRECISIONS
 from trainer.strategies import DDPStrategy, FSDPStrategy
 from trainer.strategies.deepspeed.problems import optimizer_problems
 from trainer.strategies.deepspeed.strategy import (
+    _WITHIN_A_STEP,
     DeepSpeedStage1Strategy,
     DeepSpeedStage2OffloadStrategy,
+    DeepSpeedStage3Strategy,
     DeepSpeedStrategy,
 )
 from trainer.strategy import StepConfig
@@ -248,3 +250,14 @@ def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str, 
     with pytest.raises(ConfigError, match=re.escape(message)):
         kind(**{option: 2})
     assert type(copy.deepcopy(kind())) is kind
+
+
+@pytest.mark.parametrize("said", ["mat2 must be a matrix", "You tried to vmap over PostBackwardFunctionModule, but"])
+def test_gradients_within_a_step_of_stage_3_are_explained(said: str) -> None:
+    strategy = DeepSpeedStage3Strategy()
+    with pytest.raises(ConfigError, match="which frees the weights after the first backward"):
+        strategy._explain_freed_weights(RuntimeError(said), _WITHIN_A_STEP)
+    # A layer that does not fit its input is none of it.
+    strategy._explain_freed_weights(
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 16x8)"), _WITHIN_A_STEP
+    )

@@ -80,6 +80,49 @@ def test_outputs_and_gradients_are_those_of_all_experts(dimension: str, route: s
         torch.testing.assert_close(*of_rank[f"{dimension}, {route}"])
 
 
+class For16Bits(Experts):
+    """Has kernels for 16 bits only, as `torch._grouped_mm`."""
+
+    def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype == torch.float32:
+            raise RuntimeError("not for float32")
+        return super().forward(hidden, indices, weights)
+
+
+def errors_of_kernels() -> str:
+    from trainer.strategies.fsdp.experts import split_experts
+
+    experts = For16Bits(EXPERTS)
+    split_experts(experts, init_device_mesh("cpu", (2,), mesh_dim_names=("expert",)))
+    with pytest.raises(RuntimeError) as error:
+        compute(experts, ROUTES["to the first process"](0), 0)
+    return str(error.value)
+
+
+def test_an_error_of_a_kernel_is_raised_on_processes_without_tokens_too() -> None:
+    """Else one that tries something else would wait for the others in the middle of it."""
+    assert run_distributed(errors_of_kernels, 2) == ["not for float32"] * 2
+
+
+def weights_in_a_rehearsal() -> list[tuple[torch.dtype, bool]]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from trainer.strategies.fsdp.rehearsal import rehearsal
+
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    expected = [p.detach().bfloat16().float() + 0.02 for p in block.parameters()]
+    for unit in (block[1], block):
+        fully_shard(unit, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    block.unshard()  # type: ignore[operator]
+    with rehearsal(block, torch.device("cpu"), in_float32=True):
+        return [(p.dtype, torch.equal(p, one)) for p, one in zip(block.parameters(), expected, strict=True)]
+
+
+def test_the_weights_of_units_within_a_block_are_in_float32_too() -> None:
+    assert run_distributed(weights_in_a_rehearsal, 2) == [[(torch.float32, True)] * 4] * 2
+
+
 class Listed(GPT):
     """Experts in a list, each called by itself."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections import Counter
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -503,3 +505,32 @@ def test_a_module_trains_after_a_forward_that_failed() -> None:
     for again, fresh in run_distributed(fit_again):
         for name, value in fresh.items():
             assert torch.equal(again[name], value), name
+
+
+class CopiesShards(MLP):
+    """Copies a layer and saves weights in the midst of a training, as EMA by hand and own checkpoints do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layer: Any = self.norm
+        file = BytesIO()
+        torch.save(self.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)["norm.weight"]
+        for other in (copy.deepcopy(layer).weight, saved):
+            assert type(other) is DTensor
+            assert torch.equal(other.to_local(), layer.weight.to_local())
+        copy.deepcopy(layer).requires_grad_(False)
+        assert layer.weight.requires_grad
+        assert isinstance(copy.deepcopy(layer.weight), nn.Parameter)
+
+
+def copy_shards() -> None:
+    WAYS["FSDP x2"].trainer(max_steps=2).fit(CopiesShards(), DataLoader(MLP.data(24), 4))
+
+
+def test_shards_are_copied_and_saved_as_torchs_own() -> None:
+    run_distributed(copy_shards)

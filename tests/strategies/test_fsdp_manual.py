@@ -10,20 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.processes import once_per_module
+from tests.helpers.realistic_modules import WIDTH, Block
 from tests.helpers.strategy_runs import WAYS, run_each
 from trainer import TrainModule, seed_everything
 
-WIDTH, SAMPLES, GLOBAL_BATCH = 6, 24, 8
+SAMPLES, GLOBAL_BATCH = 24, 8
 NAMES = ("FSDP x2", "FSDP x2, SHARD_GRAD_OP", "FSDP x2, CPU offload")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(torch.tanh(self.first(x)))
 
 
 class Adversarial(TrainModule):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
@@ -24,7 +28,7 @@ from tests.helpers.hf_models import LLM
 from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.strategy_models import GPT, Transformer
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
-from trainer import Callback, Trainer, TrainModule
+from trainer import Callback, Trainer, TrainModule, seed_everything
 from trainer.callbacks import ModelCheckpoint, PredictionWriter
 from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
@@ -258,6 +262,21 @@ class Eager(Attending):
         return x + self.out((q @ k.transpose(1, 2)).softmax(-1) @ v)
 
 
+class EagerSmall(Eager):
+    def __init__(self) -> None:
+        super().__init__()
+        for weight in (self.qkv.weight, self.out.weight):
+            nn.init.normal_(weight, std=0.02)
+
+
+class CastAttending(Attending):
+    """Computes in 16 bits in parts, whatever the precision of the run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + super().forward(x.half().to(x.dtype)).to(x.dtype)
+
+
 class Convolved(Attending):
     def __init__(self) -> None:
         super().__init__()
@@ -283,6 +302,15 @@ class Fused(Attending):
         q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         attended = scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class FusedSmall(Fused):
+    """Adds little to what it reads, as the blocks of a fresh GPT-2 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for weight in (self.qkv.weight, self.out.weight):
+            nn.init.normal_(weight, std=0.02)
 
 
 class FusedZeros(Fused):
@@ -458,6 +486,25 @@ class LongFirst(LongLater):
     lengths = (8, 6)
 
 
+class Rotating(nn.Module):
+    """Takes and returns complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+class Complex(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.complex(self.embed(x), x)
+        for block in self.blocks:
+            x = block(x)
+        return x.real * x.imag
+
+
 class SamePlace(Small):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__(*blocks[:1], *blocks[:1], *blocks[1:])
@@ -576,6 +623,23 @@ class ReturnsPart(KeepsPart):
 
 class Planned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+
+
+class Penalized(Planned):
+    """A gradient penalty, of which second gradients are taken."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].requires_grad_()
+        (gradient,) = torch.autograd.grad(self(x).square().sum(), x, create_graph=True)
+        return gradient.square().mean()
+
+
+class PenalizedWithin(Attending):
+    """The same in a block, at its first layer alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(self.qkv(x).square().sum(), x, create_graph=True)
+        return super().forward(x) + gradient
 
 
 class TakesBias(Attending):
@@ -697,6 +761,22 @@ class PlannedToTheEnds(Planned):
             block.compile(backend="aot_eager")
 
 
+class ChangedGradients(PlannedToTheEnds):
+    """Clears and changes the gradients of the module's parameters, which are split by the plan and not."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+        self.embed.weight.grad = None
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
 class Adapted(nn.Module):
     """A layer with an adapter, as PEFT makes them."""
 
@@ -730,6 +810,39 @@ class Normed(Attending):
         q, k, v = self.qkv(x).view(*x.shape[:2], -1, 3, 4).permute(3, 0, 2, 1, 4)
         attended = scaled_dot_product_attention(self.norm(q), k, v, is_causal=True)
         return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Scaled(Attending):
+    """A number that multiplies split features a little, and full ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], -1, 3, 4).permute(3, 0, 2, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v * (1 + 0.01 * self.scale), is_causal=True)
+        return x * self.scale + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class HeadInParts(Small):
+    """A loss of this process's part of the outputs."""
+
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"embed": "colwise"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.embed(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+
+class NotByHeads(Small):
+    """Full features are read by no split heads."""
+
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {**Planned.tensor_parallel_plan, "embed": "shared_by_heads"}
 
 
 class OneKey(nn.Module):
@@ -908,7 +1021,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "positions of parts of sequences": (TP, Sequences, OwnPositions, "are those of a part of the sequence"),
     "a fused layer that begins with zeros": (TP, Planned, FusedZeros, "(a fused qkv, gate and up)"),
     "numbers by the count of heads": (TP, Planned, Sloped, "that go by the count of heads"),
-    "a norm of split heads": (TP, Planned, Normed, "gradients of blocks.0.norm.weight, "),
+    "a norm of split heads": (TP, Planned, Normed, "the gradient of norm."),
+    "a loss of split outputs": (TP, HeadInParts, Attending, "the loss differs between the processes"),
+    "sums of gradients that are complete": (TP, NotByHeads, Attending, "of a layer of 8 outputs that are the same on"),
     "a key that split heads read": (TP, NotShared, OneKey, "'shared_by_heads' for a layer whose outputs"),
     "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
@@ -922,6 +1037,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "parts of sequences that it recomputes": (CP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
     "an input that is no argument": (CP, PutIntoBlocks, ReadsMean, "is none of its arguments: pass it as one"),
     "a mask before the tokens": (CP, MaskFirst, TakesMask, "gets a tensor of torch.bool as its first argument"),
+    "a gradient penalty of split layers": (TP, Penalized, Attending, "second gradients, as of a gradient penalty, "),
+    "a gradient penalty in a block": (TP, Planned, PenalizedWithin, "second gradients, as of a gradient penalty, "),
+    "a gradient penalty of parts of sequences": (CP, Penalized, Attending, "second gradients, as of a gradient"),
+    "a gradient through several stages": (PP, Penalized, Attending, "torch.autograd.grad in a step, through blocks of"),
     "outputs that cannot be split": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
 }
 AT_THE_START = (
@@ -955,21 +1074,23 @@ def refusal(
     length: int = 8,
     config: StepConfig = StepConfig(),  # noqa: B008
     recomputes: bool = False,
+    precision: str = "32-true",
 ) -> str:
     """Return the error of a first step, without a Trainer, which would end the other process too."""
     torch.manual_seed(0)
     strategy, module = FSDPStrategy(**options), kind(block(), block())
-    strategy.setup_environment("cpu", PRECISIONS["32-true"])
+    strategy.setup_environment("cpu", PRECISIONS[precision])
     try:
         strategy.setup_module(module, for_training=True, activation_checkpointing=[block] if recomputes else None)
         (optimizer,) = strategy.setup_optimizers([module.configure_optimizers()], config)
     except ConfigError as error:
         return f"at the start: {error}"
+    batch = torch.randn(4, length, 8, dtype=PRECISIONS[precision].weights)
     try:
         if module.overrides("validation_step"):  # as before the training
             with torch.no_grad():
-                strategy.call_step("validation_step", [torch.randn(4, length, 8)], 0)
-        strategy.backward(strategy.call_step("training_step", [torch.randn(4, length, 8)], 0))
+                strategy.call_step("validation_step", [batch], 0)
+        strategy.backward(strategy.call_step("training_step", [batch], 0))
         strategy.step(optimizer)
     except ConfigError as error:
         return str(error)
@@ -984,6 +1105,35 @@ def refuse_all() -> dict[str, str]:
     found["compiled around blocks"] = refusal(CompiledAround, Attending, TP, recomputes=True)
     as_one = StepConfig(compiles_module=True)
     return found | {"compiled as one": refusal(Planned, Attending, TP, config=as_one)}
+
+
+LOW = ("bf16-mixed", "bf16-true", "16-true")
+IN_LOW_PRECISION: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
+    "a fused layer": (TP, Planned, FusedSmall, "(a fused qkv, gate and up)"),
+    "attention by hand": (CP, Small, EagerSmall, "scaled_dot_product_attention only"),
+    "a weight of full and of split features": (TP, Planned, Scaled, "the gradient of scale is wrong by"),
+    "blocks that compute in 16 bits by themselves": (TP, Planned, CastAttending, ""),
+    "blocks with casts that can be split": (CP, Small, CastAttending, ""),
+}
+
+
+def refuse_in_low_precision() -> dict[tuple[str, str], str]:
+    return {
+        (name, precision): refusal(kind, block, options, precision=precision)
+        for name, (options, kind, block, _) in IN_LOW_PRECISION.items()
+        for precision in LOW
+    }
+
+
+low_refusals = once_per_module(lambda: run_distributed(refuse_in_low_precision, 2, timeout=90.0))
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("name", IN_LOW_PRECISION)
+def test_plans_are_verified_in_float32_whatever_the_precision(name: str, precision: str, low_refusals: Any) -> None:
+    words = IN_LOW_PRECISION[name][3]
+    for of_rank in low_refusals:
+        assert words in of_rank[name, precision] if words else of_rank[name, precision] == ""
 
 
 refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=90.0))
@@ -1032,7 +1182,7 @@ def test_an_example_of_a_plan_has_the_modules_own_names() -> None:
 def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "tail": Softmaxed()})
     styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
-    PlanCheck(module, styles, None, 1e-2).watch({}, {})  # type: ignore[arg-type]
+    PlanCheck(module, styles, None).watch({}, {})  # type: ignore[arg-type]
     assert "what is computed between up and the next layer is in no module without others" in caplog.text
 
 
@@ -1163,7 +1313,9 @@ TRAINED: dict[str, tuple[str, type[Small], type[nn.Module]]] = {
     "forwards that count, in split layers": ("TP x2", Planned, Counting),
     "one key for all heads, and layers whose outputs change in place": ("TP x2", Shared, OneKey),
     "activations that are split along the sequence, and split logits": ("TP x2", Sequences, Attending),
+    "complex numbers between stages": ("PP x2", Complex, Rotating),
     "a sum over processes that goes into a compiled block": ("TP x2", PlannedToTheEnds, Attending),
+    "gradients that a step changes by itself": ("TP x2", ChangedGradients, Attending),
 }
 
 
@@ -1259,6 +1411,16 @@ def test_manual_optimization_is_refused_with_a_pipeline() -> None:
     assert (
         "pipeline_parallel runs the backward of each micro-batch itself, and automatic_optimization is False" in problem
     )
+
+
+def test_an_override_of_backward_is_refused_with_a_pipeline() -> None:
+    class Scaled(Small):
+        def backward(self, loss: torch.Tensor) -> None:
+            (loss * 10).backward()
+
+    (problem,) = FSDPStrategy(**PP).problems(PRECISIONS["32-true"], "cpu", 2, None, Scaled(Attending()))
+    assert "calls no Scaled.backward: have training_step return the loss that it makes" in problem
+    assert FSDPStrategy(**TP).problems(PRECISIONS["32-true"], "cpu", 2, None, Scaled(Attending())) == []
 
 
 def test_the_test_model_has_a_plan_that_divides_its_layers() -> None:
@@ -1373,6 +1535,11 @@ def test_a_weight_that_changes_while_a_stage_keeps_it_gathered_is_reported() -> 
         run_distributed(change_within_a_window, 2, timeout=90.0)
 
 
+def test_whole_numbers_between_stages_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is torch.int64: between the stages .* floating-point or complex numbers"):
+        Neighbour(None, None, 1).send(torch.zeros(1, dtype=torch.int64))  # type: ignore[arg-type]
+
+
 def test_a_tensor_with_more_dimensions_than_a_header_has_room_for_is_refused() -> None:
     neighbour = Neighbour(None, None, 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"has 9 dimensions: between the stages .* may have 8. Join some"):
@@ -1399,6 +1566,58 @@ def test_runs_one_after_the_other_share_process_groups(way: str) -> None:
     for groups, losses in run_distributed(fit_several_times, 2, way):
         assert len(set(groups)) == 1
         assert all(one == losses[0] for one in losses)
+
+
+class Drawing(Planned):
+    """Draws numbers of each generator around the blocks, and before the first batch."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.drawn: list[list[float]] = []
+
+    def draw(self) -> None:
+        self.drawn.append([float(torch.rand(())), float(np.random.rand()), random.random()])
+
+    def on_fit_start(self) -> None:
+        self.draw()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.draw()
+        return super().training_step([dropout(batch[0], 0.5)], batch_idx)
+
+
+def draw_numbers(seeds: bool, root: str) -> dict[str, tuple[list[list[float]], ...]]:
+    """Return the numbers of runs whose processes begin with other states of their generators, and of their resumes."""
+    found = {}
+    for way in TWO:
+        if seeds:
+            seed_everything(5)
+        else:
+            for seed in (torch.manual_seed, np.random.seed, random.seed):
+                seed(dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]))  # type: ignore[operator]
+        drawn = []
+        for steps in (1, 3):
+            module, saved = Drawing(Attending(), Attending()), ModelCheckpoint(save_last=True, every_n_train_steps=1)
+            settings = {"default_root_dir": f"{root}/{way}", "enable_checkpointing": True, "max_steps": steps}
+            trainer = WAYS[way].trainer(callbacks=saved, **settings)
+            if steps == 3 and not seeds:
+                torch.manual_seed(10 + trainer.global_rank)
+            data = TensorDataset(torch.randn(24, 8, 8, generator=torch.Generator().manual_seed(1)))
+            trainer.fit(module, DataLoader(data, 8), ckpt_path="last" if steps == 3 else None)
+            drawn.append(module.drawn)
+        found[way] = (*drawn,)
+    return found
+
+
+@pytest.mark.parametrize("seeds", [False, True], ids=["without a seed", "with seed_everything"])
+def test_the_processes_of_one_model_draw_the_same_numbers(seeds: bool, tmp_path: Path) -> None:
+    first, second = run_distributed(draw_numbers, 2, seeds, str(tmp_path))
+    for way in TWO:
+        assert first[way] == second[way]
+        unbroken, resumed = first[way]
+        assert len(unbroken) == 2
+        assert len(resumed) == 3
+        assert resumed[1:] != unbroken[1:]
 
 
 def leave_a_window() -> list[bool]:

@@ -25,10 +25,11 @@ def test_every_strategy_that_shards_the_state_is_tested_here() -> None:
     assert {name.removesuffix("_offload") for name in multiple} - {"deepspeed"} == OPTIMIZERS.keys()
 
 
-@pytest.mark.parametrize("strategy", OPTIMIZERS)
-def test_a_broken_run_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
-    wanted = {cell: break_points(cell) for cell in (Cell(optimizer, 0, strategy) for optimizer in OPTIMIZERS[strategy])}
+@pytest.mark.parametrize(("strategy", "optimizer"), [(name, one) for name, all_ in OPTIMIZERS.items() for one in all_])
+def test_a_broken_run_ends_with_the_same_bits(strategy: str, optimizer: str, tmp_path: Path) -> None:
+    cell = Cell(optimizer, 0, strategy)
+    wanted = {cell: break_points(cell)}
     results = run_distributed(matrix, 2, str(tmp_path), wanted)
     for result in results:
-        assert len(result) == sum(map(len, wanted.values()))
+        assert len(result) == len(wanted[cell])
         assert not any(result.values()), "\n".join(f"{key}: {line}" for key, lines in result.items() for line in lines)

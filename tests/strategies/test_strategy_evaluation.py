@@ -16,6 +16,7 @@ from tests.helpers.compare import as_floats, assert_same_bits
 from tests.helpers.portability import SaveAt
 from tests.helpers.strategy_models import GPT, IGNORED
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
+from tests.tiers import selected
 from trainer import TrainModule
 from trainer.callbacks import PredictionWriter, read_predictions
 
@@ -57,11 +58,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worked(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    assert COMPARED[0] == SINGLE
+def worked(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[dict[str, Any]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return run_each(work, COMPARED, str(folder))
+        return run_each(work, dict.fromkeys((SINGLE, *selected(request, "name"))), str(folder))
 
 
 def plain(folder: Path, name: str) -> GPT:

@@ -162,5 +162,7 @@ def test_what_a_case_switches_on_changes_the_losses(key: str, by_hand: dict[str,
 
 
 def test_each_gpt_is_another_training(by_hand: dict[str, list[float]]) -> None:
-    ends = [found[-1] for found in by_hand.values()]
-    assert all(abs(a - b) > 1e-4 for i, a in enumerate(ends) for b in ends[:i])
+    runs = [*by_hand.values()]
+    pairs = [(one, other) for number, one in enumerate(runs) for other in runs[:number]]
+    # In any step: the last loss may be nearly the same in 16 bits.
+    assert all(max(abs(a - b) for a, b in zip(*pair, strict=True)) > 1e-4 for pair in pairs)

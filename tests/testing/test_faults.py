@@ -72,10 +72,10 @@ def test_without_the_variable_nothing_happens_and_soon(monkeypatch: pytest.Monke
 
 def test_the_callback_has_only_the_hooks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert vars(FaultCallback()) == {}
+    assert vars(FaultCallback()).keys() == {"_made_with"}
     monkeypatch.setenv(VARIABLE, "on_train_end=error,in_file=kill")
     callback = FaultCallback()
-    assert list(vars(callback)) == ["on_train_end"]
+    assert vars(callback).keys() == {"_made_with", "on_train_end"}
     with pytest.raises(RuntimeError, match="on_train_end"):
         callback.on_train_end(None, None)  # type: ignore[arg-type]
     monkeypatch.setenv(VARIABLE, "on_trian_end=error")

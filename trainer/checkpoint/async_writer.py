@@ -21,6 +21,9 @@ from trainer.errors import CheckpointError
 
 log = logging.getLogger("trainer")
 
+being_written: set[str] = set()
+"""The paths of checkpoints that threads of this process are writing: the storage does not know these names yet."""
+
 _ALIGNMENT = 64
 """Bytes; a multiple is aligned for every dtype."""
 
@@ -58,6 +61,7 @@ class BackgroundWriter:
         assert self._thread is None, "wait() comes first"
         plan = plan_save(state, info, process_group)
         copy = replace(plan, files=self._memory.copy(plan.files))
+        being_written.add(str(path))
         # Not a daemon: at its end Python waits for the thread, so that the checkpoint is complete.
         self._thread = threading.Thread(
             target=self._write, args=(path, copy, overwrite, thread_group, on_committed), name="checkpoint-writer"
@@ -110,6 +114,8 @@ class BackgroundWriter:
                 f"the write of {path} failed, perhaps after it was complete: {type(error).__name__}: {error}"
             )
             self._error.__cause__ = error
+        finally:
+            being_written.discard(str(path))
 
 
 class PinnedStagingBuffer:

@@ -24,7 +24,8 @@ def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
         for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
         if not parameter.requires_grad
     ]
-    return [name for name in dict.fromkeys(frozen) if name in state]
+    found = {*frozen}
+    return [name for name in state if name in found or name.rpartition(".")[0] in found]  # a part of a quantized one
 
 
 def weight_sums(
@@ -54,6 +55,8 @@ def weight_sums(
 
 def _sum(value: torch.Tensor, rounded: bool) -> int:
     total = 0
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
     for piece in value.detach().reshape(-1).split(_PIECE):
         if piece.is_floating_point():
             bits = piece.to(torch.bfloat16).view(torch.int16) if rounded else piece.view(_INTEGERS[piece.itemsize])

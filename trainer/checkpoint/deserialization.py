@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -51,6 +51,8 @@ ITEM_BYTES = {
     "float8_e5m2fnuz": 1,
 }
 """Bytes of an element, by the names of the dtypes that can be stored."""
+FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
+"""The defaults of a defaultdict that can be stored, by the name in the JSON."""
 _ODD_FLOATS = frozenset({"nan", "-nan", "inf", "-inf"})
 
 
@@ -135,9 +137,11 @@ class _Deserializer:
     def _special(self, marker: str, content: Any, depth: int) -> Any:
         if marker == "$tuple" and isinstance(content, list):
             return tuple(self.decode(item, depth + 1) for item in content)
-        if marker in ("$items", "$counter") and isinstance(content, list):
+        if marker in ("$items", "$counter"):
             items = self._items(content, depth)
             return Counter(items) if marker == "$counter" else items
+        if marker == "$default" and isinstance(content, list) and len(content) == 2 and content[0] in [*FACTORIES]:
+            return defaultdict(FACTORIES[content[0]], self._items(content[1], depth))
         if marker == "$array" and isinstance(content, dict) and content.get("dtype") in NUMPY_NUMBERS:
             taken = self.decode(content, depth + 1)
             return taken if taken is None or isinstance(taken, TensorInfo) else _array(taken)
@@ -152,9 +156,9 @@ class _Deserializer:
             return int(content, 16)
         raise self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
 
-    def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
+    def _items(self, content: Any, depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
-        for item in content:
+        for item in content if isinstance(content, list) else [None]:
             if not isinstance(item, list) or len(item) != 2:
                 raise self._error("a dict holds something that is not a pair")
             key = self.decode(item[0], depth + 1)

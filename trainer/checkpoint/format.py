@@ -245,3 +245,10 @@ def _read_into(file: Any, part: FilePart, offset: int, view: memoryview) -> None
         got = file.readinto(view)
     if got != len(view):
         raise CheckpointError(f"{part.path} ended {len(view) - got} bytes too early while it was read")
+
+
+def evaluated_weights(checkpoint: Mapping[str, Any]) -> Any:
+    """Return the weights of a checkpoint for evaluation: of an optimizer that trains with others, its averages."""
+    if checkpoint.get("evaluated") != "average":
+        return checkpoint.get("model")
+    return {**checkpoint["model"], **checkpoint["average"]}

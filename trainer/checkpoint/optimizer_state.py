@@ -3,60 +3,222 @@
     {"kind": "AdamW", "state": {"layer.weight": {"step": ..., "exp_avg": ...}},
      "param_groups": [{"params": ["layer.weight", ...], "lr": ...}]}
 
-Keys and values are those of torch's optimizers, whichever implementation computes the step.
+Keys and values are those of torch's optimizers, whichever implementation computes the step. Optimizers of other authors
+may keep more:
+
+    "common": {"k": ...}                        entries of `optimizer.state` that belong to no parameter
+    "extra": {"slow": ...}                      entries of `state_dict` beside state and param_groups
+    "parts": {"base_optimizer": {"state": ...,  what an optimizer inside this one has and `state_dict` lacks; "" is
+              "common": ..., "param_groups": ...}}  the optimizer itself
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
 from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 from trainer.checkpoint.schema import unlike
-from trainer.checkpoint.shards import Loadable, StoredTensor, materialize
+from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
 from trainer.errors import CheckpointError
+from trainer.optimizers import optimizers_inside
+
+Take = Callable[[torch.Tensor, Loadable], torch.Tensor]
+"""Converts a tensor of a saved state to the one to load, which belongs to a tensor of this process."""
 
 
-def state_by_name(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+OPTIMIZER: dict[str, Any] = {
+    "kind": str,
+    "state": {str: object},
+    "param_groups": [{"params": [str]}],
+    "common?": dict,
+    "extra?": dict,
+    "parts?": {str: {"state?": {str: object}, "common?": dict, "param_groups?": [dict]}},
+}
+"""The kinds of the entries (see `schema.Kind`)."""
+
+
+def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's `state_dict` with parameters identified by their names in the module, not by position.
 
     Raises:
         CheckpointError: the optimizer has a parameter that is not in the module.
     """
     names = names_by_group(module, optimizer)
-    position_to_name = dict(enumerate(name for group in names for name in group))
-    groups = [{**group, "params": group_names} for group, group_names in zip(state["param_groups"], names, strict=True)]
-    return {
+    try:
+        state = optimizer.state_dict()
+    except KeyError as error:  # of torch's own
+        raise CheckpointError(
+            f"the state_dict() of {type(optimizer).__name__} raises KeyError: {error}. A parameter that is taken out "
+            "of its group leaves its state there: remove that, too, by optimizer.state.pop(parameter, None)."
+        ) from error
+    position_to_name = dict(enumerate(chain.from_iterable(names)))
+    packed = state.get("state", {})
+    own = getattr(optimizer, "state", {})
+    if taken := [key for key in own if type(key) is int and key in position_to_name and packed.get(key) is own[key]]:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has the key {taken[0]} in its state, by which state_dict() means the parameter"
+            f" {position_to_name[taken[0]]}, whose state is lost. Use a text as key."
+        )
+    groups = zip(state.get("param_groups", optimizer.param_groups), names, strict=True)
+    saved = {
         "kind": type(optimizer).__name__,
-        "state": {position_to_name[position]: in_full_precision(own) for position, own in state["state"].items()},
-        "param_groups": groups,
+        "state": {position_to_name[key]: in_full_precision(v) for key, v in packed.items() if key in position_to_name},
+        "param_groups": [{**group, "params": group_names} for group, group_names in groups],
     }
+    name_of: dict[Any, str] = {parameter: name for name, parameter in module.named_parameters()}
+
+    ids = {id(parameter): name for parameter, name in name_of.items()}
+
+    def named(key: Any) -> Any:
+        if isinstance(key, torch.Tensor):
+            return ("parameter", name_of[key]) if key in name_of else key
+        return ("id", ids[key]) if type(key) is int and key in ids else key
+
+    more = {
+        "common": {key: value for key, value in packed.items() if key not in position_to_name},
+        "extra": _with_keys(extra_of(state), named),
+        "parts": _parts(optimizer, packed, {name: position for position, name in position_to_name.items()}, name_of),
+    }
+    return {**saved, **{key: value for key, value in more.items() if value}}
 
 
-def add_saved_groups(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Add the groups that an optimizer got while it trained, so that the state of `state_by_name` can be loaded."""
-    parameters, groups = dict(module.named_parameters()), state["param_groups"]
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for group in groups[len(optimizer.param_groups) :]:
-        if all(name in parameters and id(parameters[name]) not in known for name in group["params"]):
-            optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+def extra_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that an optimizer of another author has added to its `state_dict`."""
+    return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+
+
+def refuse_own_tensors(optimizer: Optimizer, state: Mapping[str, Any], where: str) -> None:
+    """Check that an optimizer keeps no tensors but those of its parameters and single numbers.
+
+    Args:
+        state: what `state_by_name` returned, or those of its entries that are optional.
+        where: where they cannot be saved.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    for key in ("common", "extra", "parts"):
+        if any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(state.get(key))):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps tensors outside of the states of its parameters, which cannot be "
+                f"saved under {where} but under 'ddp' and 'fsdp'."
+            )
+
+
+def _parts(
+    optimizer: Optimizer, packed: Mapping[Any, Any], position_of: Mapping[str, int], name_of: Mapping[Any, str]
+) -> dict[str, Any]:
+    """Return what the optimizers inside this one, and it itself, have and the states of its `state_dict` lack."""
+    parts: dict[str, Any] = {}
+    for path, part in optimizers_inside(optimizer).items():
+        found: dict[str, Any] = {"state": {}, "common": {}, "param_groups": []}
+        for key, value in getattr(part, "state", {}).items():
+            if not isinstance(key, torch.Tensor):
+                if packed.get(key) is not value:
+                    found["common"][key] = value
+            elif not _is_empty(value) and not _is_within(value, packed.get(position_of.get(name_of.get(key, ""), -1))):
+                if key not in name_of:
+                    raise CheckpointError(_not_in(part, key, "the module"))
+                found["state"][name_of[key]] = in_full_precision(value)
+        shared = [id(group) for group in optimizer.param_groups] if path else [id(group) for group in part.param_groups]
+        if any(id(group) not in shared for group in part.param_groups):
+            found["param_groups"] = [_options(group) for group in part.param_groups]
+        if any(found.values()):
+            parts[path] = {key: value for key, value in found.items() if value}
+    return parts
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def _is_within(value: Any, other: Any) -> bool:
+    """Whether the tensors of a state are among those of another one."""
+    if value is other:
+        return True
+    tensors = {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    return bool(tensors) and tensors <= {id(leaf) for leaf in tree_leaves(other)}
+
+
+def _with_keys(value: Any, rename: Callable[[Any], Any]) -> Any:
+    """Return nested data with other keys of dicts."""
+    if isinstance(value, dict):
+        return _with_items(value, {rename(key): _with_keys(one, rename) for key, one in value.items()})
+    return type(value)(_with_keys(one, rename) for one in value) if type(value) in (list, tuple) else value
+
+
+def _with_items(like: dict[Any, Any], items: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the same class, and with the same default, that has other items."""
+    made = copy(like)
+    made.clear()
+    dict.update(made, items)
+    return made
+
+
+def renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return what `state_by_name` returned with other names of the parameters."""
+    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]]
+
+    def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {rename(name): value for name, value in values.items()}
+
+    changed = {**state, "state": by_name(state["state"]), "param_groups": groups}
+    if "extra" in state:
+        changed["extra"] = _with_keys(state["extra"], lambda key: (key[0], rename(key[1])) if _is_name(key) else key)
+    if "parts" in state:
+        parts = state["parts"].items()
+        changed["parts"] = {path: {**part, "state": by_name(part.get("state", {}))} for path, part in parts}
+    return changed
+
+
+def _is_name(key: Any) -> bool:
+    """Whether a key stands for a parameter, or for its `id`, which is another one in each process."""
+    return isinstance(key, tuple) and len(key) == 2 and key[0] in ("parameter", "id")
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in group.items() if option != "params"}
+
+
+def set_groups(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give an optimizer the groups that it had when its state was saved by `state_by_name`, so that it can be loaded.
+
+    Does nothing if the module lacks a parameter of them.
+    """
+    parameters, groups, saved = dict(module.named_parameters()), optimizer.param_groups, state["param_groups"]
+    if any(name not in parameters for group in saved for name in group["params"]):
+        return
+    members = [[parameters[name] for name in group["params"]] for group in saved]
+    del groups[len(saved) :]
+    for group, own in zip(groups, members, strict=False):
+        group["params"] = own
+    for options, own in [*zip(saved, members, strict=True)][len(groups) :]:
+        optimizer.add_param_group({**options, "params": own})
+    held = {id(parameter) for own in members for parameter in own}
+    for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in held]:
+        del optimizer.state[key]
 
 
 def state_by_position(
     module: nn.Module,
     optimizer: Optimizer,
     state: dict[str, Any],
-    take: Callable[[str, Loadable], torch.Tensor] = lambda name, value: materialize(value),
+    take: Take = lambda like, value: materialize(value),
 ) -> dict[str, Any]:
-    """Invert `state_by_name`, for this optimizer's own parameters.
+    """Invert `state_by_name`, for this optimizer's own parameters: the state dict, "dtypes" and "parts".
 
     Args:
-        take: converts a tensor of the saved state of a parameter, given by name, to the one to load.
+        take: converts a tensor of the saved state of a parameter, given with it, to the one to load.
 
     Raises:
         CheckpointError: the optimizer is of another kind, or has other parameters.
@@ -64,8 +226,12 @@ def state_by_position(
     groups = matching_groups(module, optimizer, state)
     parameters = dict(module.named_parameters())
 
-    def fitted(name: str, value: Loadable) -> torch.Tensor:
-        return with_strides_of(parameters[name], take(name, value))
+    def fitted(name: str, values: Any) -> Any:
+        """Return the state of a parameter with its tensors, at any depth, as they are to be loaded."""
+        like = parameters[name]
+        return tree_map_only(
+            (torch.Tensor, StoredTensor), lambda value: with_strides_of(like, take(like, value)), values
+        )
 
     order = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(order)}
@@ -74,12 +240,54 @@ def state_by_position(
             raise CheckpointError(
                 f"the checkpoint has a state of the parameter {name!r}, which {state['kind']} has not"
             )
-    values = {position[name]: _take_tensors(values, name, fitted) for name, values in state["state"].items()}
-    return {
-        "state": values,
+    current = optimizer.state_dict()
+    in_order = [parameters[name] for name in order]
+
+    def as_key(key: Any) -> Any:
+        if not _is_name(key) or key[1] not in parameters:
+            return key
+        return parameters[key[1]] if key[0] == "parameter" else id(parameters[key[1]])
+
+    given = {
+        "state": {
+            **{position[name]: fitted(name, values) for name, values in state["state"].items()},
+            **_placed(state.get("common", {}), current.get("state", {}), in_order, take),
+        },
         "param_groups": [{**group, "params": [position[name] for name in group["params"]]} for group in groups],
-        "dtypes": {position[name]: dtype for name, dtype in state.get("dtypes", {}).items() if name in position},
+        **_placed(_with_keys(state.get("extra", {}), as_key), current, in_order, take),
     }
+    return {
+        **{key: value for key, value in given.items() if key in current or key not in ("state", "param_groups")},
+        "dtypes": {position[name]: dtype for name, dtype in state.get("dtypes", {}).items() if name in position},
+        "parts": {
+            path: {
+                **part,
+                "state": {
+                    parameters[name]: fitted(name, values)
+                    for name, values in part.get("state", {}).items()
+                    if name in parameters
+                },
+            }
+            for path, part in state.get("parts", {}).items()
+        },
+    }
+
+
+def _placed(saved: Any, current: Any, parameters: Sequence[torch.Tensor], take: Take) -> Any:
+    """Put saved tensors that belong to no parameter where the optimizer has those of now.
+
+    Without one of now, a tensor goes where the first parameter of its shape is, or stays in host memory.
+    """
+    now = dict(tree_leaves_with_path(current))
+
+    def place(path: Any, value: Any) -> Any:
+        if not isinstance(value, (torch.Tensor, StoredTensor)):
+            return value
+        alike = (p for p in parameters if tuple(p.shape) == tuple(value.shape) and p.numel() > 1)
+        like = one if isinstance(one := now.get(path), torch.Tensor) else next(alike, None)
+        return materialize(value) if like is None else take(like, value).to(like.device)
+
+    return tree_map_with_path(place, saved)
 
 
 def with_dtypes_of(state: dict[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +296,8 @@ def with_dtypes_of(state: dict[str, Any], weights: Mapping[str, Any]) -> dict[st
     `weights`: of the same checkpoint.
     """
     tensors = {name: value for name, value in weights.items() if isinstance(value, (torch.Tensor, StoredTensor))}
-    return {**state, "dtypes": {name: tensors[name].dtype for name in state["state"] if name in tensors}}
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    return {**state, "dtypes": {name: tensors[name].dtype for name in names if name in tensors}}
 
 
 def has_own_dtype(value: Loadable, parameter: torch.dtype | None) -> bool:
@@ -107,14 +316,59 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
     Tensors with a dtype of their own keep it: torch rounds all of them to the dtypes of their parameters.
     """
-    dtypes = state["dtypes"]
-    optimizer.load_state_dict({key: value for key, value in state.items() if key != "dtypes"})
+    dtypes, parts = state["dtypes"], optimizers_inside(optimizer)
+    groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
+    optimizer.load_state_dict({key: value for key, value in state.items() if key not in ("dtypes", "parts")})
+    if len(parts) > 1:
+        _keep_groups(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for position, values in state["state"].items():
-        parameter = parameters[position]
-        loaded = optimizer.state[parameter]
-        optimizer.state[parameter] = _unrounded(loaded, values, parameter.dtype, dtypes.get(position))
-    quantize_again(optimizer)
+    loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
+    for position, values in state.get("state", {}).items():
+        if position in loaded and type(position) is int and position < len(parameters):
+            before = loaded[position]
+            now = _unrounded(before, values, parameters[position].dtype, dtypes.get(position))
+            for of_part in [part.state for part in parts.values() if now is not before and hasattr(part, "state")]:
+                if of_part.get(parameters[position]) is before:
+                    of_part[parameters[position]] = now
+    for path, saved in state["parts"].items():
+        if path not in parts:
+            raise CheckpointError(
+                f"the checkpoint has a state of {type(optimizer).__name__}.{path}, an optimizer in it"
+            )
+        _load_part(parts[path], saved, {id(p): dtypes.get(position) for position, p in enumerate(parameters)})
+    for part in parts.values():
+        quantize_again(part)
+
+
+def _keep_groups(before: list[tuple[Optimizer, list[Any], list[dict[str, Any]]]]) -> None:
+    """Give optimizers the lists and dicts of groups that they had: they share them, and torch has made new ones."""
+    for optimizer, kept, groups in before:
+        now = [*optimizer.param_groups]
+        for old, new in zip(groups, now, strict=False):
+            if old is not new:
+                old.clear()
+                old.update(new)
+        kept[:] = [*groups[: len(now)], *now[len(groups) :]]
+        optimizer.param_groups = kept
+
+
+def _load_part(optimizer: Optimizer, saved: Mapping[str, Any], dtypes: Mapping[int, torch.dtype | None]) -> None:
+    """Set what an optimizer keeps outside of its `state_dict`, or that of the optimizer around it."""
+
+    def placed(parameter: torch.Tensor, on_device: bool, value: torch.Tensor) -> torch.Tensor:
+        dtype = value.dtype if has_own_dtype(value, dtypes.get(id(parameter))) else parameter.dtype
+        return value.to(parameter.device if value.dim() or on_device else value.device, dtype, copy=True)
+
+    if "param_groups" in saved:
+        for group, options in zip(optimizer.param_groups, in_memory(saved["param_groups"]), strict=True):
+            group.update(options)
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            if parameter in saved["state"]:
+                to_place = partial(placed, parameter, on_device)
+                optimizer.state[parameter] = tree_map_only(torch.Tensor, to_place, saved["state"][parameter])
+    optimizer.state.update(in_memory(saved.get("common", {})))
 
 
 def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.dtype | None) -> Any:
@@ -130,6 +384,7 @@ def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.d
     if isinstance(loaded, dict) and isinstance(saved, dict):
         for key in loaded.keys() & saved.keys():
             loaded[key] = _unrounded(loaded[key], saved[key], rounded, parameter)
+        return loaded if type(loaded) is type(saved) else _with_items(saved, loaded)  # torch makes dicts of all
     elif type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
         pairs = zip(loaded, saved, strict=True)
         return type(loaded)(_unrounded(one, its_saved, rounded, parameter) for one, its_saved in pairs)
@@ -158,8 +413,9 @@ def check_shapes(module: nn.Module, state: dict[str, Any]) -> None:
     """
     # A parameter that DeepSpeed has partitioned is empty, and keeps its full shape here.
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
-    for name, values in state["state"].items():
-        for key, value in values.items() if name in shapes else ():
+    of_parts = [part.get("state", {}) for part in state.get("parts", {}).values()]
+    for name, values in chain.from_iterable(states.items() for states in (state["state"], *of_parts)):
+        for key, value in values.items() if name in shapes and isinstance(values, dict) else ():
             shape = tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else None
             if shape is None or key not in ("step", *_LIKE_PARAMETERS):
                 continue
@@ -202,7 +458,9 @@ def matching_groups(
         group = next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names))
         group = {key: value.read() if isinstance(value, StoredTensor) else value for key, value in group.items()}
         options = {name: value for name, value in now.items() if name != "params"}
-        if found := unlike(group, options, f"the options of group {number} of {kind}"):
+        # An optimizer of another author may give an option another type as it trains.
+        known = options if type(optimizer).__module__.startswith("torch.") else {}
+        if found := unlike(group, known, f"the options of group {number} of {kind}"):
             raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another optimizer")
         # An option that is not there is that of another version of torch.
         groups.append({**options, **group, "params": group_names})
@@ -219,19 +477,12 @@ def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in name_of:
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not in "
-                    f"{type(module).__name__}, so it would not be saved. Make it an attribute of the module."
-                )
+                raise CheckpointError(_not_in(optimizer, parameter, type(module).__name__))
     return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _take_tensors(values: Any, name: str, take: Callable[[str, Loadable], torch.Tensor]) -> Any:
-    """Apply `take` to all tensors in a parameter's state, at any depth."""
-    if isinstance(values, (torch.Tensor, StoredTensor)):
-        return take(name, values)
-    if isinstance(values, dict):
-        return {key: _take_tensors(value, name, take) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return type(values)(_take_tensors(value, name, take) for value in values)
-    return values
+def _not_in(optimizer: Optimizer, parameter: torch.Tensor, module: str) -> str:
+    return (
+        f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not in {module}, so it "
+        "would not be saved. Make it an attribute of the module."
+    )

@@ -45,15 +45,20 @@ class StoreProcessGroup:
         store: a connection that only this object uses.
         name: of the group, the same on all processes and never used before.
         timeout: seconds to wait for the other processes.
+        sent: keys that this process has set in earlier writes of the same thread. All have read these when all have
+            begun another exchange; then they are deleted from the store.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, name: str, timeout: float, sent: list[str] | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store: Any = store  # torch's stubs know only str values
         self._name = name
         self._timeout = timeout
         self._exchanges = 0
+        self._sent = [] if sent is None else sent
 
     def all_gather_object(self, value: T) -> list[T]:
         """See `ProcessGroup`.
@@ -63,13 +68,18 @@ class StoreProcessGroup:
         """
         self._exchanges += 1
         self._store.set(self._key(self.rank), to_bytes(value))
-        return [from_bytes(self._get(self._key(rank))) for rank in range(self.world_size)]
+        values = [from_bytes(self._get(self._key(rank))) for rank in range(self.world_size)]
+        for key in self._sent:
+            self._store.delete_key(key)
+        self._sent[:] = [self._key(self.rank)]
+        return values
 
     def broadcast_object(self, value: T) -> T:
         """See `ProcessGroup`. Raises as `all_gather_object`."""
         self._exchanges += 1
         if self.rank == 0:
             self._store.set(self._key(0), to_bytes(value))
+            self._sent.append(self._key(0))
             return value
         received: T = from_bytes(self._get(self._key(0)))
         return received

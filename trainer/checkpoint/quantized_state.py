@@ -6,20 +6,21 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def in_full_precision(values: Any) -> Any:
     """Return the state of a parameter, at any depth, with its quantized tensors as float32."""
-    if isinstance(values, dict):
-        return {key: in_full_precision(value) for key, value in values.items()}
-    if not isinstance(values, torch.Tensor):
-        return values
-    local: Any = _local(values)
+    return tree_map_only(torch.Tensor, _dequantized, values)
+
+
+def _dequantized(tensor: torch.Tensor) -> torch.Tensor:
+    local: Any = _local(tensor)
     if not _is_quantized(local):
-        return values
-    return local.dequantize() if local is values else _distributed_like(values, local.dequantize())
+        return tensor
+    return local.dequantize() if local is tensor else _distributed_like(tensor, local.dequantize())
 
 
 def quantize_again(optimizer: Optimizer) -> None:

@@ -6,6 +6,7 @@ A value that JSON lacks is written as an object whose key begins with `$`:
       ... "parts": [[file, start, length, stride, count], ...]    a sharded tensor, with elements in several files
     {"$tuple": [...]}   {"$items": [[key, value], ...]}        a tuple; a dict whose keys are not plain strings
     {"$counter": [[key, value], ...]}                          a collections.Counter, which MultiStepLR keeps
+    {"$default": ["int", [[key, value], ...]]}                 a collections.defaultdict with one of `FACTORIES`
     {"$float": "nan"}   {"$int": "0x..."}                      nan and infinities; integers beyond 64 bits
     {"$number": ["float32", 0.5]}   {"$array": {"$tensor"...}}    a number and an array of numpy
 
@@ -17,14 +18,14 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trainer.checkpoint.deserialization import ITEM_BYTES, MAX_DEPTH, is_key
+from trainer.checkpoint.deserialization import FACTORIES, ITEM_BYTES, MAX_DEPTH, is_key
 from trainer.checkpoint.shards import Shard
 from trainer.errors import CheckpointError
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number
@@ -61,21 +62,23 @@ class Serialized(NamedTuple):
     """The "parts" lists in `data` of the sharded tensors, still empty, to be filled by the caller."""
 
 
-def serialize(value: Any, where: str, allow_tensors: bool = True) -> Serialized:
+def serialize(value: Any, where: str, allow_tensors: bool = True, exact: bool = False) -> Serialized:
     """Convert `value` to JSON-ready data, and collect its tensors by name; nothing is copied.
 
     Tensors that are the same memory (same storage, offset, shape and strides) get one name. A tensor directly in the
     dict `value` keeps its key as its name; a deeper one is named by its path, as in "0.state.3.exp_avg". Subclasses of
-    dict become dicts, except Counter; nn.Parameter becomes a plain tensor. The same `Shard` object twice is one tensor.
+    dict become dicts, except Counter and defaultdict with one of `FACTORIES`; nn.Parameter becomes a plain tensor. The
+    same `Shard` object twice is one tensor.
 
     Args:
         where: the name of `value` in messages.
         allow_tensors: if False, refuse tensors too.
+        exact: refuse other subclasses of dict, which would come back as dicts.
 
     Raises:
         CheckpointError: something cannot be stored; names every such field, its type, and what to store instead.
     """
-    serializer = _Serializer(value, where, allow_tensors)
+    serializer = _Serializer(value, where, allow_tensors, exact)
     data = serializer.encode(value)
     refused = serializer.refused
     if len(refused) == 1:
@@ -89,12 +92,12 @@ def serialize(value: Any, where: str, allow_tensors: bool = True) -> Serialized:
 class _Serializer:
     """One walk over the data: the current path, the names given, and the refused fields."""
 
-    def __init__(self, root: Any, where: str, allow_tensors: bool) -> None:
+    def __init__(self, root: Any, where: str, allow_tensors: bool, exact: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.shards: dict[str, Shard] = {}
         self.parts: dict[str, list[list[int]]] = {}
         self.refused: list[str] = []
-        self._allow_tensors = allow_tensors
+        self._allow_tensors, self._exact = allow_tensors, exact
         self._where = where
         self._path: list[Any] = []
         self._open: set[int] = set()  # the containers around the current value, to detect cycles
@@ -129,7 +132,10 @@ class _Serializer:
             return self._container(value, lambda items: {"$tuple": self._list(items)})
         if kind is Counter:
             return self._container(value, lambda counts: {"$counter": self._items(counts)})
-        if isinstance(value, dict):
+        if kind is defaultdict and value.default_factory in FACTORIES.values():
+            name = value.default_factory.__name__
+            return self._container(value, lambda items: {"$default": [name, self._items(items)]})
+        if isinstance(value, dict) and not (self._exact and kind not in (dict, OrderedDict)):
             return self._container(value, self._dict)
         self._refuse(f"{_name(kind)}; {_advice(value)}")
         return None
@@ -237,6 +243,8 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
 
 def _advice(value: Any) -> str:
     module = type(value).__module__
+    if isinstance(value, dict):
+        return "store dict(value)"
     if module == "numpy":
         return "store its numbers, as an array of float64 or int64, or a text for each"
     for kinds, advice in _ADVICE:

@@ -77,3 +77,8 @@ def read_when_used(value: Loadable) -> torch.Tensor:
     tensor: Any = torch.Tensor._make_wrapper_subclass(_ReadWhenUsed, value.shape, dtype=value.dtype)
     tensor._stored = value
     return tensor  # type: ignore[no-any-return]
+
+
+def stored(tensor: torch.Tensor) -> Loadable:
+    """Invert `read_when_used`."""
+    return tensor._stored if isinstance(tensor, _ReadWhenUsed) else tensor

@@ -221,6 +221,18 @@ _STEPS = (
         "is called, even if that of another callback raises",
     ),
     Difference("Ctrl-C", "Ctrl-C exits with 1", "finishes the step, saves, exits with 130"),
+    Difference(
+        "what stays in float32",
+        '`precision="bf16-true"` and `"16-true"` round all tensors: tables of positions, queues, states of metrics, '
+        "statistics of BatchNorm",
+        "round the weights only; a table that meets them in an expression is cast there: `self.table.to(x.dtype)`",
+    ),
+    Difference(
+        "suggested learning rate",
+        "`lr_find` suggests the steepest point of one curve, for noisy batches of 8 one of the first: 1e-7",
+        "a rate that trainings of a few steps have confirmed, or None: no descent was seen. It takes about five times "
+        "as many steps",
+    ),
 )
 
 _LOGGING = (
@@ -243,8 +255,10 @@ _LOGGING = (
     Difference(
         "samples of a batch",
         "means are weighted by the first dimension of a batch's first tensor",
-        "by the number of samples that the DataLoader put into the batch, whatever `collate_fn` makes of them; by that "
-        "dimension if the number is not known",
+        "by the number of samples that the DataLoader put into the batch; by that dimension if the number is not "
+        "known. Samples that `collate_fn` left out do not count on one process and in evaluation, if rows of the batch "
+        "are of a sample's shape, or the dataset returned None for them; else they count, with a warning, as in "
+        "training on several processes. By the module's `num_items`, if it has that",
     ),
     Difference(
         "value of a window",
@@ -455,8 +469,8 @@ _CHECKPOINTS = (
         "hooks of a resume",
         "resuming at the end of an epoch runs the sanity check; resuming inside an epoch does not call "
         "`on_train_epoch_start`",
-        "no sanity check; `on_train_epoch_start` is called again, but values that it logs and random numbers that it "
-        "draws do not count",
+        "no sanity check; `on_train_epoch_start` is called again, but what it logs, draws, and changes of weights, "
+        "buffers, optimizers and callbacks' states does not count twice",
     ),
     Difference(
         "evaluated checkpoint",

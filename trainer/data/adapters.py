@@ -71,7 +71,7 @@ def make_batch_loader(
     if not is_plain(loader):
         cut = split and world_size > 1 and repeats_samples(loader)
         each = {"label": label, "world_size": world_size, "seed": seed, "training": training, "limit": limit}
-        return IterableLoader(loader, **each, every_nth_of=rank if cut else None)
+        return IterableLoader(loader, **each, every_nth_of=rank if cut else None, reshuffles=shuffle is not False)
     sampler = DistributedBatchSampler(
         loader,
         rank=rank,

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from trainer.checkpoint.schema import Integer, require
 from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
-from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
-from trainer.data.samplers import random_access
+from trainer.data.loader import round_of
+from trainer.data.sampler_state import (
+    OwnGenerator,
+    changed_attributes,
+    own_generators,
+    plain_attributes,
+    set_attributes,
+)
+from trainer.data.samplers import random_access, sizes_of
 from trainer.data.seeded_dataset import SeededIndices
 from trainer.errors import ConfigError
 from trainer.seed import isolated_rng, mix_seed, rng_state, seed_cpu_generators, set_rng_state
@@ -67,7 +83,8 @@ class DistributedBatchSampler:
         pad: bool = False,
         split: bool = True,
     ) -> None:
-        self.batch_size, self.drop_last, self.sampler, self.has_batch_sampler = _public(loader)
+        self._loader = loader
+        self._first_batch_size, _, self.sampler, self.has_batch_sampler = _public(loader)
         self.automatic_batching = loader.batch_sampler is not None
         self.shards_itself = (not split or _shards_itself(self.sampler)) and world_size > 1
         if self.shards_itself and split:
@@ -76,42 +93,105 @@ class DistributedBatchSampler:
         self.seed = seed
         self.training = training
         self.pads = training or pad
-        keeps_part = self.shards_itself and type(self.sampler) is DistributedSampler
-        self.random_access = None if self.has_batch_sampler or keeps_part else random_access(self.sampler)
-        self.shuffled = (self.random_access is None or self.random_access.shuffled) if shuffle is None else shuffle
-        self.reshuffles = shuffle is not False
+        self._keeps_part = self.shards_itself and type(self.sampler) is DistributedSampler
+        self._shuffle, self.reshuffles = shuffle, shuffle is not False
         self.comes_in_order = type(self.sampler) is SequentialSampler and shuffle is None
-        self.samples: int | None = None if self.has_batch_sampler else _length(self.sampler)
-        """Samples (of all processes) before `drop_last`; None if unknown."""
-        self.num_global_batches: int | None = self._count_global_batches()
-        """Global micro-batches per epoch; None if unknown."""
-        self._seed_per_sample, self.seed_rank = seed_per_sample, rank
-        self._epoch, self._start = 0, 0
+        self._sizes: dict[str, Any] | None = None
+        """The sizes with which the epoch in progress began, from a checkpoint; None: as they are."""
+        self._epoch, self._start, self._again = 0, 0, 0
         self._limit: int | None = None
-        own = [] if self.random_access is not None else _nested(self.sampler)
-        self._first = [plain_attributes(one) for one in own]
-        self._at_start: list[dict[str, Any]] = [{} for _ in own]
-        self._own_at_start: list[Any] = [None for _ in own]
-        """The results of the samplers' own `state_dict` at the start of the epoch; None without one."""
         self._restored: dict[str, Any] | None = None
+        self._told: int | None = None
+        """The epoch that `set_epoch` was told for the iteration that comes next."""
+        self._read_sizes()
+        self._seed_per_sample, self.seed_rank = seed_per_sample, rank
+        self._remember_samplers()
+        self._now: list[dict[str, Any]] = []
+        """The attributes that samplers of torch get once the order of an epoch that goes on is drawn."""
         self._latest: deque[tuple[int, int, Any]] | None = None
         """Epoch, number and indices of the latest batches, which workers may be loading; None: they are not kept."""
 
-    def seek(self, epoch: int, start: int, limit: int | None = None) -> None:
+    def measure(self, epoch: int | None = None, start: int = 0) -> None:
+        """Read batch size, length and indices anew; see `BatchLoader.measure`."""
+        if start == 0:
+            self._sizes = None
+        sampler = _public(self._loader)[2]
+        if sampler is not self.sampler:  # loader.batch_sampler.sampler can be replaced
+            self.sampler = sampler
+            self._read_sizes()
+            self._remember_samplers()
+        if self.random_access is None or self._restored is not None or start == 0:
+            self._restore_attributes(within_epoch=start > 0)
+            if epoch is not None and self.random_access is None:
+                generators, self._told = own_generators(self.sampler), epoch if self.reshuffles else 0
+                with isolated_rng(generators=generators):
+                    self._seed(mix_seed(self.seed, self._told), generators)
+                    self._set_epoch(self._told)
+        self._read_sizes()
+
+    def _remember_samplers(self) -> None:
+        self._first = [plain_attributes(one) for one in self._kept_samplers()]
+        self._at_start: list[dict[str, Any]] = [{} for _ in self._first]
+        self._own_at_start: list[Any] = [None for _ in self._first]
+        """The results of the samplers' own `state_dict` at the start of the epoch; None without one."""
+
+    def forget_sizes(self) -> None:
+        """Go on inside an epoch with the sizes of now."""
+        self._sizes = None
+
+    def _seed(self, seed: int, generators: Sequence[OwnGenerator]) -> None:
+        seed_cpu_generators(seed)
+        for generator in generators:
+            generator.seed(seed)
+
+    def _set_epoch(self, epoch: int) -> None:
+        for one in _nested(self.sampler):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+
+    def _read_sizes(self) -> None:
+        restored = self._sizes or {}
+        self.batch_size, self.drop_last, _, _ = _public(self._loader)
+        if restored.get("first_batch_size") == self._first_batch_size:
+            self.batch_size = restored["batch_size"]
+        sizes = None if self.has_batch_sampler or self._keeps_part else sizes_of(self.sampler)
+        if sizes is not None and "samples" in restored:
+            there, sizes = sizes[1], (restored["samples"], restored["size"])
+            if sizes[1] > there:
+                raise ConfigError(
+                    f"the epoch in progress began with {sizes[1]} samples to choose from, and this run has {there} of "
+                    "them: have load_state_dict of the data module, or the hook that adds samples, bring them back "
+                    "before the epoch goes on. Or resume from a checkpoint written at the end of an epoch."
+                )
+        self.random_access = random_access(self.sampler, sizes)
+        own_order = self.random_access is None or self.random_access.shuffled
+        self.shuffled = own_order if self._shuffle is None else self._shuffle
+        self.samples: int | None = None if self.has_batch_sampler else _length(self.sampler)
+        """Samples (of all processes) before `drop_last`; None if unknown."""
+        if self.random_access is not None:
+            self.samples = self.random_access.length
+        self.num_global_batches: int | None = self._count_global_batches()
+        """Global micro-batches per epoch; None if unknown."""
+
+    def seek(self, epoch: int, start: int, limit: int | None = None, again: int = 0) -> None:
         """Have the next `iter()` go from micro-batch `start` of `epoch` to micro-batch `limit` (None: to the end)."""
-        self._epoch, self._start, self._limit = epoch, start, limit
+        self._epoch, self._start, self._limit, self._again = epoch, start, limit, again
 
     def __iter__(self) -> Iterator[SeededIndices]:
         epoch, start = (self._epoch if self.reshuffles else 0), self._start
         if self.has_batch_sampler:
             batches = self._users_batches(epoch, start)
         elif self.random_access is not None:
-            batches = self._random_access_batches(epoch, start)
+            if self._restored is not None:
+                self._restore_attributes(within_epoch=start > 0)
+            batches = self._random_access_batches(round_of(epoch, self._again), start)
         else:
             batches = self._iterated_batches(epoch, start)
         if self._limit is not None:
+            if self._limit <= start > 0:
+                next(batches, None)  # the epoch has begun before the break, though nothing of it is left
             batches = islice(batches, max(0, self._limit - start))
-        return self._seeded(batches, self._epoch, start)
+        return self._seeded(batches, round_of(self._epoch, self._again), start)
 
     def _seeded(self, batches: Batches, epoch: int, start: int) -> Iterator[SeededIndices]:
         rank = () if self._seed_per_sample else (self.seed_rank,)
@@ -129,7 +209,8 @@ class DistributedBatchSampler:
 
     def keep_indices(self) -> None:
         """Remember from now on the indices of the latest batches."""
-        self._latest = deque(maxlen=_CHUNK // 16)
+        ahead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
+        self._latest = deque(maxlen=ahead + _CHUNK // 16)
 
     def indices(self, epoch: int, number: int) -> list[Any] | None:
         """Return the indices of micro-batch `number`; None if they are not kept any more."""
@@ -172,33 +253,72 @@ class DistributedBatchSampler:
         return globals_fingerprints(function for sampler in _nested(self.sampler) for function in functions_of(sampler))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the attributes that the user's samplers have changed since the run began, and their own states.
+        """Return the sizes with which the epoch in progress began, the attributes that the user's samplers have changed
+        since the run began, and their own states.
 
         "start", "own_start": as they were at the start of the epoch; "now", "own_now": as they are.
         """
+        if self._restored is not None:
+            return self._restored
+        sizes: dict[str, Any] = {"batch_size": self.batch_size, "first_batch_size": self._first_batch_size}
         if self.random_access is not None:
-            return {}
-        samplers = _nested(self.sampler)
+            sizes |= {"samples": self.random_access.length, "size": self.random_access.size}
+        samplers = self._kept_samplers()
         now = [changed_attributes(first, one) for first, one in zip(self._first, samplers, strict=True)]
-        state = {"start": self._at_start, "now": now} if any(now) or any(self._at_start) else {}
+        state = sizes | ({"start": self._at_start, "now": now} if any(now) or any(self._at_start) else {})
         own = [_own_state(one) for one in samplers]
         return {**state, "own_start": self._own_at_start, "own_now": own} if any(map(has_state, samplers)) else state
 
+    def _kept_samplers(self) -> list[Any]:
+        """Return the samplers whose attributes decide the order: the user's, and torch's with indices or weights."""
+        drawn = self.random_access is not None and not isinstance(
+            self.sampler, (SubsetRandomSampler, WeightedRandomSampler)
+        )
+        return [] if drawn else _nested(self.sampler)
+
+    def place(self) -> dict[str, Any]:
+        """Return the state of the user's samplers with all their attributes, changed or not."""
+        samplers = [] if self.random_access is not None else _nested(self.sampler)
+        now = [{name: value for name, (value,) in plain_attributes(one).items()} for one in samplers]
+        return {"now": now, "own_now": [_own_state(one) for one in samplers]}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, when the next epoch begins."""
-        self._restored = state or None
+        sizes = ("samples", "size", "batch_size", "first_batch_size")
+        require(state, {f"{name}?": Integer() for name in sizes}, "the state of a sampler")
+        self._restored = self._sizes = state or None
 
     def _restore_attributes(self, within_epoch: bool) -> None:
-        samplers, when = _nested(self.sampler), "start" if within_epoch else "now"
+        samplers, when = self._kept_samplers(), "start" if within_epoch else "now"
         if self._restored is not None:
-            for sampler, values in zip(samplers, self._restored.get(when, ()), strict=False):
-                set_attributes(sampler, values)
+            saved = self._restored.get(when) or [{}] * len(samplers)
+            self._now = self._restored.get("now", []) if within_epoch and self.random_access is not None else []
+            for sampler, first, values in zip(samplers, self._first, saved, strict=False):
+                # A run that goes back may have changed more than the state has.
+                values = {name: value for name, (value,) in first.items()} | values
+                set_attributes(sampler, values, in_place=self.random_access is not None)
             for sampler, own in zip(samplers, self._restored.get(f"own_{when}", ()), strict=False):
                 if own is not None and has_state(sampler):
                     sampler.load_state_dict(own)
             self._restored = None
         self._at_start = [changed_attributes(first, one) for first, one in zip(self._first, samplers, strict=True)]
         self._own_at_start = [_own_state(one) for one in samplers]
+
+    @contextmanager
+    def kept_place(self) -> Iterator[None]:
+        """Iterate in the block; afterwards the user's samplers and their generators are as before."""
+        samplers = [] if self.random_access is not None else _nested(self.sampler)
+        before = [(one, plain_attributes(one), _own_state(one)) for one in samplers]
+        marks = self._restored, self._told, self._at_start, self._own_at_start
+        with isolated_rng(generators=[generator for one in samplers for generator in own_generators(one)]):
+            try:
+                yield
+            finally:
+                for sampler, values, own in before:
+                    set_attributes(sampler, {name: value for name, (value,) in values.items()})
+                    if own is not None:
+                        sampler.load_state_dict(own)
+                self._restored, self._told, self._at_start, self._own_at_start = marks
 
     def num_local_batches(self) -> int | None:
         """Return the batches per epoch on this rank, in evaluation without padding; None if unknown."""
@@ -249,6 +369,9 @@ class DistributedBatchSampler:
         assert self.random_access is not None
         assert self.samples is not None
         order = self.random_access.order(self.seed, epoch, self.shuffled)
+        for sampler, values in zip(self._kept_samplers(), self._now, strict=False):
+            set_attributes(sampler, values, in_place=True)
+        self._now = []
         size, globally = self.batch_size, self.batch_size * self.world_size
         total = self._total(globally)
         full, short = divmod(self.samples, globally)
@@ -277,15 +400,25 @@ class DistributedBatchSampler:
                 if len(part) < globally:
                     yield from self._short_batch(part, position)
                 else:
-                    yield part[low:high], position + low, size, total
+                    # Without automatic batching an index may stand for several samples.
+                    own, everywhere = (size, total) if self.automatic_batching else self._counted(part, low, high)
+                    yield part[low:high], position + low, own, everywhere
                 position += globally
 
     def _short_batch(self, indices: list[Any], position: int) -> Batches:
         low, high, total = self._share(len(indices))
+        own, everywhere = self._counted(indices[:total], low, high)
         if low < high:
-            yield indices[low:high], position + low, high - low, self._total(total)
+            yield indices[low:high], position + low, own, everywhere
         elif total and self.pads:
-            yield indices[:1], position, 0, self._total(total)
+            yield indices[:1], position, 0, everywhere
+
+    def _counted(self, indices: list[Any], low: int, high: int) -> tuple[int, int | None]:
+        """Return the samples of a part of the indices, and of all of them."""
+        if self.automatic_batching:
+            return high - low, self._total(len(indices))
+        samples = [len(one) if hasattr(one, "__len__") else 1 for one in indices]
+        return sum(samples[low:high]), self._total(sum(samples))
 
     def _users_batches(self, epoch: int, start: int) -> Batches:
         """Yield the batches of a user's own batch sampler."""
@@ -307,19 +440,20 @@ class DistributedBatchSampler:
 
         In chunks, so that the global generators are exchanged rarely and an endless sampler works too.
         """
-        seed, generators = mix_seed(self.seed, epoch), own_generators(self.sampler)
+        seed, generators = mix_seed(self.seed, round_of(epoch, self._again)), own_generators(self.sampler)
         chunk = unit * max(1, (_CHUNK if not self.has_batch_sampler else _CHUNK // 16) // unit)
         items: Iterator[Any] | None = None
         state: dict[str, Any] = {}
         states: list[Any] = []
-        self._restore_attributes(within_epoch=skip > 0)
+        told, self._told = self._told == epoch and self._again == 0, None
+        if not told:
+            self._restore_attributes(within_epoch=skip > 0)
         while True:
             with isolated_rng(generators=generators):
                 if items is None:
-                    seed_cpu_generators(seed)
-                    for generator in generators:
-                        generator.seed(seed)
-                    _set_epoch(self.sampler, epoch)
+                    self._seed(seed, generators)
+                    if not told:
+                        self._set_epoch(epoch)
                     items = iter(self.sampler)
                     for _ in islice(items, skip):
                         pass
@@ -386,9 +520,3 @@ def has_state(sampler: Any) -> bool:
 
 def _own_state(sampler: Any) -> Any:
     return copy.deepcopy(sampler.state_dict()) if has_state(sampler) else None
-
-
-def _set_epoch(sampler: Iterable[Any], epoch: int) -> None:
-    for one in _nested(sampler):
-        if callable(getattr(one, "set_epoch", None)):
-            one.set_epoch(epoch)

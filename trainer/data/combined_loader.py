@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import count, islice
 from typing import Any, Literal
 
@@ -107,40 +108,69 @@ class CombinedBatches(BatchLoader):
     """The batches of a `CombinedLoader` on one process; each loader is split over the processes by itself."""
 
     def __init__(self, loader: CombinedLoader, parts: list[BatchLoader], label: str, limit: int | float | None) -> None:
-        lengths = [part.length for part in parts]
-        known = [length for length in lengths if length is not None]
-        mode = loader.mode
-        length = combined_length(known, mode) if len(known) == len(lengths) else None
-        largest = [part.max_length for part in parts if part.max_length is not None]
-        most = combined_length(largest, mode) if len(largest) == len(parts) else None
-        super().__init__(loader, label, limit, length, most)
-        self.parts, self.mode, self.structure = parts, mode, loader.structure
+        super().__init__(loader, label, limit)
+        self.parts, self.mode, self.structure = parts, loader.mode, loader.structure
         self.exact = all(part.exact for part in parts)
         self.one_shot = any(part.one_shot for part in parts)
-        self.batch_size = parts[0].batch_size
-        self._lengths = lengths
+        self._lengths: list[int | None] = [None] * len(parts)
         """The batches of each loader in this epoch; None: it does not know its length, and has not ended yet."""
+        self._set_sizes()
         self.note = " ".join(part.note for part in parts if part.note) or None
 
-    def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def measure(self, epoch: int | None = None, start: int = 0) -> None:
+        for part, before in zip(self.parts, self._lengths, strict=True):
+            # One that has begun again may be at the beginning of its round.
+            part.measure(epoch, start % before if self.mode == "max_size_cycle" and before else start)
+            if self.mode == "sequential":
+                length = before if part.length is None else part.length
+                start = 0 if length is None else max(0, start - length)
+        self._set_sizes()
+
+    def forget_sizes(self) -> None:
+        for part in self.parts:
+            part.forget_sizes()
+
+    def _set_sizes(self) -> None:
+        lengths = [part.length for part in self.parts]
+        known = [length for length in lengths if length is not None]
+        largest = [part.max_length for part in self.parts if part.max_length is not None]
+        self._set_lengths(
+            combined_length(known, self.mode) if len(known) == len(lengths) else None,
+            combined_length(largest, self.mode) if len(largest) == len(lengths) else None,
+        )
+        self.batch_size = self.parts[0].batch_size
+        self._lengths = [before if now is None else now for before, now in zip(self._lengths, lengths, strict=True)]
+
+    def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
         if start == 0:
             self._lengths = [part.length for part in self.parts]
-        batches = self._in_turn(epoch, start) if self.mode == "sequential" else self._together(epoch, start)
-        yield from islice(batches, None if self.limit is None else max(0, self.limit - start))
+        places, lengths = self._places(start), [length for length in self._lengths if length is not None]
+        is_over = len(lengths) == len(self.parts) and combined_length(lengths, self.mode) <= start
+        if start and (is_over or (self.limit is not None and self.limit <= start)):
+            for part, (done, position) in zip(self.parts, places, strict=True):
+                part.pass_by(epoch, position, done)
+            return
+        batches = self._in_turn(epoch, places) if self.mode == "sequential" else self._together(epoch, places)
+        yield from islice(batches, None if self.limit is None else self.limit - start)
 
-    def _in_turn(self, epoch: int, start: int) -> Iterator[Batch]:
-        for number in range(len(self.parts)):
-            length = self._lengths[number]
-            if length is None or start < length:
-                yield from self._batches(number, epoch, start)
-                start = 0
+    def _places(self, start: int) -> list[tuple[int, int]]:
+        """Return the full rounds of each loader, which one that begins again has, and the batches after them."""
+        if self.mode == "max_size_cycle":
+            return [divmod(start, length) if length else (0, start) for length in self._lengths]
+        places = []
+        for length in self._lengths:
+            places.append((0, start if length is None else min(start, length)))
+            start -= places[-1][1] if self.mode == "sequential" else 0
+        return places
+
+    def _in_turn(self, epoch: int, places: list[tuple[int, int]]) -> Iterator[Batch]:
+        for number, (_, position) in enumerate(places):
+            if position and position == self._lengths[number]:
+                self.parts[number].pass_by(epoch, position)
             else:
-                start -= length
+                yield from self._batches(number, epoch, position)
 
-    def _together(self, epoch: int, start: int) -> Iterator[Batch]:
-        cycles = self.mode == "max_size_cycle"
-        # Full rounds of a loader that begins again, and the batches of its round after them.
-        places = [divmod(start, length) if cycles and length else (0, start) for length in self._lengths]
+    def _together(self, epoch: int, places: list[tuple[int, int]]) -> Iterator[Batch]:
         begin = [self._rounds(number, epoch, *place) for number, place in enumerate(places)]
         for batches in together(begin, self.mode, [rounds > 0 for rounds, _ in places]):
             first = next(batch for batch in batches if batch is not None)
@@ -153,15 +183,14 @@ class CombinedBatches(BatchLoader):
 
         def begin() -> Iterator[Batch]:
             current = next(rounds)
-            # Each round of an epoch has an order of its own.
-            return self._batches(number, epoch + current * 1_000_003, position if current == done else 0)
+            return self._batches(number, epoch, position if current == done else 0, current)
 
         return begin
 
-    def _batches(self, number: int, epoch: int, start: int) -> Iterator[Batch]:
+    def _batches(self, number: int, epoch: int, start: int, again: int = 0) -> Iterator[Batch]:
         """Yield the batches of a loader, and learn their number where its length is unknown."""
         given = count(start)
-        yield from map(lambda batch, _: batch, self.parts[number].iterate(epoch, start), given)
+        yield from map(lambda batch, _: batch, self.parts[number].iterate(epoch, start, again), given)
         if self._lengths[number] is None:
             self._lengths[number] = next(given)
 
@@ -199,6 +228,9 @@ class CombinedBatches(BatchLoader):
     def state_dict(self) -> dict[str, Any]:
         return {"loaders": [part.state_dict() for part in self.parts], "lengths": list(self._lengths)}
 
+    def place(self) -> dict[str, Any]:
+        return {"loaders": [part.place() for part in self.parts], "lengths": list(self._lengths)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require(state, {"lengths?": [(Integer(), None)]}, "the state of a CombinedLoader")
         saved = [*state.get("lengths", []), *[None] * len(self.parts)]
@@ -207,6 +239,15 @@ class CombinedBatches(BatchLoader):
         ]
         for part, one in zip(self.parts, state.get("loaders", []), strict=False):
             part.load_state_dict(one)
+
+    @contextmanager
+    def kept_place(self) -> Iterator[None]:
+        lengths = list(self._lengths)
+        with ExitStack() as places:
+            for part in self.parts:
+                places.enter_context(part.kept_place())
+            yield
+        self._lengths = lengths
 
     def close(self) -> None:
         for part in self.parts:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
-from copy import deepcopy
+from contextlib import contextmanager
+from copy import copy, deepcopy
 from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import defines
 from trainer.data.fingerprints import describe_function
-from trainer.data.loader import Batch, BatchLoader
+from trainer.data.loader import Batch, BatchLoader, round_of
 from trainer.data.sampler_state import OwnGenerator, own_generators
+from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError, restoring
 from trainer.metrics.metric_log import add_sizes
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
@@ -25,6 +28,55 @@ _END = object()
 _EMPTY_ROUNDS = 2
 """Times that a stateful loader is iterated again if it yields nothing: torchdata's loader, and then its dataset, first
 finish an epoch that was read to its end."""
+
+
+class _WithNext:
+    """The batches of an epoch, where it can be found out whether there is another one before that is taken.
+
+    Args:
+        most: batches that are taken; None: all.
+        sure: batches that come for sure, by the loader's length.
+    """
+
+    def __init__(self, batches: Iterator[Any], most: int | None, sure: int) -> None:
+        self._batches = batches
+        self._left = -1 if most is None else most
+        self._sure = sure
+        self._next: list[Any] = []
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        self._left -= 1
+        self._sure -= 1
+        return self._next.pop() if self._next else next(self._batches)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the next batch has been asked for, and was not taken yet."""
+        return bool(self._next) or self._error is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the limit ended the epoch, and the loader may have more batches."""
+        return self._left == 0
+
+    def ends(self) -> bool:
+        """Whether there is no further batch. The loader is asked for one if that is not known, but never beyond the
+        limit; an error waits until it would have been raised."""
+        if self._left == 0:
+            return True
+        if self._sure > 0:
+            return False
+        try:
+            self._next += islice(self._batches, 1 - len(self._next))
+        except Exception as error:
+            self._error = error
+        return not self.is_asked
 
 
 class EveryNth:
@@ -71,6 +123,7 @@ class IterableLoader(BatchLoader):
         training: bool,
         limit: int | float | None,
         every_nth_of: int | None = None,
+        reshuffles: bool = True,
     ) -> None:
         self._loader = loader
         self._share = None if every_nth_of is None else EveryNth(every_nth_of, world_size)
@@ -79,32 +132,55 @@ class IterableLoader(BatchLoader):
         self._training = training
         self._restored: dict[str, Any] | None = None
         """The state to begin the next epoch with; None: go on from where the last one ended."""
-        self._left = False
-        """True if the last epoch ended at `limit`, before the loader's end."""
-        self._used = False
+        self._first: dict[str, Any] | None = None
+        """The state before the first epoch, where each epoch is that one."""
+        self._asked: dict[str, Any] | None = None
+        """The state before the next batch was asked for."""
+        self._batches: _WithNext | None = None
+        """The batches of the epoch in progress, of a loader with a state; None: none is in progress."""
+        self._told: int | None = None
+        """The epoch that `set_epoch` was told for the iteration that comes next."""
+        self._used = self._reported = False
+        self._reshuffles = reshuffles
+        """False: each epoch is the first one."""
         self.one_shot = defines(loader, "__next__") and iter(loader) is loader
         self._keeper = _keeper_of_place(loader)
         """The object whose state is the place in the data: the loader or its dataset; None: neither has one."""
+        self._is_of_nodes = any(kind.__module__.startswith("torchdata.nodes.") for kind in type(loader).__mro__)
         self.stateful = self._keeper is not None
-        self._first_state: Any = None
-        """The state of a dataset before its first sample."""
         self.exact = self.stateful or isinstance(loader, (list, tuple))
         self._makes_batches = isinstance(loader, DataLoader) and not (
             loader.batch_sampler is None and loader.batch_size is None
         )
         """True if a DataLoader makes batches of samples; False: the user's object yields batches."""
-        length = _length(loader)
+        super().__init__(loader, label, limit)
+        # Each worker of a DataLoader over an IterableDataset makes or drops a short batch of its own.
+        self._slack = max(0, loader.num_workers - 1) if isinstance(loader, DataLoader) else 0
+        self.measure()
+        self.note = self._make_note()
+
+    def measure(self, epoch: int | None = None, start: int = 0) -> None:
+        length = _length(self._loader)
+        if epoch is not None and length is not None:
+            # It may follow from the epoch, and from the state with which that begins or goes on.
+            with isolated_rng(generators=_generators(self._loader)):
+                state = self._state_before(start)
+                if state is not None and start == 0:
+                    self._load(state)
+                self._seed_and_tell(epoch, mix_seed(self._seed, epoch if self._reshuffles else 0))
+                self._told = epoch if state is None or start > 0 else None
+                if state is not None and start > 0:
+                    self._load(state)
+            length = _length(self._loader)
         if length is not None and self._share is not None:
             length = self._share.length_of(length)
         self._length = length
-        super().__init__(loader, label, limit, length, length)
-        self._promised = None if length is None else self.length
-        # Each worker of a DataLoader over an IterableDataset makes or drops a short batch of its own.
-        self._slack = max(0, loader.num_workers - 1) if isinstance(loader, DataLoader) else 0
-        self.note = self._make_note()
+        self._set_lengths(length, length)
+        # Of this process; in training the length may be that of another one.
+        self._promised = length if length is None or self.limit is None else min(length, self.limit)
         # In evaluation one process may have no batch.
-        if limit != 0 and length == 0 and (training or self._single_process):
-            raise ConfigError(f"{label} has no batch: {self._kind()} has length 0.")
+        if self.limit != 0 and length == 0 and (self._training or self._single_process):
+            raise ConfigError(f"{self.label} has no batch: {self._kind()} has length 0.")
 
     def identity(self, world_size: int) -> dict[str, str]:
         known = {} if self._length is None else {"dataset": f"{self._length} batches on each process"}
@@ -123,38 +199,69 @@ class IterableLoader(BatchLoader):
             return {}
         if self._restored is not None:
             return self._restored
+        batches = self._batches
+        if batches is None:
+            return self._state(ended=False, goes_on=False)
+        if not batches.is_asked:
+            # A state may be the same at an epoch's end and at its beginning, so the loader has to say which it is.
+            self._asked = deepcopy(self._state(ended=False, goes_on=True))
+            if batches.ends():
+                return self._state(ended=True, goes_on=batches.is_cut)
+        assert self._asked is not None
+        return self._asked
+
+    def _state(self, ended: bool, goes_on: bool) -> dict[str, Any]:
+        """Return the state of now, which `iter()` of a restored loader goes on with if it was left before its end."""
         passed = 0 if self._share is None else self._share.passed
-        return {"loader": self._keeper.state_dict(), "left": self._left, "passed": passed}
+        return {"loader": self._keeper.state_dict(), "passed": passed, "ended": ended, "goes_on": goes_on}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Loaded when iteration begins: set_epoch, which some loaders take as a reset, must come before.
+        # Loaded when iteration begins, before or after `set_epoch`.
         if self.stateful and "loader" in state:
-            self._restored = {"left": False, "passed": 0, **state}
+            self._restored = {"passed": 0, "ended": False, "goes_on": False, **state}
 
-    def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        return chain.from_iterable(self._epoch(epoch, start))
+    @contextmanager
+    def kept_place(self) -> Iterator[None]:
+        place = None if self._keeper is None else deepcopy(self._keeper.state_dict())
+        marks = self._restored, self._batches, self._asked, self._first, self._used, self._told
+        share = copy(self._share)
+        try:
+            yield
+        finally:
+            self._restored, self._batches, self._asked, self._first, self._used, self._told = marks
+            self._share = share
+            if place is not None:
+                self._keeper.load_state_dict(place)
 
-    def _epoch(self, epoch: int, start: int) -> Iterator[Iterator[Batch]]:
+    def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
+        return chain.from_iterable(self._epoch(epoch, start, again))
+
+    def _epoch(self, epoch: int, start: int, again: int) -> Iterator[Iterator[Batch]]:
         """Yield the batches of an epoch as one iterator: no batch passes a frame."""
         limit = self.limit
-        if limit is not None and start >= limit:
-            self._left = True
-            self._restored = self._restored and self._restored | {"left": True}
+        self._restored = self._state_before(start)
+        ended = start > 0 and self._restored is not None and self._restored["ended"]
+        # After more batches than its length there is one too many.
+        complete = start == self._promised and not self._slack
+        if ended or complete or (limit is not None and start >= limit):
             return
-        self._left = False
-        restored, self._restored = self._restored, None
+        if start == 0 and not self._reshuffles and self.stateful and self._first is None:
+            self._restored = self._first = deepcopy(self._state(ended=False, goes_on=False))
+        restored, self._restored, self._batches = self._restored, None, None
+        seed = mix_seed(self._seed, round_of(epoch, again) if self._reshuffles else 0)
         with isolated_rng():
-            seed_cpu_generators(mix_seed(self._seed, epoch))
-            batches = self._start_epoch(epoch, restored)
-            skipped = islice(batches, start if restored is None else 0)
-            for _ in skipped:
+            if restored is not None and start == 0:
+                self._end_epoch_before(restored, seed)
+            batches = self._start_epoch(epoch, seed, restored if start else None)
+            # An endless one of which this run has read nothing has given the epochs before, too.
+            before = epoch * (limit or 0) if self.one_shot and not self._used else 0
+            for _ in islice(batches, start + before if restored is None else 0):
                 pass
             head = [next(batches, _END)] if start == 0 else []
             for _ in range(_EMPTY_ROUNDS if self.stateful else 0):
                 if head and head[0] is _END:
                     # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
-                    if self._first_state is not None and restored is not None:
-                        self._keeper.load_state_dict(self._first_state)
+                    seed_cpu_generators(seed)
                     batches = self._own_batches()
                     head = [next(batches, _END)]
         if head and head[0] is _END:
@@ -164,11 +271,13 @@ class IterableLoader(BatchLoader):
         given = itertools.count(start)
         # Neither a list nor a variable of a loop, which would keep a batch in memory.
         batches = chain(_popped(head), batches)
+        if self.stateful:
+            of_all = limit is None or (self._length is not None and self._length <= limit)
+            sure = 0 if self._promised is None or self._slack else self._promised - start
+            batches = self._batches = _WithNext(batches, None if of_all or limit is None else limit - start, sure)
         batches = map(self._received, islice(batches, None if limit is None else limit - start), given)
         yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
-        taken = next(given)
-        self._left = taken == limit
-        self._learn_length(taken)
+        self._report_short_epoch(next(given))
 
     def _received(self, data: Any, number: int) -> Batch:
         if data is None:
@@ -188,38 +297,78 @@ class IterableLoader(BatchLoader):
         fits = len(sizes) == 1 and 0 < samples <= (self._loader.batch_size or samples)
         return samples if fits else None
 
-    def _learn_length(self, given: int) -> None:
-        """Correct the length after an epoch that had fewer batches than the limit that it was taken from."""
-        if self.length == self.limit and self.length is not None and given < self.length:
+    def _report_short_epoch(self, given: int) -> None:
+        """Report, once, that an epoch had fewer batches than the limit, by which schedules are made."""
+        if not self._reported and self._length is None and self.limit is not None and given < self.limit:
+            self._reported = True
             log.log(
                 logging.WARNING if self._training else logging.DEBUG,
                 "%s gave %d batches, fewer than its limit of %d: schedules made at the start go by the limit",
                 self.label,
                 given,
-                self.length,
+                self.limit,
             )
-            self.length = given
 
-    def _start_epoch(self, epoch: int, restored: dict[str, Any] | None) -> Iterator[Any]:
-        for one in _parts(self._loader):
-            if callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(epoch)
+    def _state_before(self, start: int) -> dict[str, Any] | None:
+        """Return the state with which batch number `start` of an epoch is read; None: the one that the loader has."""
+        if start == 0 and self._first is not None:
+            return self._first
+        if self._batches is not None and self._batches.is_asked:
+            return self._asked  # before the batch that nobody has taken
+        return self._restored
+
+    def _seed_and_tell(self, epoch: int, seed: int, told: bool = False) -> None:
+        """Seed the random generators of samplers, and call `set_epoch` of the loader's parts."""
+        seed_cpu_generators(seed)
         # A loader with a state goes through its samplers several times when it is restored.
         for generator in [] if self.stateful else _generators(self._loader):
-            generator.seed(mix_seed(self._seed, epoch))
-        if self._keeper is not None and self._keeper is not self._loader and self._first_state is None:
-            self._first_state = deepcopy(self._keeper.state_dict())
+            generator.seed(seed)
+        for one in [] if told else _parts(self._loader):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch if self._reshuffles else 0)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        with restoring(f"the state of {self.label}"):
+            self._keeper.load_state_dict(state["loader"])
+
+    def _end_epoch_before(self, state: dict[str, Any], seed: int) -> None:
+        """Restore a state from before an epoch, so that the epoch can begin as it does after the one before.
+
+        `seed`: of the epoch.
+        """
+        with restoring(f"the state of {self.label}"):
+            self._keeper.load_state_dict(state["loader"])
+            if self._keeper is not self._loader or not (isinstance(self._loader, DataLoader) or self._is_of_nodes):
+                return
+            batches = self._begin()
+            if isinstance(getattr(self._loader, "dataset", None), IterableDataset):
+                return  # it has its state before it is told the epoch; the next `iter()` begins anew
+            if state["goes_on"]:
+                # Torchdata's samplers go to their place when they are asked for a batch, and not before.
+                next(batches, None)
+            # Else it has begun anew by itself, with other random numbers than those of the epoch.
+            elif isinstance(self._loader, DataLoader):
+                begun = deepcopy(self._keeper.state_dict())
+                of_workers = begun.get("_snapshot", {}).get("_main_snapshot", {})
+                if "_base_seed" in of_workers and self._loader.generator is None:
+                    seed_cpu_generators(seed)
+                    of_workers["_base_seed"] = torch.empty((), dtype=torch.int64).random_().item()  # as torch does
+                self._keeper.load_state_dict(begun)
+            else:
+                self._loader._it = None  # the iterator of torchdata.nodes would return the old state during the epoch
+
+    def _start_epoch(self, epoch: int, seed: int, restored: dict[str, Any] | None) -> Iterator[Any]:
+        told, self._told = self._told == epoch, None
+        self._seed_and_tell(epoch, seed, told)
+        for one in [] if self.stateful else data_loaders_in(self._loader):
+            # torch draws a number for a new iterator, and none where persistent workers go on.
+            if one.persistent_workers and vars(one).get("_iterator") is not None:
+                torch.empty((), dtype=torch.int64).random_(generator=one.generator)
         if restored is None:
             return self._own_batches()
+        self._load(restored)
         with restoring(f"the state of {self.label}"):
-            self._keeper.load_state_dict(restored["loader"])
-            if not restored["left"]:
-                return self._own_batches(restored["passed"])
-            if self._keeper is self._loader:
-                self._begin()  # the iterator that the run before has left in the middle
-            else:
-                self._keeper.load_state_dict(self._first_state)
-            return self._own_batches()
+            return self._own_batches(restored["passed"])
 
     def _own_batches(self, passed: int = 0) -> Iterator[Any]:
         batches = self._begin()

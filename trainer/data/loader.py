@@ -6,12 +6,14 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain, compress, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.data.sampler_state import OwnGenerator, own_generators
 from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError
 
@@ -26,7 +28,13 @@ class Batch(NamedTuple):
     samples: int | None
     """Samples of the epoch that it holds; None if unknown, 0 for padding."""
     total: int | None
-    """Samples of this micro-batch over all processes; None if unknown."""
+    """Samples of this micro-batch over all processes; where `samples` is None, batches that are no padding; None if
+    unknown."""
+
+    @property
+    def share(self) -> int:
+        """Its part of `total`."""
+        return 1 if self.samples is None else self.samples
 
     @property
     def is_padding(self) -> bool:
@@ -61,16 +69,18 @@ class BatchLoader(ABC):
         loader: Any,
         label: str,
         limit: int | float | None,
-        num_local_batches: int | None,
-        num_global_batches: int | None,
     ) -> None:
+        self._users = loader
         self.label = label
         """The loader's name in messages."""
-        self.limit = _batches(limit, num_global_batches, label)
-        self.length: int | None = _minimum(num_local_batches, self.limit)
+        self._given_limit = limit
+        self._measured: tuple[int | None, ...] | None = None
+        self.limit: int | None = None
+        """Batches per epoch at most; None: all."""
+        self.length: int | None = None
         """Batches per epoch on this process, after the limit and without padding in evaluation; None if unknown. An
         iterable's own `__len__` is believed; with an integer limit and nothing known, the limit."""
-        self.max_length: int | None = _minimum(num_global_batches, self.limit)
+        self.max_length: int | None = None
         """The largest `length` of all processes. In training all have the same."""
         self.samples_per_epoch: int | None = None
         """Samples per epoch over all processes, after the limit; None if unknown."""
@@ -79,16 +89,47 @@ class BatchLoader(ABC):
         self.pinned: bool | None = loader.pin_memory if isinstance(loader, DataLoader) else None
         """True if batches come in pinned memory; None: the loader is not a DataLoader."""
 
+    def _set_lengths(self, num_local_batches: int | None, num_global_batches: int | None) -> None:
+        self.limit = _batches(self._given_limit, num_global_batches, self.label)
+        before, self._measured = self._measured, (num_local_batches, num_global_batches, self.limit)
+        if self._measured != before:  # else the length stays that of all processes
+            self.length = _minimum(num_local_batches, self.limit)
+            self.max_length = _minimum(num_global_batches, self.limit)
+
     @abstractmethod
-    def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def measure(self, epoch: int | None = None, start: int = 0) -> None:
+        """Read the sizes of the data and the options of the loader, for the epoch that is about to begin.
+
+        Both may change from one epoch to the next, by what `set_epoch` is told and by the state of a checkpoint.
+
+        Args:
+            epoch: the epoch that `set_epoch` is told, for the next `iterate`; None: nothing is told yet.
+            start: the batches of it that are consumed; above 0 a resumed run goes on inside the epoch, with the sizes
+                that it began with.
+
+        Raises:
+            ConfigError: the loader has become empty, or lacks samples that the epoch began with.
+        """
+
+    def forget_sizes(self) -> None:
+        """Have an epoch that goes on take the data of now, and not the sizes that it began with."""
+
+    @abstractmethod
+    def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch`, from this process's batch number `start` on.
 
         A plain DataLoader skips indices, never samples. Other iterables are read and discarded up to `start`, unless
         `load_state_dict` was called before: then they continue from that state.
 
+        Args:
+            again: the number of times that the loader has been at its end in this epoch.
+
         Raises:
             ConfigError: an iterable without a length yields nothing, or can be iterated only once and is used up.
         """
+
+    def pass_by(self, epoch: int, start: int, again: int = 0) -> None:
+        """Do as `iterate` in an epoch of which nothing is left: samplers begin it, and no batch is loaded."""
 
     def equal_everywhere(self) -> dict[str, object]:
         """Return what has to be equal on all processes, by name; of an iterable only that it is one."""
@@ -156,6 +197,24 @@ class BatchLoader(ABC):
         if self.length is not None and known:
             self.length = self.max_length = min(known)
 
+    @property
+    def counts_everywhere(self) -> bool:
+        """Whether each process has as many batches, which come with their samples over all processes."""
+        return self.samples_per_epoch is not None
+
+    def agree_on_length(self, lengths: list[int | None]) -> None:
+        """Do as `shorten`, at the beginning of an epoch.
+
+        Raises:
+            ConfigError: the lengths differ, of data that all processes have to have alike.
+        """
+        if self.samples_per_epoch is not None and len({*lengths}) > 1:
+            raise ConfigError(
+                f"{self.label} has epochs of {lengths} batches on the processes: change the data alike on all of them, "
+                "which each have the full dataset; the trainer splits it."
+            )
+        self.shorten(lengths)
+
     def keep_indices(self) -> None:
         """Remember from now on the indices of the latest batches, for `indices`."""
 
@@ -168,8 +227,25 @@ class BatchLoader(ABC):
         yielded: call it when all of those are consumed."""
         return {}
 
+    def place(self) -> dict[str, Any]:
+        """Return a state with which what is read from now on is read once more, after `load_state_dict`."""
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the next `iterate` continues there."""
+
+    def generators(self) -> list[OwnGenerator]:
+        """Return the random generators in the user's loader and data, from which reading draws."""
+        return own_generators(self._users, of_data=True)
+
+    @contextmanager
+    def kept_place(self) -> Iterator[None]:
+        """Iterate in the block, and go on afterwards as if that had not been."""
+        before = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)
 
     def _none_error(self, number: int) -> ConfigError:
         """Return the error for a batch that is None: processes that skip different batches would lose each other."""
@@ -205,6 +281,7 @@ class Loaders:
         self.given: dict[str, Any] = {}
         """The user's loaders, by the names of the attributes."""
         self._make: Callable[[], None] | None = None
+        self._keeps_indices = False
 
     def make_when_needed(self, make: Callable[[], None]) -> None:
         """Have `make` set the loaders at the first call of `needed`."""
@@ -219,6 +296,14 @@ class Loaders:
     def set_training(self, loader: BatchLoader, given: Any) -> None:
         """Set the training loader, which the methods that return the others may already use."""
         self.train, self.given["train"] = loader, given
+        if self._keeps_indices:
+            loader.keep_indices()
+
+    def keep_indices(self) -> None:
+        """Have the training loader remember the indices of the latest batches, and each one that takes its place."""
+        self._keeps_indices = True
+        if self.train is not None:
+            self.train.keep_indices()
 
     def set_evaluation(
         self, kind: Literal["val", "test", "predict"], loaders: dict[str, BatchLoader], given: Any
@@ -232,12 +317,25 @@ class Loaders:
         """The evaluation loaders: a stage has those of one kind."""
         return self.val or self.test or self.predict
 
+    @contextmanager
+    def kept_places(self) -> Iterator[None]:
+        """Put all loaders back to their places at the end."""
+        with ExitStack() as places:
+            for loader in [*self.evaluated.values(), *([] if self.train is None else [self.train])]:
+                places.enter_context(loader.kept_place())
+            yield
+
     def close(self) -> None:
         """End the worker processes of all loaders."""
         for loader in self.evaluated.values():
             loader.close()
         if self.train is not None:
             self.train.close()
+
+
+def round_of(epoch: int, again: int) -> int:
+    """Return a number for each time that a loader is iterated; the epoch for the first one in it."""
+    return epoch + again * 1_000_003
 
 
 def _end_workers(iterator: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
 
 _MAX_DEPTH, _MAX_ITEMS, _MAX_NUMBERS = 5, 1000, 100_000
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
 
 
@@ -57,31 +59,38 @@ class OwnGenerator:
 
 def _is_generator(value: Any) -> bool:
     # Not in a constant, with which `import trainer` would import numpy.random.
-    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which has no state
 
 
-def own_generators(sampler: Any) -> list[OwnGenerator]:
-    """Return the generators in a sampler's attributes, up to five levels deep, and in globals that its methods use.
+def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False) -> list[OwnGenerator]:
+    """Return the generators in the attributes of samplers or others, and in globals that their methods use.
 
-    The default generators of torch, numpy and `random` are left out, and so are generators of a dataset.
+    The default generators of torch, numpy and `random` are left out.
+
+    Args:
+        depth: levels of objects in objects that are looked through.
+        of_data: also those of datasets.
     """
     known = {id(torch.default_generator), id(getattr(np.random.mtrand, "_rand", None)), id(getattr(random, "_inst", 0))}
-    found = [one for one in _walk(sampler, 0, set()) if _is_generator(one) and id(one) not in known]
+    seen, opaque = set[int](), tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
+    found = [one for owner in owners for one in _walk(owner, depth, seen, opaque) if id(one) not in known]
     return [OwnGenerator(one) for one in found]
 
 
-def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+def _walk(value: Any, depth: int, seen: set[int], opaque: tuple[type, ...]) -> Iterator[Any]:
     """Yield the random generators inside a value, each once."""
-    if id(value) in seen or depth > _MAX_DEPTH or isinstance(value, _OPAQUE):
+    if id(value) in seen or depth < 0 or isinstance(value, opaque):
         return
     seen.add(id(value))
     if _is_generator(value):
         yield value
         return
-    if isinstance(value, dict):
-        inside = [*value.values()] if len(value) <= _MAX_ITEMS else []
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = [*value] if len(value) <= _MAX_ITEMS else []
+    container: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    if container is not None:
+        # By its own methods: a subclass may do anything in them.
+        several = container.__len__(value) <= _MAX_ITEMS
+        inside = [*(dict.values(value) if container is dict else container.__iter__(value))] if several else []
     elif isinstance(value, CellType):
         inside = [value.cell_contents] if is_filled(value) else []
     elif isinstance(value, FunctionType):
@@ -98,7 +107,7 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
             if not kind.__module__.startswith(("torch.", "builtins", "typing", "abc")):
                 inside += vars(kind).values()
     for one in inside:
-        yield from _walk(one, depth + 1, seen)
+        yield from _walk(one, depth - 1, seen, opaque)
 
 
 def is_filled(cell: CellType) -> bool:
@@ -111,12 +120,15 @@ def is_filled(cell: CellType) -> bool:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, including those in `__slots__`."""
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # one that is not set
+                    found[name] = slot.__get__(value)
+    with suppress(AttributeError):
+        found |= object.__getattribute__(value, "__dict__")
+    return found
 
 
 def plain_attributes(sampler: Any) -> dict[str, Any]:
@@ -146,11 +158,22 @@ def changed_attributes(before: dict[str, Any], sampler: Any) -> dict[str, Any]:
     return {name: one[0] for name, one in now.items() if name not in before or not _equal(before[name][0], one[0])}
 
 
-def set_attributes(sampler: Any, values: dict[str, Any]) -> None:
-    """Set attributes that `changed_attributes` returned; names of methods and properties are skipped."""
+def set_attributes(sampler: Any, values: dict[str, Any], in_place: bool = False) -> None:
+    """Set attributes that `changed_attributes` returned; names of methods and properties are skipped.
+
+    Args:
+        in_place: tensors stay the same objects, which may be those of a module.
+    """
+    before = attributes(sampler)
     for name, value in values.items():
-        if _copy(value) is not None and not hasattr(type(sampler), name):
-            setattr(sampler, name, value)
+        copied = _copy(value)
+        if copied is None or hasattr(type(sampler), name) or (name in before and _equal(before[name], copied[0])):
+            continue
+        own = before.get(name)
+        if in_place and isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
+            own.copy_(value)
+        else:
+            setattr(sampler, name, copied[0])
 
 
 def _equal(one: Any, other: Any) -> bool:

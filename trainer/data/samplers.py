@@ -43,7 +43,7 @@ class RandomAccessSampler:
         self.length = length
         self.shuffled = shuffled
         self.sequential = sequential
-        self._size = size
+        self.size = size
         self._draw = draw
 
     def order(self, seed: int, epoch: int, shuffled: bool) -> Order:
@@ -55,30 +55,38 @@ class RandomAccessSampler:
         if not self.length:
             return lambda positions: []
         if not shuffled and self.sequential:
-            return lambda positions: _listed(positions % self._size)
-        return (self._draw or _permuted(self._size))(seed, epoch)
+            return lambda positions: _listed(positions % self.size)
+        return (self._draw or _permuted(self.size))(seed, epoch)
 
 
-def random_access(sampler: Any) -> RandomAccessSampler | None:
-    """Return random access to a sampler of torch's own; None for any other (a subclass, too), to be iterated."""
+def sizes_of(sampler: Any) -> tuple[int, int] | None:
+    """Return the samples of an epoch and the indices to choose from; None for a sampler that is not torch's own."""
     kind = type(sampler)
-    if kind is SequentialSampler:
+    if kind is SequentialSampler or kind is RandomSampler:
         size = len(sampler.data_source)
-        return RandomAccessSampler(size, False, True, size)
+        return (size if kind is SequentialSampler else sampler.num_samples), size
     if kind is DistributedSampler:
-        size = len(sampler.dataset)
-        return RandomAccessSampler(size, sampler.shuffle, True, size)
-    if kind is RandomSampler:
-        size, length = len(sampler.data_source), sampler.num_samples
-        if sampler.replacement:
-            return RandomAccessSampler(length, True, False, size, _with_replacement(size))
-        return RandomAccessSampler(length, True, True, size)
+        return len(sampler.dataset), len(sampler.dataset)
     if kind is SubsetRandomSampler:
-        size = len(sampler.indices)
-        return RandomAccessSampler(size, True, False, size, _subset(sampler.indices))
-    if kind is WeightedRandomSampler:
-        return RandomAccessSampler(sampler.num_samples, True, False, len(sampler.weights), _weighted(sampler))
-    return None
+        return len(sampler.indices), len(sampler.indices)
+    return (sampler.num_samples, len(sampler.weights)) if kind is WeightedRandomSampler else None
+
+
+def random_access(sampler: Any, sizes: tuple[int, int] | None) -> RandomAccessSampler | None:
+    """Return random access to a sampler of torch's own; None for any other (a subclass, too), to be iterated.
+
+    Args:
+        sizes: as `sizes_of` returned them when the epoch began.
+    """
+    if sizes is None:
+        return None
+    kind, (length, size) = type(sampler), sizes
+    if kind is SequentialSampler or kind is DistributedSampler:
+        return RandomAccessSampler(length, kind is DistributedSampler and sampler.shuffle, True, size)
+    if kind is RandomSampler and not sampler.replacement:
+        return RandomAccessSampler(length, True, True, size)
+    draws = {RandomSampler: _with_replacement(size), SubsetRandomSampler: _subset(sampler, size)}
+    return RandomAccessSampler(length, True, False, size, draws.get(kind) or _weighted(sampler, length, size))
 
 
 def _permuted(size: int) -> Callable[[int, int], Order]:
@@ -110,26 +118,26 @@ def _with_replacement(size: int) -> Callable[[int, int], Order]:
     return draw
 
 
-def _subset(indices: Any) -> Callable[[int, int], Order]:
+def _subset(sampler: Any, size: int) -> Callable[[int, int], Order]:
     def draw(seed: int, epoch: int) -> Order:
-        permutation = Permutation(len(indices), seed, epoch)
+        permutation, indices = Permutation(size, seed, epoch), sampler.indices
         return lambda positions: [indices[position] for position in permutation.at(positions).tolist()]
 
     return draw
 
 
-def _weighted(sampler: WeightedRandomSampler) -> Callable[[int, int], Order]:
+def _weighted(sampler: WeightedRandomSampler, length: int, size: int) -> Callable[[int, int], Order]:
     """Draw by the weights, which are read in every epoch: they may have changed."""
 
     def draw(seed: int, epoch: int) -> Order:
-        weights = np.asarray(sampler.weights, dtype=np.float64)
+        weights = np.asarray(sampler.weights, dtype=np.float64)[:size]
         if not np.isfinite(weights).all() or (weights < 0).any() or not (weights > 0).any():
             raise ConfigError(
                 "the weights of the WeightedRandomSampler must be finite, not negative, and not all 0: "
                 f"they go from {weights.min()} to {weights.max()}."
             )
         if not sampler.replacement:
-            return _weighted_without_replacement(weights, sampler.num_samples, seed, epoch)
+            return _weighted_without_replacement(weights, length, seed, epoch)
         sums = np.cumsum(weights)
         last = np.flatnonzero(weights)[-1]
 

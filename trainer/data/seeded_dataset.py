@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
@@ -9,8 +10,12 @@ from typing import Any, NamedTuple, cast
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert, get_worker_info
 
 from trainer.data.loader import Batch
+from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
+from trainer.metrics.metric_log import add_sizes
 from trainer.seed import mix_seed, seed_cpu_generators
+
+log = logging.getLogger("trainer")
 
 
 class SeededIndices(NamedTuple):
@@ -34,12 +39,26 @@ class SeededDataset(Dataset[Batch]):
         dataset: the user's.
         collate: the user's `collate_fn`.
         isolated: the context to load in; a worker, which has generators of its own, needs none.
+        alone: no other process loads a part of the same micro-batches.
+        evaluates: the samples of a batch weight values only, and no gradient.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], isolated: AbstractContextManager[None]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        isolated: AbstractContextManager[None],
+        alone: bool = True,
+        evaluates: bool = False,
+    ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._isolated = isolated
+        self._alone = alone
+        self._counts = collate not in (default_collate, default_convert)
+        # On several processes a gradient goes by the samples that were asked for: those left out elsewhere are unknown.
+        self._weighs = alone or evaluates
+        self._warned = False
         self._seeds = not draws_nothing(dataset, collate)
 
     def __getitem__(self, request: SeededIndices) -> Batch:
@@ -51,10 +70,12 @@ class SeededDataset(Dataset[Batch]):
     def _load(self, request: SeededIndices, fetch: Callable[[SeededIndices], Any]) -> Batch:
         try:
             if not self._seeds:
-                data = self._collate(fetch(request))
+                fetched = fetch(request)
+                data = self._collate(fetched)
             else:
                 with self._isolated:
-                    data = self._collate(fetch(request))
+                    fetched = fetch(request)
+                    data = self._collate(fetched)
         except StopIteration as error:  # which would end the epoch here, as if there were no more data
             raise ConfigError(
                 f"{type(self.dataset).__name__} raised StopIteration for the indices {request.indices}, as a bare "
@@ -68,7 +89,25 @@ class SeededDataset(Dataset[Batch]):
                 f"{type(self.dataset).__name__} raised {type(error).__name__} in a data worker for the indices "
                 f"{request.indices}, and a worker cannot end the run: raise another exception to report an error."
             ) from error
+        if not isinstance(request.indices, list):
+            return self._batch_of_one_index(data, request)
+        if self._counts and request.samples:
+            samples = samples_left(data, fetched, request.samples)
+            if samples is not None and self._weighs:
+                return Batch(data, samples, samples if self._alone else request.total)
+            if samples != request.samples and not self._warned:
+                self._warned = True
+                log.warning(*_uncounted(samples, request.samples))
         return Batch(data, request.samples, request.total)
+
+    def _batch_of_one_index(self, data: Any, request: SeededIndices) -> Batch:
+        """Return what one index gave, without automatic batching: a sample, or a batch that the dataset has made."""
+        sizes: dict[int, None] = {}
+        add_sizes(data, sizes)
+        if not sizes or request.samples != 1:
+            return Batch(data, request.samples, request.total)
+        samples = next(iter(sizes)) if len(sizes) == 1 else None
+        return Batch(data, samples, samples if self._alone else None)
 
     def _fetch_one(self, request: SeededIndices) -> Any:
         self._seed(request.seed if request.position is None else mix_seed(request.seed, request.position))
@@ -82,7 +121,14 @@ class SeededDataset(Dataset[Batch]):
         samples: list[Any] = []
         for position, index in enumerate(request.indices, request.position):
             self._seed(mix_seed(request.seed, position))
-            samples += fetch([index]) if fetch else [self.dataset[index]]
+            fetched = fetch([index]) if fetch else [self.dataset[index]]
+            if not isinstance(fetched, (list, tuple)):
+                raise ConfigError(
+                    f"seed_per_sample=True loads one sample at a time, and {type(self.dataset).__name__}.__getitems__ "
+                    f"returned a {type(fetched).__name__} for all: return a list of samples, or leave "
+                    "seed_per_sample out."
+                )
+            samples += fetched
         return samples
 
     def _fetch_all(self, indices: Any) -> Any:
@@ -98,6 +144,54 @@ class SeededDataset(Dataset[Batch]):
     def _seed(self, seed: int) -> None:
         if self._seeds:
             seed_cpu_generators(seed)
+
+
+def samples_left(data: Any, fetched: Any, asked: int) -> int | None:
+    """Return the number of samples in a batch: fewer than were `asked` for, if a collate function leaves some out.
+
+    None: unknown, because fewer rows may also be time, pairs of samples, or samples that are joined in a row.
+    """
+    sizes: dict[int, None] = {}
+    add_sizes(data, sizes)
+    if not sizes or (asked in sizes and min(sizes) == asked):
+        return asked
+    rows = [shape for shape in _shapes(data) if shape]
+    if isinstance(fetched, (list, tuple)):
+        present = [{*_shapes(sample)} for sample in fetched if sample is not None]
+        # Where samples differ in length, a row of the length of one may be others that are joined.
+        in_all, there = set.intersection(*present) if present else set(), len(present)
+    else:  # `__getitems__` has made a batch
+        in_all, there = {shape[1:] for shape in _shapes(fetched)}, asked
+    alike = {shape[0] for shape in rows if shape[1:] in in_all and shape[0]}
+    if len(alike) == 1 and (left := min(alike)) < asked:
+        return left
+    if any(size % asked == 0 for size in alike) or any(asked in shape[:2] for shape in rows):
+        return asked
+    return there if there < asked and there in sizes else None
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors and arrays in a batch or sample; empty ones for all else."""
+    shapes: list[tuple[int, ...]] = []
+
+    def add(leaf: Any) -> Any:
+        shapes.append(tuple(getattr(leaf, "shape", ())))
+        return leaf
+
+    map_leaves(batch, add)
+    return shapes
+
+
+def _uncounted(samples: int | None, asked: int) -> tuple[Any, ...]:
+    unless = "unless the module's num_items(batch) returns the number"
+    if samples is not None:
+        several = "on several processes gradients and means of the training go by the indices"
+        return f"collate_fn gave a batch of %d samples for %d indices, and {several}, {unless}", samples, asked
+    found = "collate_fn gave a batch in which the %d samples that it got are not found"
+    return (
+        f"{found}: whether some are left out is not known, so gradients and means go by their number, {unless}",
+        asked,
+    )
 
 
 def draws_nothing(dataset: Any, collate: Any) -> bool:

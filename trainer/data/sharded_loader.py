@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer.data.fingerprints import (
     name_of,
     samples_fingerprints,
 )
-from trainer.data.loader import Batch, BatchLoader
+from trainer.data.loader import Batch, BatchLoader, round_of
 from trainer.data.micro_batches import parts_of
 from trainer.data.sampler_check import order_of, resumes_exactly
 from trainer.data.seeded_dataset import SeededDataset, ShowDataset, identity_collate
@@ -47,30 +47,60 @@ class ShardedDataLoader(BatchLoader):
         self, loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str, limit: int | float | None
     ) -> None:
         self.sampler = sampler
-        if limit != 0:
-            _check_not_empty(loader, sampler, label)
-        super().__init__(loader, label, limit, sampler.num_local_batches(), sampler.num_global_batches)
-        if self.max_length is not None:
-            self.samples_per_epoch = sampler.samples_in(self.max_length)
-        self._promised = self.max_length if sampler.pads else self.length
-        self.batch_size = _batch_size(sampler)
-        self.note = _note(loader, sampler, label)
-        self._seed = mix_seed(sampler.seed, sampler.seed_rank)
-        self._dataset: Any = loader.dataset
-        self._collate: Any = loader.collate_fn
-        self._generator = torch.Generator()
-        self._loader = self._make_again(loader)
+        super().__init__(loader, label, limit)
         self.parts = 1
         """Micro-batches into which each batch is split."""
+        self._given = loader
+        self._seed = mix_seed(sampler.seed, sampler.seed_rank)
+        self._dataset: Any = loader.dataset
+        self._generator = torch.Generator()
+        self._options: dict[str, Any] = {}
+        self._measure()
+        self.note = _note(loader, sampler, label)
+
+    def measure(self, epoch: int | None = None, start: int = 0) -> None:
+        self.sampler.measure(epoch, -(-start // self.parts))
+        self._measure()
+
+    def forget_sizes(self) -> None:
+        self.sampler.forget_sizes()
+
+    def _measure(self) -> None:
+        sampler, loader = self.sampler, self._given
+        if self._given_limit != 0:
+            _check_not_empty(loader, sampler, self.label)
+        self._set_lengths(sampler.num_local_batches(), sampler.num_global_batches)
+        self.samples_per_epoch = None if self.max_length is None else sampler.samples_in(self.max_length)
+        own = sampler.num_global_batches if sampler.pads else sampler.num_local_batches()
+        # Of this process; in training the length may be that of another one.
+        self._promised = own if own is None or self.limit is None else min(own, self.limit)
+        self.batch_size = _batch_size(sampler)
+        if self.parts > 1:
+            self._count_parts()
+        options = {name: getattr(loader, name) for name in (*_KEPT, "worker_init_fn", "collate_fn")}
+        if options != self._options:
+            if self._options:
+                self.close()
+            self._options, self._collate = options, loader.collate_fn
+            self._loader = self._make_again(loader)
+
+    @property
+    def counts_everywhere(self) -> bool:
+        # Without automatic batching an index may stand for a batch, whose size is known when it is loaded.
+        return super().counts_everywhere and self.sampler.automatic_batching
 
     def split(self, samples: int) -> int:
         """Split each batch into micro-batches of so many samples, a divisor of `batch_size`; return their number."""
         assert self.batch_size is not None
         self.parts = self.batch_size // samples
-        self.batch_size = samples
+        self._count_parts()
+        return self.parts
+
+    def _count_parts(self) -> None:
+        assert self.batch_size is not None
+        self.batch_size, self._measured = self.batch_size // self.parts, None
         self.length = None if self.length is None else self.length * self.parts
         self.max_length = None if self.max_length is None else self.max_length * self.parts
-        return self.parts
 
     def _make_again(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         options = {name: getattr(loader, name) for name in _KEPT}
@@ -83,24 +113,30 @@ class ShardedDataLoader(BatchLoader):
         else:
             options |= {"sampler": self.sampler, "batch_size": None}
         isolated = PrivateRng() if loader.num_workers == 0 else nullcontext()
-        dataset = SeededDataset(loader.dataset, loader.collate_fn, isolated)
+        alone, training = self.sampler.world_size == 1, self.sampler.training
+        dataset = SeededDataset(loader.dataset, loader.collate_fn, isolated, alone, evaluates=not training)
         return DataLoader(dataset, generator=self._generator, collate_fn=identity_collate, **options)
 
-    def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
         if self.parts == 1:
-            yield from self._unsplit_batches(epoch, start)
+            yield from self._unsplit_batches(epoch, start, again)
             return
         first, skip = divmod(start, self.parts)
-        for batch in self._unsplit_batches(epoch, first):
+        for batch in self._unsplit_batches(epoch, first, again):
             assert self.batch_size is not None
             yield from islice(parts_of(batch, self.batch_size, self.parts), skip, None)
             skip = 0
 
-    def _unsplit_batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def pass_by(self, epoch: int, start: int, again: int = 0) -> None:
+        self.sampler.seek(epoch, start, 0, again)
+        iter(self.sampler)
+
+    def _unsplit_batches(self, epoch: int, start: int, again: int) -> Iterator[Batch]:
         """Yield the batches as the user's DataLoader makes them."""
-        self.sampler.seek(epoch, start, self.limit)
+        self.sampler.seek(epoch, start, self.limit, again)
         # Persistent workers start once: with the same numbers, whichever epoch a resumed run begins with.
-        self._generator.manual_seed(mix_seed(self._seed, 0 if self._loader.persistent_workers else epoch) >> 1)
+        seed = 0 if self._loader.persistent_workers else round_of(epoch, again)
+        self._generator.manual_seed(mix_seed(self._seed, seed) >> 1)
         batches = map(self._received, self._batches(), itertools.count(start))
         yield from self.as_promised(batches, self._promised, start, f"its {type(self.sampler.sampler).__name__}")
 
@@ -138,8 +174,16 @@ class ShardedDataLoader(BatchLoader):
     def state_dict(self) -> dict[str, Any]:
         return self.sampler.state_dict()
 
+    def place(self) -> dict[str, Any]:
+        return self.sampler.place()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state)
+
+    @contextmanager
+    def kept_place(self) -> Iterator[None]:
+        with self.sampler.kept_place():
+            yield
 
     def numbers(self) -> dict[str, dict[str, str]]:
         indices = indices_fingerprint(self._dataset)

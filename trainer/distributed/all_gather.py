@@ -33,10 +33,10 @@ def gather_nested(data: Any, device: torch.device, group: dist.ProcessGroup | No
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    tensor = tensor.contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return torch.stack(parts)
+    own = tensor.contiguous().view(-1).view(torch.uint8)  # gloo knows few dtypes
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    return torch.stack(parts).view(tensor.dtype).view(len(parts), *tensor.shape)
 
 
 class _Gather(torch.autograd.Function):

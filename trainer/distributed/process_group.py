@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.distributed.encoding import MAX_BYTES, from_bytes, to_bytes
 from trainer.errors import TrainerError
@@ -162,22 +163,37 @@ class TorchProcessGroup(SingleProcess):
     def broadcast_over_readers(self, tensors: Iterable[torch.Tensor]) -> None:
         self.begun += 1
         for tensor in tensors:
-            dist.broadcast(_plain(tensor), group=self._among_readers, group_src=0)
+            broadcast_into(tensor, self._among_readers)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         self.begun += 1
         for tensor in tensors:
-            dist.broadcast(_plain(tensor), src=0)
+            broadcast_into(tensor)
 
     def barrier(self) -> None:
         self.begun += 1
         dist.barrier()
 
 
-def _plain(tensor: Any) -> torch.Tensor:
-    """Return a tensor's memory on this process; buffers of layers that are split are distributed tensors."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()
+def broadcast_into(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite a tensor of any dtype and layout with the values of a group's first process; None: of rank 0.
+
+    Of a distributed or quantized tensor this is done with the tensors that it consists of, on this process.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            broadcast_into(getattr(tensor, name), group)
+        return
+    own = tensor.detach()
+    for dim, stride in enumerate(own.stride()):
+        if stride == 0:  # of `expand`: one element in several places
+            own = own.narrow(dim, 0, min(1, own.shape[dim]))
+    if own.numel() and dist.get_world_size(group) > 1:
+        # As bytes: gloo knows few dtypes. What is sent is a tensor's memory from its first element on, without gaps.
+        dense = own.contiguous()
+        dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)
+        if dense.data_ptr() != own.data_ptr():
+            own.copy_(dense)
 
 
 def _checked_size(size: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -130,6 +131,7 @@ def end_by_sigusr1_with_retry() -> None:
         _undo_keep_exit_code(number)
         if signal.getsignal(number) is signal.SIG_DFL:
             install_handler(number, _end_with_retry)
+            atexit.register(_keep_exit_code_at_exit)
 
 
 def ignore_sigusr1_if(done: Callable[[], bool]) -> None:
@@ -160,6 +162,13 @@ def keep_exit_code() -> None:
         if former is not signal.SIG_IGN:
             known = _signals.get(signal.SIGUSR1)
             _ignored[signal.SIGUSR1] = former if known is None else known.before
+
+
+def _keep_exit_code_at_exit() -> None:
+    """Keep the exit code of a program that ends, before Python takes away the handlers and the signal kills again."""
+    known = _signals.get(signal.SIGUSR1)
+    if known is not None and signal.getsignal(signal.SIGUSR1) in known.handlers:
+        keep_exit_code()
 
 
 def _undo_keep_exit_code(number: int) -> None:

@@ -201,6 +201,11 @@ class StopCoordinator:
             self._changed.notify_all()
 
     @property
+    def announced(self) -> str | None:
+        """The reason for which all processes will stop, as soon as this one knows it; None: there is none yet."""
+        return self._reason if self.store is not None else self._wanted
+
+    @property
     def boundaries(self) -> int:
         """Number of boundaries that this process has reached."""
         return self._boundary
@@ -315,7 +320,8 @@ class StopCoordinator:
 
     def _announce(self, store: Store) -> None:
         """Publish a request of this process, answer one of another, collect the answers of all."""
-        if self._agreed is not None:
+        # After the end the answer stands, also for a main thread that has not read it yet.
+        if self._agreed is not None or self._ended:
             return
         wanted = self._wanted
         if wanted is None and not self._published:

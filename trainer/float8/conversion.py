@@ -130,6 +130,12 @@ def restore_odd_parts(module: nn.Module) -> None:
         log.info("not in 8 bits, because sizes of their parts are not multiples of %d: %s", ROWS, first_of(odd))
 
 
+def layers_in_8_bits(module: nn.Module) -> list[Any]:
+    """Return the layers that `convert_linear_layers` has made."""
+    kinds = ("MXLinear", "Float8Linear")
+    return [child for child in module.modules() if any(_is_converted(child, kind) for kind in kinds)]
+
+
 def _layers_of_torchao(module: nn.Module) -> list[tuple[str, Any]]:
     layers = module.named_modules(remove_duplicate=False)
     return [(name, child) for name, child in layers if _is_converted(child, "Float8Linear")]

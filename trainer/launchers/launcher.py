@@ -110,7 +110,7 @@ def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
 def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return why this process cannot be run a second time by its command line; None if it can."""
     arguments = sys.orig_argv[1:]
-    if hasattr(builtins, "__IPYTHON__") or "ipykernel" in sys.modules:
+    if hasattr(builtins, "__IPYTHON__"):
         return "it is a notebook or an IPython session"
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return "it is an interactive session"

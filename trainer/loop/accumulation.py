@@ -18,6 +18,8 @@ from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
 NO_DIVISOR: Sequence[Divisor] = (None,)
+NO_ITEMS = math.inf
+"""The divisor of the loss of a batch without items; compared by `is`, which reads no device."""
 """The divisor of a window of one micro-batch whose loss goes into backward as it is."""
 
 StepOutputs = tuple[Any, Any, list[torch.Tensor]]
@@ -42,6 +44,30 @@ def checked_loss(
     if loss.numel() != 1 or not loss.requires_grad or (detect_anomaly and not torch.isfinite(loss).all()):
         raise ConfigError(f"{type(module).__name__}.{where} {_loss_problem(loss)}")
     return loss
+
+
+def without_items(loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss, for backward, of a batch without items: zero, and so are its gradients.
+
+    The mean over nothing may be 0 / 0, and so would be its gradients, whatever its factor; then each operation
+    of that batch passes zeros on. The backward itself is not left out: processes may meet in it, and with experts on
+    several of them the gradients of other batches pass through this one's operations.
+    """
+    if math.isfinite(loss.item()):
+        return loss * 0
+    nothing = loss.nan_to_num(0.0, 0.0, 0.0) * 0
+    waiting, seen = [nothing.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen and node.next_functions:
+            seen.add(node)
+            node.register_hook(_zeros)
+            waiting += [one for one, _ in node.next_functions]
+    return nothing
+
+
+def _zeros(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 
 def outputs_for_hooks(hooks: CallbackList, outputs: Any) -> Any:
@@ -88,15 +114,18 @@ def _loss_problem(loss: Any) -> str:
 
 
 def even_window(window: list[Batch], strategy: Strategy) -> list[Batch]:
-    """Return as many batches as every reader has, with their samples over all readers if these are known.
+    """Return as many batches as every reader has, with their samples over all readers if these are known; else with
+    their number over all readers, without padding.
 
     For loaders that only know their own reader's batches. Collective.
     """
     own = [batch.samples for batch in window]
     everywhere = strategy.processes.gather_reports(own) if strategy.processes.readers > 1 else [own]
     of_each = list(zip(*everywhere, strict=False))
-    totals = [None if None in samples else sum(samples) for samples in of_each]
-    return [batch._replace(total=total) for batch, total in zip(window, totals, strict=False)]
+    if any(None in samples for samples in of_each):
+        window = [batch if batch.is_padding else batch._replace(samples=None) for batch in window]
+        of_each = [tuple(int(samples != 0) for samples in one) for one in of_each]
+    return [batch._replace(total=sum(samples)) for batch, samples in zip(window, of_each, strict=False)]
 
 
 def loss_divisors(
@@ -113,10 +142,10 @@ def loss_divisors(
         return _by_items([_items(batch, module) for batch in window], strategy)
     if len(window) == 1 and average == 1:
         return (None,)
-    if any(batch.samples is None or batch.total is None for batch in window):
+    if any(batch.total is None for batch in window):
         return [None if len(window) == 1 else len(window)] * len(window)
     total = sum(batch.total or 0 for batch in window)
-    return [_divisor(total, batch.samples or 0, average) for batch in window]
+    return [_divisor(total, batch.share, average) for batch in window]
 
 
 def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
@@ -138,10 +167,19 @@ def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> lis
         everywhere = strategy.processes.sum_over_readers(torch.stack(counts).sum())
         # No items anywhere: infinite divisors, not 0 / 0.
         everywhere = everywhere.clamp(min=torch.finfo(everywhere.dtype).tiny)
-        return [everywhere / (count * average) for count in counts]
-    numbers = [int(item or 0) for item in items]
-    total = int(strategy.processes.sum_over_readers(torch.tensor(sum(numbers), dtype=torch.int64)))
+        return [
+            NO_ITEMS if _is_known_zero(item) else everywhere / (count * average)
+            for item, count in zip(items, counts, strict=True)
+        ]
+    # In float64, which counts whole numbers as exactly, since items may be weights.
+    numbers = [float(item or 0) for item in items]
+    total = float(strategy.processes.sum_over_readers(torch.tensor(sum(numbers), dtype=torch.float64)))
     return [_divisor(total, number, average) for number in numbers]
+
+
+def _is_known_zero(item: int | torch.Tensor | None) -> bool:
+    """Whether there are no items, as far as can be said without reading a device."""
+    return not item if not isinstance(item, torch.Tensor) or item.device.type == "cpu" else False
 
 
 def _on_device(item: int | torch.Tensor | None, strategy: Strategy) -> torch.Tensor:
@@ -152,8 +190,8 @@ def _on_device(item: int | torch.Tensor | None, strategy: Strategy) -> torch.Ten
     return torch.full((), float(item or 0), dtype=dtype, device=strategy.device)
 
 
-def _divisor(total: int, own: int, average: int) -> float | None:
+def _divisor(total: float, own: float, average: int) -> float | None:
     if own == 0:
-        return math.inf
+        return NO_ITEMS
     divisor = total / (own * average)
     return None if divisor == 1 else divisor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 from itertools import islice
@@ -17,6 +16,7 @@ from trainer.errors import ConfigError
 from trainer.loop.accumulation import checked_loss
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope
+from trainer.model.copies import deepcopy_with_functions
 from trainer.model.memory_limit import free_memory, is_out_of_memory, limited_memory
 from trainer.module import TrainModule
 from trainer.seed import isolated_rng
@@ -45,7 +45,8 @@ def split_batches(run: Run) -> None:
 def find_fitting_batches(run: Run) -> None:
     """Try a forward and backward of the largest batch, and split batches if it does not fit on every process.
 
-    Leaves weights, gradients, random numbers, and the module's buffers and attributes as they were. Collective.
+    Leaves weights, gradients, random numbers, samplers, and the module's buffers and attributes as they were.
+    Collective.
 
     Raises:
         ConfigError: not even one sample fits, or the batches cannot be split.
@@ -53,7 +54,7 @@ def find_fitting_batches(run: Run) -> None:
     if run.settings.accumulate_grad_batches != "auto" or run.session.fitting_samples is not None:
         return
     loader = _loader(run)
-    with isolated_rng():
+    with isolated_rng(), loader.kept_place():
         batches = list(islice(loader.iterate(run.progress.epoch), FIRST_BATCHES))
     largest = max(batches, key=lambda batch: bytes_of(batch.data))
     size = loader.batch_size
@@ -94,8 +95,8 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
     data = slice_samples(batch.data, samples, 0, min(size, samples))
     parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
-        with isolated_rng(), limited_memory(_limit(run)):
-            module = _copy_sharing_parameters(run.module)
+        with isolated_rng(run.strategy.device), limited_memory(_limit(run)):
+            module = _copy_sharing_weights(run.module)
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
             for _ in range(2):
                 _forward_and_backward(run, module, data)
@@ -107,8 +108,6 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
         del error
         return False
     finally:
-        for parameter in parameters:
-            parameter.grad = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -124,10 +123,11 @@ def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
             checked_loss(outputs, module, False).backward()
 
 
-def _copy_sharing_parameters(module: TrainModule) -> TrainModule:
-    """Return a copy of the module that shares its parameters, so that a trial changes no buffer or attribute of it."""
+def _copy_sharing_weights(module: TrainModule) -> TrainModule:
+    """Return a copy of the module that shares the memory of its weights, so that a trial changes nothing of it."""
     try:
-        copied = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+        shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
+        copied = deepcopy_with_functions(module, shared)
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -1,17 +1,22 @@
-"""AveragedWeights: averages of a run's weights, sharded as the strategy shards the weights themselves."""
+"""Averages of a run's weights, by a callback or by the optimizer, sharded as the strategy shards the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves_with_path
 
 from trainer.checkpoint.finite import not_finite
 from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
-from trainer.errors import ConfigError
 from trainer.loop.compare_ranks import compare
+from trainer.loop.trainable_parameters import optimized_parameters
+from trainer.optimizers import with_modes
 from trainer.strategy import Strategy
 
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
@@ -148,7 +153,7 @@ class AveragedWeights:
             return
         self._synchronize_buffers()
         entries = self._entries()
-        self._trained = {name: _like(entry, _local(entry).clone()) for name, entry in entries.items()}
+        self._trained = _copies(entries)
         self._write({name: _like(entry, self._average_of(name, entry)) for name, entry in entries.items()})
 
     @torch.no_grad()
@@ -159,8 +164,7 @@ class AveragedWeights:
             self._write(trained)
 
     def _write(self, entries: Mapping[str, Any]) -> None:
-        self._strategy.release_gathered()
-        self._strategy.load_module_state(entries, strict=False)
+        _write(self._strategy, entries)
         self.forget_places()
 
     def _check_equal(self) -> None:
@@ -192,29 +196,20 @@ class AveragedWeights:
             return
         self._synchronize_buffers()
         trained = self._trained or {}
-        checkpoint["average"] = self._under_all_names(self.entries())
-        checkpoint["model"] = {**checkpoint["model"], **self._under_all_names(trained)}
+        module = self._strategy.module
+        checkpoint["average"] = _under_all_names(module, self.entries())
+        checkpoint["model"] = {**checkpoint["model"], **_under_all_names(module, trained)}
 
     def entries(self) -> dict[str, TensorOrShard]:
         """Return the averages by name, of tied weights once; none before the first update."""
         entries = self._entries() if self.count else {}
         return {name: _like(entry, self._average_of(name, entry)) for name, entry in entries.items()}
 
-    def _under_all_names(self, entries: Mapping[str, TensorOrShard]) -> dict[str, TensorOrShard]:
-        """Return the entries of tied weights under each of their names, as `module_state` does."""
-        module = self._strategy.module
-        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        first = {id(tensor): name for name, tensor in reversed(named)}
-        return {name: entries[first[id(tensor)]] for name, tensor in named if first[id(tensor)] in entries}
-
     @torch.no_grad()
     def load(self, stored: Mapping[str, Loadable], count: int) -> None:
         """Restore averages that a run with any strategy has saved, of which this process reads its shards.
 
         Averages that are not stored begin again.
-
-        Raises:
-            ConfigError: this process has copies of shards in 16 bits, for which the averages would be rounded.
         """
         self.count, copies = count, {}
         self._averages = {name: value for name, value in self._averages.items() if name in stored}
@@ -229,23 +224,150 @@ class AveragedWeights:
                 average.copy_(read_slice(stored[name], entry.extent).view(average.shape))
             elif average.numel():
                 copies[name] = entry
-        self._load_copies(copies, stored)
-
-    def _load_copies(self, copies: Mapping[str, Shard], stored: Mapping[str, Loadable]) -> None:
-        """Restore the averages of weights of which this process holds a copy: through the weights themselves.
-
-        Which elements the copy has is known to the process that writes them. All processes of a run call this.
-        """
-        if any(self._averages[name].dtype != entry.local.dtype for name, entry in copies.items()):
-            raise ConfigError(
-                "the averages of weights in 16 bits that are copied over groups of processes cannot be restored: use "
-                "precision='bf16-mixed', whose weights are float32."
-            )
-        before = {name: entry.local.clone() for name, entry in copies.items()}
-        self._strategy.load_module_state({name: stored[name] for name in copies}, strict=False)
         for name, entry in copies.items():
-            self._averages[name].copy_(entry.local)
-            entry.local.copy_(before[name])
+            self._load_copy(name, entry, stored[name])
+
+    def _load_copy(self, name: str, entry: Shard, stored: Loadable) -> None:
+        """Restore the average of a weight of which this process holds a copy: through the weight itself.
+
+        Which elements the copy has is known to the process that writes them. A weight in 16 bits takes a float32
+        average in three parts, each of the bits that the one before has rounded off.
+        """
+        average, before = self._averages[name], entry.local.clone()
+        if entry.local.dtype == average.dtype:
+            self._strategy.load_module_state({name: stored}, hooks=False)
+            average.copy_(entry.local)
+        else:
+            rest = materialize(stored).to(average.dtype)
+            average.zero_()
+            for scale in (1.0, 2.0**8, 2.0**16):
+                part = (rest * scale).to(entry.local.dtype)
+                self._strategy.load_module_state({name: part}, hooks=False)
+                average.add_(entry.local.to(average.dtype) / scale)
+                rest -= part.to(rest.dtype) / scale
+        entry.local.copy_(before)
+
+
+class OptimizerAverages:
+    """The weights for evaluation of optimizers with `train()` and `eval()`, such as schedule-free ones.
+
+    `eval()` puts them into the module. `train()` computes the weights of the training from them, but for the last bits:
+    so these are put back from a copy, and so is what `eval()` changes of the optimizers' states.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._optimizers: list[Any] = []
+        self._all: list[Optimizer] = []
+        self._trained: dict[str, TensorOrShard] | None = None
+        """The weights of the training while those for evaluation are in their place."""
+        self._states: dict[Any, torch.Tensor] = {}
+        """The tensors of the optimizers' states that `eval()` has changed, as they were."""
+
+    def begin(self, optimizers: list[Optimizer]) -> None:
+        """Put new optimizers into train mode: a checkpoint that is loaded afterwards was written in it."""
+        self._optimizers, self._all = with_modes(optimizers), optimizers
+        self.train()
+
+    @property
+    def name(self) -> str | None:
+        """The class of an optimizer with two modes; None: there is none."""
+        return next((type(optimizer).__name__ for optimizer in self._optimizers), None)
+
+    def train(self) -> None:
+        """Have the optimizers in train mode, also if a checkpoint was written in the other one."""
+        for optimizer in self._optimizers:
+            optimizer.train()
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Put the weights for evaluation into the module."""
+        if not self._optimizers or self._trained is not None:
+            return
+        self._strategy.release_gathered()
+        self.train()  # a hook of the user's may have called eval()
+        self._trained = _copies(self._entries())
+        before = {path: tensor.clone() for path, tensor in self._tensors()}
+        for optimizer in self._optimizers:
+            optimizer.eval()
+        now = dict(self._tensors())
+        self._states = {path: was for path, was in before.items() if not torch.equal(was, now.get(path, was))}
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Put the weights of the training back."""
+        if self._trained is not None:
+            trained, self._trained = self._trained, None
+            self.train()
+            for path, tensor in self._tensors():
+                if path in self._states:
+                    tensor.copy_(self._states[path])
+            self._states = {}
+            _write(self._strategy, trained)
+
+    def _tensors(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield the tensors in the optimizers' states by their places; of a sharded one this process's part."""
+        states = [one.state_dict() for one in dict.fromkeys([*self._all, *self._optimizers])]
+        for path, leaf in tree_leaves_with_path(states):
+            if isinstance(leaf, torch.Tensor):
+                yield path, leaf.to_local() if hasattr(leaf, "to_local") else leaf
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Have the weights for evaluation in the module within the block."""
+        self.swap_in()
+        try:
+            yield
+        except BaseException:
+            if not self._strategy.shards_state:  # else the other processes may be anywhere
+                self.swap_out()
+            raise
+        self.swap_out()
+
+    @contextmanager
+    def trained(self) -> Iterator[dict[str, TensorOrShard]]:
+        """Have the weights of the training in the module within the block, which gets copies of those for evaluation.
+
+        The copies are in host memory, under all names of tied weights.
+        """
+        if not self._optimizers:
+            yield {}
+            return
+        before = self._trained is not None
+        self.swap_in()
+        averages = _under_all_names(self._strategy.module, _copies(self._entries(), torch.device("cpu")))
+        self.swap_out()
+        try:
+            yield averages
+        finally:
+            if before:
+                self.swap_in()
+
+    def _entries(self) -> dict[str, TensorOrShard]:
+        """Return what the optimizers train, by name, in the memory that they change."""
+        state, named = self._strategy.module_state(), self._strategy.module.named_parameters()
+        trained = optimized_parameters(self._all)  # hooks add groups
+        return {name: state[name] for name, parameter in named if id(parameter) in trained}
+
+
+def _copies(entries: Mapping[str, TensorOrShard], device: torch.device | None = None) -> dict[str, TensorOrShard]:
+    return {
+        name: _like(entry, _local(entry).to(device or _local(entry).device, copy=True))
+        for name, entry in entries.items()
+    }
+
+
+def _write(strategy: Strategy, entries: Mapping[str, Any]) -> None:
+    strategy.release_gathered()
+    strategy.load_module_state(entries, hooks=False)
+
+
+def _under_all_names(module: nn.Module, entries: Mapping[str, TensorOrShard]) -> dict[str, TensorOrShard]:
+    """Return the entries of tied weights under each of their names, as `module_state` does."""
+    named: list[tuple[str, torch.Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+    named += module.named_buffers(remove_duplicate=False)
+    first = {id(tensor): name for name, tensor in reversed(named)}
+    return {name: entries[first[id(tensor)]] for name, tensor in named if first[id(tensor)] in entries}
 
 
 def exponential(decay: float) -> Update:

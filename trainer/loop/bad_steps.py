@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from trainer.data.loader import Batch, BatchLoader
+from trainer.data.loader import Batch, Divisor, Loaders
 from trainer.errors import ConfigError, TrainerError
+from trainer.loop.accumulation import NO_ITEMS
 from trainer.loop.gradient_norms import GradientNorms
 from trainer.loop.progress import Progress
 from trainer.metrics.metric_log import MetricLog
@@ -112,7 +113,7 @@ class BadSteps:
     gradients over processes reaches all of them, and their norm, read once per step, is all the communication.
 
     Args:
-        strategy, progress, metrics, norms, loader: of the run.
+        strategy, progress, metrics, norms, loaders: of the run.
         window: the losses of this reader.
         left_out: the first micro-batches, as (epoch, batch), of steps that are passed over.
         measures: clipping does not find the norm.
@@ -128,7 +129,7 @@ class BadSteps:
         progress: Progress,
         metrics: MetricLog,
         norms: GradientNorms,
-        loader: BatchLoader,
+        loaders: Loaders,
         window: LossWindow,
         left_out: Collection[tuple[int, int]],
         measures: bool,
@@ -140,13 +141,13 @@ class BadSteps:
                 "times a step: leave the guard out, or use another optimizer."
             )
         self._strategy, self._progress, self._metrics = strategy, progress, metrics
-        self._norms, self._loader, self._window, self._left_out = norms, loader, window, left_out
+        self._norms, self._loaders, self._window, self._left_out = norms, loaders, window, left_out
         self._losses: list[torch.Tensor] = []
         self.refused = 0
         """Number of steps that were bad."""
         self._measures, self._limit = measures, math.inf
         self._buffers = KeptBuffers(strategy.module)
-        loader.keep_indices()
+        loaders.keep_indices()
         metrics.ignore_losses()  # they are judged here
 
     def leaves_out(self) -> bool:
@@ -162,8 +163,14 @@ class BadSteps:
         self._metrics.hold()
         return False
 
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a micro-batch, times NaN if it is bad. Reads nothing from the device."""
+    def watch(self, loss: torch.Tensor, divisor: Divisor) -> torch.Tensor:
+        """Return the loss of a micro-batch, times NaN if it is bad. Reads nothing from the device.
+
+        Args:
+            divisor: of the loss; infinite for a batch without items, which has no loss to judge.
+        """
+        if divisor is NO_ITEMS:
+            return loss
         self._losses.append(loss.detach())
         good = torch.isfinite(loss) & (loss <= self._limit)
         return loss * torch.where(good, 1.0, math.nan)
@@ -185,7 +192,7 @@ class BadSteps:
     def judge(self, optimizers: list[Optimizer], window: list[Batch]) -> BadStep | None:
         """Return the step if it is bad, the same on all processes; keep its losses and logged values if it is good.
 
-        Collective for a bad step.
+        Those of a bad step stay held back, until `drop_values`: its last hook may log more. Collective for a bad step.
         """
         norms = [norm for optimizer in optimizers if (norm := self._norms.of(optimizer)) is not None]
         numbers = to_host([*norms, *self._losses])
@@ -193,18 +200,24 @@ class BadSteps:
         bad = None if all(map(math.isfinite, of_gradients)) else self._describe(of_gradients, losses, window)
         if bad is None:
             self._window.losses.extend(loss for loss in losses if loss <= self._limit)
+            self._metrics.release(keep=True)
         else:
             self.refused += 1
             self._buffers.restore()
-        self._metrics.release(keep=bad is None)
         return bad
+
+    def drop_values(self) -> None:
+        """Drop what was logged in a bad step and in its hooks."""
+        self._metrics.release(keep=False)
 
     def _describe(self, norms: list[float], losses: list[float], window: list[Batch]) -> BadStep | None:
         """Return the bad step; None with loss scaling for gradients that only overflow. Collective."""
         progress, processes = self._progress, self._strategy.processes
         limit = self._limit
         reason = next((_words(loss, limit) for loss in losses if not loss <= limit or not math.isfinite(loss)), None)
-        samples = [self._loader.indices(progress.epoch, progress.batch + n) for n in range(len(window))]
+        loader = self._loaders.train
+        assert loader is not None
+        samples = [loader.indices(progress.epoch, progress.batch + n) for n in range(len(window))]
         everywhere = processes.gather_reports((reason, samples))
         found = [f"{words} on reader {reader}" for reader, (words, _) in enumerate(everywhere) if words]
         if not found and self._strategy.scaler is not None:

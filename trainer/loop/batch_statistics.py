@@ -7,9 +7,9 @@ import logging
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.loop.no_trace import no_trace
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope
-from trainer.seed import isolated_rng
 
 log = logging.getLogger("trainer")
 
@@ -18,7 +18,7 @@ log = logging.getLogger("trainer")
 def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
     """Return the running means and variances by name, as means over the batches of an epoch and over all readers.
 
-    The module's own buffers and the random numbers stay as they are. Collective.
+    The module, the place in the data and the random numbers stay as they are. Collective.
     """
     module, strategy, loader = run.module, run.strategy, run.train_loader
     assert loader is not None
@@ -30,28 +30,23 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
     if loader.one_shot:
         log.warning("the data can be read only once, so the statistics of BatchNorms stay those of the training")
         return {}
-    before = [(buffer, buffer.clone()) for one in norms.values() for buffer in one.buffers()]
-    momenta = {name: one.momentum for name, one in norms.items()}
-    for one in norms.values():
-        one.reset_running_stats()
-        one.momentum = None  # the mean over all batches
     run.watchdog.expect_slow_work()
-    with isolated_rng(strategy.device), run.metrics.recording(MetricScope(batches=True, steps=False)):
+    found: dict[str, torch.Tensor] = {}
+    readers = strategy.processes.readers
+    with no_trace(run), loader.kept_place(), run.metrics.recording(MetricScope(batches=True, steps=False)):
+        for one in norms.values():
+            one.reset_running_stats()
+            one.momentum = None  # the mean over all batches
         for number, batch in enumerate(loader.iterate(run.progress.epoch)):
             run.metrics.start_batch(batch.data, batch.samples)
             data = run.transfer(batch.data, 0)
             strategy.call_step("training_step", data, number)
             run.watchdog.heartbeats += 1
-    strategy.release_gathered()
-    found: dict[str, torch.Tensor] = {}
-    readers = strategy.processes.readers
-    for name, one in norms.items():
-        assert one.running_mean is not None
-        assert one.running_var is not None
-        mean = strategy.processes.sum_over_readers(one.running_mean) / readers
-        square = strategy.processes.sum_over_readers(one.running_var + one.running_mean.square()) / readers
-        found |= {f"{name}.running_mean": mean, f"{name}.running_var": (square - mean.square()).clamp(min=0)}
-        one.momentum = momenta[name]
-    for buffer, value in before:
-        buffer.copy_(value)
+        strategy.release_gathered()
+        for name, one in norms.items():
+            assert one.running_mean is not None
+            assert one.running_var is not None
+            mean = strategy.processes.sum_over_readers(one.running_mean) / readers
+            square = strategy.processes.sum_over_readers(one.running_var + one.running_mean.square()) / readers
+            found |= {f"{name}.running_mean": mean, f"{name}.running_var": (square - mean.square()).clamp(min=0)}
     return found

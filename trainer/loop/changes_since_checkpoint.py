@@ -19,7 +19,8 @@ from trainer.data.loader import BatchLoader
 from trainer.data.sampler_state import attributes
 from trainer.errors import ConfigError, did_you_mean, first_of, printable, shown
 from trainer.hyperparameters import flat_names
-from trainer.loop.agreement_at_start import describe_layer, optimizer_facts, options_of
+from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
+from trainer.loop.callback_states import callbacks_by_state_key, owners_of_states
 from trainer.loop.compare_ranks import as_text
 from trainer.loop.run import Run
 from trainer.module import TrainModule
@@ -53,8 +54,8 @@ _BREAK_AN_EPOCH = ("dataset", "loader", "sampler", "shuffle")
 
 _OF_LOADERS = (*_BREAK_AN_EPOCH, "batch_size", "drop_last", "contents", "collate_fn")
 
-_OF_OBJECTS = ("dataset", "contents", "collate_fn")
-"""Facts of objects that may keep counters, caches and the like in themselves."""
+_OF_OBJECTS = ("dataset", "sampler", "contents", "collate_fn")
+"""Facts of objects that may keep counters, caches and the like in themselves, or grow while training."""
 
 _SETTINGS = (
     "accumulate_grad_batches",
@@ -98,19 +99,16 @@ def facts_of_module(module: TrainModule, precision: Precision) -> dict[str, str]
     """
     layers = {name or type(module).__name__: describe_layer(layer) for name, layer in module.named_modules()}
     frozen = {f"{name}, frozen": "yes" for name, p in module.named_parameters() if not p.requires_grad}
-    dtypes = {name: one.dtype for name, one in (*module.named_parameters(), *module.named_buffers())}
-    if precision.casts_batch:  # and with the batch the module
-        dtypes = {name: precision.weights if one.is_floating_point else one for name, one in dtypes.items()}
-    return layers | frozen | {f"{name}{_DTYPE}": str(one) for name, one in dtypes.items()}
+    tensors, dtype_of = (*module.named_parameters(), *module.named_buffers()), precision.stored_dtypes(module)
+    return layers | frozen | {f"{name}{_DTYPE}": str(dtype_of(one)) for name, one in tensors}
 
 
 def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> Facts:
-    """Return the facts of data, optimizers and settings, before anything is restored from a checkpoint.
+    """Return the facts of optimizers and settings, before anything is restored from a checkpoint.
 
     Args:
         optimizers: the user's, before the strategy prepares them.
     """
-    assert run.train_loader is not None
     kinds = {type(config.scheduler).__name__ for config in schedulers}
     of_optimizers: dict[str, str] = {}
     of_schedulers: dict[str, str] = {}
@@ -128,7 +126,6 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
                 f"{owner}, {what}": text for what, text in _facts_of_functions(functions, own_name).items()
             }
     return {
-        **_facts_of_data(run.train_loader, run.strategy.processes.readers),
         "optimizers": of_optimizers,
         "schedulers": of_schedulers,
         "settings": {
@@ -138,10 +135,12 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
                 [c.scheduling for c in run.callbacks if isinstance(c, AccumulationSchedule)]
             ),
         },
-        # ModelCheckpoint keeps what it has to compare in its own state.
+        # What a ModelCheckpoint is stands in its key.
         "callbacks": {
-            name: as_text(value)
-            for name, value in options_of(one for one in run.callbacks if one not in run.checkpoint_callbacks)
+            f"{key}.{name}": as_text(getattr(callback, name))
+            for key, callback in callbacks_by_state_key(run.callbacks).items()
+            for name in callback.agree_on or ()
+            if callback not in run.checkpoint_callbacks
         },
         "versions": {
             "torch": str(torch.__version__),
@@ -149,6 +148,14 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
             "exact-trainer": __version__,
         },
     }
+
+
+def record_data(run: Run) -> None:
+    """Record the facts of the training data, of loaders that were just made."""
+    assert run.train_loader is not None
+    readers, size = run.strategy.processes.readers, run.train_loader.batch_size
+    of_batch = {"": str(None if size is None else size * readers)}
+    run.replace_changing_facts({**_facts_of_data(run.train_loader, readers), "micro_batch": of_batch}, None)
 
 
 def _facts_of_functions(functions: list[Any], option: str) -> dict[str, str]:
@@ -182,22 +189,23 @@ def _facts_of_call(seed: int | None, hyperparameters: Mapping[str, Any] | None) 
 
 
 def leave_out_changing_facts(run: Run) -> None:
-    """Leave out of the run's facts, once, what datasets and collate functions have changed in themselves.
+    """Leave out of the run's facts what datasets, samplers and collate functions have changed in themselves.
 
-    In the same process the next run begins with the changed ones.
+    In the same process the next run begins with the changed ones, and in another one with what a data module restores.
+    Looked for at the first checkpoint, and when the data have another length.
     """
-    if run.facts_are_checked or run.train_loader is None or not run.facts:
+    if run.train_loader is None or not run.facts:
+        return
+    identity = run.train_loader.identity(run.strategy.processes.readers)
+    if identity == run.identity_of_facts:
         return
     now = _facts_of_data(run.train_loader, run.strategy.processes.readers)
     run.replace_changing_facts(
         {
-            name: {
-                fact: text
-                for fact, text in run.facts.get(name, {}).items()
-                if now.get(name, {}).get(fact) == text or (name, fact) == ("dataset", "")
-            }
+            name: {fact: text for fact, text in run.facts.get(name, {}).items() if now.get(name, {}).get(fact) == text}
             for name in _OF_OBJECTS
-        }
+        },
+        identity,
     )
 
 
@@ -216,30 +224,29 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     if run.stage != "fit" or checkpoint is None:
         return
     saved = (checkpoint.get("facts") or {}) | _facts_of_call(checkpoint["seed"], checkpoint.get("hyperparameters"))
-    readers = run.strategy.processes.readers
-    same_size = len(checkpoint.get("reporters", range(checkpoint["world_size"]))) == readers
+    saved |= {"callbacks": _facts_of_same_callbacks(run, checkpoint, saved.get("callbacks"))}
+    same_size = len(checkpoint.get("reporters", range(checkpoint["world_size"]))) == run.strategy.processes.readers
     assert run.train_loader is not None
-    # What was left out is left out from now on, too: a cache that is full by now is empty in the next process.
-    run.record_facts(
-        {
-            name: {fact: text for fact, text in run.facts.get(name, {}).items() if fact in saved[name]}
-            for name in _OF_OBJECTS
-            if isinstance(saved.get(name), dict)
-        }
-    )
-    # Only now: attributes that the sampler had changed are restored, so they are equal.
-    call = _facts_of_call(run.session.seed, run.hyperparameters())
-    now = {**run.facts, **_facts_of_data(run.train_loader, readers), **call}
+    if "dataset" in allowed:
+        run.train_loader.forget_sizes()
+    if run.epoch_of_loaders(checkpoint["progress"]["epoch"]) != run.epoch_of_loaders(run.progress.epoch):
+        allowed = [*allowed, *_OF_LOADERS]  # these loaders were made for a later epoch
+    else:
+        # What was left out is left out from now on, too: a cache that is full by now is empty in the next process.
+        run.record_facts(
+            {
+                name: {fact: text for fact, text in run.facts.get(name, {}).items() if fact in saved[name]}
+                for name in _OF_OBJECTS
+                if isinstance(saved.get(name), dict)
+            }
+        )
+    now = _facts_now(run, run.train_loader)
     changed = {name: lines for name, lines in _changed(now, saved, same_size).items() if name not in allowed}
     problem = None
     if run.strategy.processes.is_global_zero:
         # Without facts the order was another library's, or an earlier version's.
         draws = "facts" in checkpoint and now.get("shuffle", {}).get("") == "shuffled"
-        breaking = (*_BREAK_AN_EPOCH, *["batch_size"] * _counts_batches(now), *["seed"] * draws)
-        broken = [name for name in breaking if name in changed] if run.progress.batch > 0 else []
-        of_order = {*broken} <= {"shuffle", "seed"} and "settings" not in changed
-        if of_order and run.progress.batch == run.num_training_batches:
-            broken = []  # the epoch has no batch left
+        broken = _breaking_the_epoch(run, changed, now, draws)
         listed = [f"{name}: {line}" for name, lines in changed.items() for line in lines]
         shown = printable("\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])]))
         if broken:
@@ -271,6 +278,33 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     problem = run.strategy.processes.broadcast_object(problem)
     if problem is not None:
         raise ConfigError(problem)
+
+
+def _facts_now(run: Run, loader: BatchLoader) -> dict[str, Any]:
+    """Return the facts of this run, whose sampler has the attributes that a checkpoint restores."""
+    restored = run.facts.get("sampler", {}).keys() - loader.numbers().get("sampler", {}).keys() - {""}
+    sampler = {fact: text for fact, text in run.facts.get("sampler", {}).items() if fact not in restored}
+    return {**run.facts, "sampler": sampler, **_facts_of_call(run.session.seed, run.hyperparameters())}
+
+
+def _breaking_the_epoch(run: Run, changed: Collection[str], now: Mapping[str, Any], draws: bool) -> list[str]:
+    """Return the changes by which samples of the epoch in progress would be used twice, or never.
+
+    Args:
+        draws: whether the order of the samples depends on the seed.
+    """
+    breaking = (*_BREAK_AN_EPOCH, *["batch_size"] * _counts_batches(now), *["seed"] * draws)
+    broken = [name for name in breaking if name in changed] if run.progress.batch > 0 else []
+    of_order = {*broken} <= {"shuffle", "seed"} and "settings" not in changed
+    return [] if of_order and run.progress.batch == run.num_training_batches else broken  # it has no batch left
+
+
+def _facts_of_same_callbacks(run: Run, checkpoint: Mapping[str, Any], saved: Any) -> dict[str, str]:
+    """Return the options of the checkpoint's callbacks under the keys of those that go on with their states here."""
+    own = {id(callback): key for key, callback in callbacks_by_state_key(run.callbacks).items()}
+    keys = {key: own[id(callback)] for key, callback in owners_of_states(run.callbacks, checkpoint).owners.items()}
+    split = {tuple(fact.rpartition(".")): text for fact, text in (saved if isinstance(saved, dict) else {}).items()}
+    return {f"{keys[key]}.{option}": text for (key, _, option), text in split.items() if key in keys}
 
 
 def _allowing(run: Run, names: list[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
+from trainer.strategy import UNSCALED_BACKWARD
 
 
 class RefusingDirectBackward:
@@ -29,11 +30,7 @@ class RefusingDirectBackward:
         before = self._versions()
         outputs = self._call_step(step, *args)
         if self._versions() != before:
-            raise ConfigError(
-                "training_step has called loss.backward(), whose gradients are not scaled as those of this precision "
-                "are: return the sum of the losses instead, or set automatic_optimization = False and call "
-                "self.manual_backward(loss)."
-            )
+            raise ConfigError(UNSCALED_BACKWARD)
         return outputs
 
     def _versions(self) -> list[int | None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -14,12 +16,16 @@ from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError
 from trainer.loop.hook_checks import takes
 from trainer.loop.host_times import VALIDATION
+from trainer.loop.leaving import Leaving
+from trainer.loop.monitors import refuse_misspelt_monitors
+from trainer.loop.no_trace import no_trace
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, during, each_wait
-from trainer.metrics.state import preserve_torchmetrics
-from trainer.seed import isolated_rng
+from trainer.metrics.state import never_reset, preserve_torchmetrics, updates_of
 from trainer.strategy import eval_mode, synchronize_buffers
+
+log = logging.getLogger("trainer")
 
 
 class StageHooks(NamedTuple):
@@ -60,11 +66,21 @@ def run_validation(run: Run) -> list[dict[str, float]]:
     return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
 
 
-def validate_during_fit(run: Run) -> None:
-    """Validate inside `fit`, without an effect on the training that follows."""
-    recording = run.metrics.recording(run.metrics.hook_metrics)
-    with run.during("validating"), recording, run.times.during(VALIDATION):
-        evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad())
+def validate_during_fit(run: Run) -> bool:
+    """Validate inside `fit`, without an effect on the training that follows.
+
+    Returns:
+        False if a signal has stopped the run before the end: nothing was validated.
+    """
+    recording, updates = run.metrics.recording(run.metrics.hook_metrics), updates_of(run.metrics)
+    with run.during("validating"), recording, run.times.during(VALIDATION), run.optimizer_averages.evaluated():
+        leaving = Leaving(run)
+        evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad(), leaving=leaving)
+        if leaving.left:
+            leaving.restore()
+    if not leaving.left:
+        run.report_once(never_reset(run.metrics, updates))
+    return not leaving.left
 
 
 def sanity_check(run: Run) -> None:
@@ -72,12 +88,21 @@ def sanity_check(run: Run) -> None:
     batches = run.settings.num_sanity_val_steps
     if not run.val_loaders or batches == 0 or run.settings.fast_dev_run:
         return
-    with run.during("sanity checking"), isolated_rng(run.strategy.device), run.session.dropping_values():
+    if any(loader.one_shot for loader in run.val_loaders.values()):
+        log.info("no sanity check: it would use up the validation data, which can be read only once")
+        return
+    places = [(loader, deepcopy(loader.place())) for loader in run.val_loaders.values()]
+    with run.during("sanity checking"), no_trace(run), run.session.dropping_values():
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
         hooks = stage_hooks(run, "validation")
-        evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few)
+        with run.optimizer_averages.evaluated():
+            leaving = Leaving(run)
+            evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
+        for loader, place in places:
+            loader.load_state_dict(place)
         run.hooks.on_sanity_check_end()
+    refuse_misspelt_monitors(run)
 
 
 def run_test(run: Run) -> list[dict[str, float]]:
@@ -92,6 +117,7 @@ def evaluate(
     no_gradients: AbstractContextManager[Any],
     log_results: bool = True,
     max_batches: int | None = None,
+    leaving: Leaving | None = None,
 ) -> list[dict[str, float]]:
     """Run validation or test over all loaders; return the reductions by name, in a dict for each loader.
 
@@ -106,9 +132,11 @@ def evaluate(
         no_gradients: the context without gradients.
         log_results: with False, only callbacks see the logged values.
         max_batches: of each loader; None: all.
+        leaving: ends the evaluation where the run is stopped, without results; None: it goes on to its end.
     """
-    module, metrics = run.module, run.metrics
-    scope = MetricScope(batches=True, steps=False)
+    module, metrics, scope = run.module, run.metrics, MetricScope(batches=True, steps=False)
+    for loader in loaders.values():
+        loader.measure()
     synchronize_buffers(run.strategy)
     results: list[dict[str, float]] = [{} for _ in loaders]
 
@@ -130,9 +158,14 @@ def evaluate(
             hooks.model_eval()
             hooks.start()
             hooks.epoch_start()
+            if leaving is not None:
+                leaving.begin()
             for dataloader_idx, (name, loader) in enumerate(loaders.items()):
                 scope.loader = name if len(loaders) > 1 else ""
-                deque(run_batches(run, hooks, loader, dataloader_idx, max_batches), maxlen=0)
+                deque(run_batches(run, hooks, loader, dataloader_idx, max_batches, leaving), maxlen=0)
+                if leaving is not None and leaving.left:
+                    run.strategy.release_gathered()
+                    return []
                 read(metrics.read_epoch(scope), [results[dataloader_idx]])
                 if len(loaders) > 1:
                     metrics.reset_computed()
@@ -176,7 +209,12 @@ def run_prediction(run: Run, keep: bool) -> list[list[Any]]:
 
 
 def run_batches(
-    run: Run, hooks: StageHooks, loader: BatchLoader, dataloader_idx: int, max_batches: int | None = None
+    run: Run,
+    hooks: StageHooks,
+    loader: BatchLoader,
+    dataloader_idx: int,
+    max_batches: int | None = None,
+    leaving: Leaving | None = None,
 ) -> Iterator[Any]:
     """Yield the outputs of the step method over one loader."""
     metrics, call_step = run.metrics, during(run.phase, EVALUATION, run.strategy.call_step)
@@ -184,7 +222,10 @@ def run_batches(
     # As in Lightning: without the index of the only loader, unless the step has to have it.
     index = (dataloader_idx,) if several else ()
     step_index = (dataloader_idx,) if (takes(step, 3) if several else not takes(step, 2)) else ()
-    for batch_idx, batch in enumerate(islice(_batches(run, loader), max_batches)):
+    batches: Iterator[Batch] = islice(_batches(run, loader), max_batches)
+    if leaving is not None:
+        batches = leaving.until_stopped(batches, loader, max_batches)
+    for batch_idx, batch in enumerate(batches):
         metrics.start_batch(batch.data, batch.samples)
         data = batch.data
         if run.moves_batches:
@@ -208,6 +249,7 @@ def run_batches(
 
 def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:
     """Yield a loader's batches. With collectives in the forward, processes with fewer batches repeat one as padding."""
+    loader.measure(epoch=0)  # again, after the hooks
     batches = each_wait(run.phase, EVALUATION_DATA, loader.iterate(epoch=0))
     strategy = run.strategy
     if not strategy.collective_forward or strategy.processes.world_size == 1 or loader.samples_per_epoch is not None:

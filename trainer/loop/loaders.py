@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from copy import copy, deepcopy
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.arguments import is_mapping
 from trainer.callback import Callback
@@ -155,7 +156,18 @@ def _check_intervals(run: Run, batch_loader: BatchLoader) -> None:
 
 def _evaluation_loaders(run: Run, loaders: Any, limit: int | float) -> dict[str, BatchLoader]:
     named = named_loaders(loaders) if limit != 0 else {}
+    train = run.loaders.given.get("train")
+    if isinstance(train, DataLoader) and not is_plain(train):
+        named = {name: _apart(train) if loader is train else loader for name, loader in named.items()}
     return {name: _batch_loader(run, loader, name, limit, training=False) for name, loader in named.items()}
+
+
+def _apart(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a copy over the same dataset, because a loader with a state has one place, that of its newest iterator."""
+    same = copy(loader)
+    parts = deepcopy((loader.sampler, loader.batch_sampler), {id(loader.dataset): loader.dataset})
+    vars(same).update(sampler=parts[0], batch_sampler=parts[1], _iterator=None)
+    return same
 
 
 def _batch_loader(run: Run, loader: Any, name: str, limit: int | float, *, training: bool) -> BatchLoader:

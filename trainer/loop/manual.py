@@ -13,18 +13,20 @@ from torch.optim import Optimizer
 
 from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors, outputs_for_hooks
+from trainer.loop.accumulation import (
+    NO_ITEMS,
+    StepOutputs,
+    checked_loss,
+    loss_divisors,
+    outputs_for_hooks,
+    without_items,
+)
 from trainer.loop.run import Run
 from trainer.optimizers import copy_gradients, needs_closure
 from trainer.precision import NULL_CONTEXT
-from trainer.strategy import backward_with
+from trainer.strategy import DIRECT_BACKWARD, backward_with, has_gradients
 
 log = logging.getLogger("trainer")
-
-_DIRECT_BACKWARD = (
-    "loss.backward() leaves the gradients unscaled, and different on every process: call self.manual_backward(loss) "
-    "instead."
-)
 
 
 class ManualOptimization:
@@ -36,8 +38,19 @@ class ManualOptimization:
         """Number of calls of `manual_backward` and of an optimizer's `step`."""
         self._loss_divisor: Divisor = None
         self._wrapped: list[ManualOptimizer] = []
+        self._stepped: dict[int, int] = {}
+        """The number of backwards until the last step of each optimizer, by its id."""
+        self.reached: set[int] = set()
+        """The ids of optimizers with gradients of a `manual_backward` since their last `step` or `zero_grad`."""
+        self.synced = True
+        """False if the last gradients are sums of each process alone."""
         self._in_backward = self._in_step = False
         """True while the trainer itself calls backward, or steps an optimizer."""
+
+    def wait_for(self, optimizer: Optimizer) -> bool:
+        """Whether gradients may wait for an optimizer: there was a backward after its last step, if not all of them
+        were direct calls of `loss.backward()`."""
+        return self.backwards == 0 or self.backwards > self._stepped.get(id(optimizer), 0)
 
     def optimizers(self) -> list[ManualOptimizer]:
         """Return the run's optimizers as `training_step` gets them; empty before the strategy has them."""
@@ -78,7 +91,7 @@ class ManualOptimization:
         run.metrics.watch_loss(run.progress.step + 1, loss, self._loss_divisor)
         self.backwards += 1
         if self._loss_divisor is not None:
-            loss = loss / self._loss_divisor
+            loss = without_items(loss) if self._loss_divisor is NO_ITEMS else loss / self._loss_divisor
         run.hooks.on_before_backward(loss)
         for optimizer in run.optimizers if run.strategy.scaler is not None else ():
             run.strategy.scale_gradients(optimizer)
@@ -88,11 +101,14 @@ class ManualOptimization:
         self._in_backward = False
         if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
             copy_gradients(run.module.parameters())
+        self.reached.update(id(optimizer) for optimizer in run.optimizers if has_gradients(optimizer))
         run.hooks.on_after_backward()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any) -> None:
         """Step an optimizer through the strategy. `options`: further arguments of its `step`."""
         self.steps += 1
+        self._stepped[id(optimizer)] = self.backwards
+        self.reached.discard(id(optimizer))
         self._in_step = True
         self.run.optimizer_step(optimizer, closure, **options)
         self._in_step = False
@@ -119,7 +135,7 @@ class ManualOptimization:
 
     def _refuse_backward(self, parameter: torch.Tensor) -> None:
         if not self._in_backward:
-            raise ConfigError(_DIRECT_BACKWARD)
+            raise ConfigError(DIRECT_BACKWARD)
 
     def _refuse_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._in_step:
@@ -167,8 +183,8 @@ class ManualOptimizer:
         `options`: further arguments of the torch optimizer's `step`.
         """
         run = self._run
-        if self._manual.backwards == 0 and closure is None:
-            self._check_first_step()
+        if closure is None and id(self.optimizer) not in self._manual.reached:
+            self._check_gradients()
         if closure is not None and run.strategy.scaler is not None:
             if needs_closure(self.optimizer):
                 raise ConfigError(f"{type(self.optimizer).__name__} does not work with loss scaling: use 'bf16-mixed'.")
@@ -178,8 +194,6 @@ class ManualOptimizer:
             run.strategy.unscale(self.optimizer)
             run.hooks.on_before_optimizer_step(self.optimizer)
         self._manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
-        # Autocast would give later forwards of this training_step the weights from before.
-        torch.clear_autocast_cache()
         result, self._result = self._result, None
         return result
 
@@ -193,6 +207,7 @@ class ManualOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""
         self._run.hooks.on_before_zero_grad(self.optimizer)
+        self._manual.reached.discard(id(self.optimizer))
         self.optimizer.zero_grad(set_to_none)
 
     @contextmanager
@@ -201,21 +216,27 @@ class ManualOptimizer:
 
         `sync_grad=False`: do not reduce gradients over processes yet, because more micro-batches follow.
         """
+        self._manual.synced = sync_grad
         with self._run.module.toggled_optimizer(self.optimizer), self._run.strategy.gradient_sync(last=sync_grad):
             yield
 
-    def _check_first_step(self) -> None:
-        """Raise ConfigError for a step before any `manual_backward`: gradients are missing or not reduced."""
+    def _check_gradients(self) -> None:
+        """Raise ConfigError for gradients that are missing in the first step, or that no strategy has reduced."""
         run, kind = self._run, type(self.optimizer).__name__
         if run.module.automatic_optimization:
             raise ConfigError(
                 f"{kind}.step() was called, but the trainer steps too: leave it out of training_step, or set "
                 "automatic_optimization = False."
             )
-        if not any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
-            raise ConfigError(f"{kind}.step() found no gradient: call self.manual_backward(loss) before it.")
-        if run.strategy.processes.world_size > 1 or run.strategy.scaler is not None:
-            raise ConfigError(_DIRECT_BACKWARD)
+        if not has_gradients(self.optimizer):
+            if self._manual.backwards == 0:
+                raise ConfigError(f"{kind}.step() found no gradient: call self.manual_backward(loss) before it.")
+        elif run.strategy.processes.world_size > 1 or run.strategy.scaler is not None:
+            raise ConfigError(
+                f"{kind}.step() found gradients that no self.manual_backward(loss) has left since its last step or "
+                "zero_grad: set by hand they are unscaled, and different on every process. Call "
+                "self.manual_backward(loss) for them, and change what it leaves if need be."
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

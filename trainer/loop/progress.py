@@ -41,11 +41,25 @@ class Progress:
         self.window *= parts
         self.batches_before *= parts
 
+    def count_in_batches(self, batch: int, before: int, now: int) -> None:
+        """Count in micro-batches of `now` samples what was counted in those of `before`; `batch` are of this epoch."""
+        self.batch, self.window, self.batches_before = batch, 0, self.batches_before * before // now
+
+    def count_epochs_before(self, batches: int) -> None:
+        """Take the epochs before this one for ones of so many micro-batches each."""
+        self.batches_before = self.epoch * batches
+
     def next_epoch(self) -> None:
         self.epoch += 1
         self.batches_before += self.batch
         self.batch = 0
         self.epoch_started = self.epoch_ended = False
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Take the counters of a checkpoint with which a run goes on: after an epoch's end those of the next one."""
+        self.load_state_dict(state)
+        if self.epoch_ended:
+            self.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -281,12 +281,17 @@ def _callbacks(
     ]
     callbacks += [callback_named(name)() for name in missing]
     if settings.fast_dev_run:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, (Checkpoint, Logger))]
-        return callbacks, [DummyLogger()] if settings.logger else []
+        return _without_writers(settings, callbacks), [DummyLogger()] if settings.logger else []
     if not settings.enable_checkpointing and any(isinstance(callback, Checkpoint) for callback in callbacks):
         problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: remove one of the two.")
     callbacks += _loggers(settings)
     return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
+
+
+def _without_writers(settings: Settings, callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks without those that would write what the settings leave out."""
+    kinds = (Checkpoint, Logger) if settings.fast_dev_run else () if settings.enable_checkpointing else (Checkpoint,)
+    return [callback for callback in callbacks if not isinstance(callback, kinds)]
 
 
 def _loggers(settings: Settings) -> list[Logger]:
@@ -303,8 +308,11 @@ def _loggers(settings: Settings) -> list[Logger]:
 def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Callback]) -> list[Callback]:
     """Return the trainer's callbacks and the module's, which replace the trainer's callbacks of the same class.
 
+    Without those of the module that write checkpoints, in a fast_dev_run or with `enable_checkpointing=False`.
+
     Raises:
-        ConfigError: `of_module`, the return value of `configure_callbacks`, is no callback or list of callbacks.
+        ConfigError: `of_module`, the return value of `configure_callbacks`, is no callback or list of callbacks; or two
+            classes with a state have one name.
     """
     if isinstance(of_module, Callback):
         of_module = [of_module]
@@ -315,7 +323,16 @@ def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Cal
             raise ConfigError(f"configure_callbacks gave the class {callback.__name__}: give {callback.__name__}(...).")
         if not isinstance(callback, Callback):
             raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
+    of_module = _without_writers(config.settings, of_module)
     kinds = {type(callback) for callback in of_module}
     kept = [c for c in config.callbacks if type(c) not in kinds or c is config.time_limit]
+    named: dict[str, type] = {}
+    for one in [*kept, *of_module]:
+        stateful = type(one).state_dict is not Callback.state_dict
+        if stateful and named.setdefault(one.state_key, type(one)) is not type(one):
+            raise ConfigError(
+                f"two classes of callbacks are called {one.state_key}, so that a resume could give one the state of "
+                "the other: give one of them another name, or a property `state_key` of its own."
+            )
     # A checkpoint contains the state of the other callbacks, after they have handled the same hook.
     return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, Checkpoint))

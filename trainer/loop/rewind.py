@@ -7,7 +7,7 @@ import logging
 from trainer.checkpoint.storage import as_storage_path
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.run import Run
-from trainer.loop.training_state import load_training_state, load_weights, restore_training
+from trainer.loop.training_state import load_training_state, load_weights, restore_data, restore_training
 
 log = logging.getLogger("trainer")
 
@@ -27,6 +27,7 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
     loggers.setup(run.stage)
     run.hooks.on_load_checkpoint(checkpoint)
     load_weights(run, checkpoint)
+    restore_data(run, checkpoint)
     restore_training(run, checkpoint)
     if run.train_loader is not None:
         run.train_loader.close()

@@ -7,13 +7,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from trainer.callback import AccumulationSchedule, Callback, Checkpoint, StepGuard
@@ -21,17 +22,19 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
-from trainer.errors import ConfigError, did_you_mean, first_of, format_ranks
+from trainer.errors import ConfigError, first_of, format_ranks
 from trainer.fault_tolerance.collective_check import CollectiveCheck, wait_after_run
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.hyperparameters import stored_hyperparameters
+from trainer.loop.averaged_weights import OptimizerAverages
 from trainer.loop.bad_steps import BadSteps
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
 from trainer.loop.direct_backward import RefusingDirectBackward
 from trainer.loop.gradient_norms import GradientNorms, clipping_finds_it
+from trainer.loop.hook_changes import HookChanges
 from trainer.loop.host_times import SAVING, HostTimes
 from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.optimizer_options import OptionsCheck
@@ -58,9 +61,9 @@ from trainer.metrics.phases import (
 from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
-from trainer.seed import derive_seed, global_seed, seed_generators, set_rng_state
+from trainer.seed import derive_seed, global_seed, seed_generators, set_rng_state, share_random_numbers
 from trainer.settings import Settings
-from trainer.strategy import StepConfig, inherits, keeps_batches, keeps_step
+from trainer.strategy import ChangingBuffers, StepConfig, inherits, keeps_batches, keeps_step
 
 Activity = Literal["sanity checking", "training", "validating"]
 ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
@@ -69,6 +72,15 @@ ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
 log = logging.getLogger("trainer")
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class WaitingGradients(Protocol):
+    """Knows of the gradients that a later step of a manual optimization uses."""
+
+    synced: bool
+    """False if the last gradients are sums of each process alone."""
+
+    def wait_for(self, optimizer: Optimizer) -> bool: ...
 
 
 class Session:
@@ -159,6 +171,8 @@ class Run:
 
     optimizer_step: Callable[..., None]
     zero_grad: Callable[[Optimizer], None] = staticmethod(zero_grad_fast)
+    manual: WaitingGradients | None = None
+    """Says, in manual optimization, which gradients wait for a later step; None: those of each step are used in it."""
     keeps_losses = False
     """True if the losses of a window are used after it."""
     flushed_step = -1
@@ -174,7 +188,8 @@ class Run:
     """Says when a validation is due, if `val_check_interval` is a time."""
     _windows_before = 0
     """The windows that were begun before this epoch and are no steps of it."""
-    _first_epoch = 0
+    _loaders_epoch = 0
+    """The epoch for which the loaders were made."""
     shutting_down = False
     """True while only the last collective of the run is left."""
     weights_loss_by_items = False
@@ -194,8 +209,8 @@ class Run:
     """True from `on_train_epoch_start` to the end of the epoch."""
     facts: Mapping[str, Mapping[str, str]] = {}
     """Facts with which a resumed run is compared, see loop/changes_since_checkpoint.py."""
-    facts_are_checked = False
-    """True after the first checkpoint, which leaves out what has changed while training."""
+    identity_of_facts: Mapping[str, str] | None = None
+    """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
     ends = False
     """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
     saved then is the end of the training."""
@@ -207,8 +222,22 @@ class Run:
     """Notices a change of the trainable parameters; None on one process, and outside of `fit`."""
     _processing_files: dict[str, str] | None = None
     """The files of a tokenizer or processor for checkpoints, read at the first one."""
+    hook_changes: HookChanges
+    """The changes of hooks at the model and its optimizers. Known from `note_beginning` on."""
     new_parameters: NewParameters | None = None
     """Warns of untrained parameters; None on several processes, under sharding, and outside of `fit`."""
+
+    buffers: ChangingBuffers | None = None
+    followed_buffers: Collection[str] = ()
+    """The buffers that steps have changed in the run that wrote the checkpoint."""
+    ends_windows = False
+    """True if the strategy has something to do after the last backward of a window."""
+    closure_needed = False
+    """True if the optimizer evaluates the loss several times per step (LBFGS)."""
+    resumed_from: StoragePath | None = None
+    """The checkpoint from which the run was started."""
+    rng_to_restore: dict[str, Any] | None = None
+    """States of the generators in the checkpoint, until the first epoch restores them."""
 
     def __init__(
         self,
@@ -231,7 +260,8 @@ class Run:
         session.start(stage)
         self.progress = session.progress
         self.options = OptionsCheck(self.strategy, self.progress)
-        self.metrics = MetricLog(module, self.options.gather, report_names=self._report_names)
+        items = module.num_items if module.overrides("num_items") else None
+        self.metrics = MetricLog(module, self.options.gather, report_names=self._report_names, num_items=items)
         self.call_step: Callable[..., Any] = self.strategy.call_step
         self.times = HostTimes()
         self.transfer_hooks = transfer_hooks(module, datamodule)
@@ -243,7 +273,7 @@ class Run:
         self._also_trained: set[str] = set()
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
-        """Names in `_also_trained` that are monitored, and were reported."""
+        """Names in `_also_trained` that are monitored and were reported, and other messages that come once."""
         self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
         self.gradient_norms = GradientNorms(self.strategy, self.metrics)
         self.loaders = Loaders()
@@ -253,16 +283,8 @@ class Run:
         """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
         self.metrics.copies_losses = self.reuses_memory
         self.optimizers: list[Optimizer] = []
+        self.optimizer_averages = OptimizerAverages(self.strategy)
         self.scheduler_configs: list[SchedulerConfig] = []
-        self.ends_windows = False
-        """True if the strategy has something to do after the last backward of a window."""
-        self.closure_needed = False
-        """True if the optimizer evaluates the loss several times per step (LBFGS)."""
-        self.resumed_from: StoragePath | None = None
-        """The checkpoint from which the run was started."""
-        self.rng_to_restore: dict[str, Any] | None = None
-        """States of the generators in the checkpoint, until the first epoch restores them."""
-
         self.stop_coordinator = StopCoordinator(None)
         self.stop_reason: str | None = None
         self.watchdog = Watchdog()
@@ -308,28 +330,37 @@ class Run:
         self.session.run_dir, self.resumed_from = run_dir, checkpoint
 
     def seed_processes(self, seed: int) -> None:
-        """Have each reader derive its own random numbers from the seed; the initial weights are equal."""
+        """Have each reader derive its own random numbers from a seed that was given; the initial weights are equal."""
         self.session.seed = seed
         reader = self.strategy.processes.reader
         if (self.settings.seed is not None or global_seed() is not None) and reader > 0:
             # Reader 0 continues with the generators that Trainer(seed=...) has seeded, as a single process does.
             seed_generators(derive_seed(seed, reader))
+        self.share_random_numbers()
+
+    def share_random_numbers(self) -> None:
+        """Have all processes of one model draw the same numbers from now on. Collective."""
+        share_random_numbers(self.strategy.processes, self.strategy.device)
 
     def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """Add facts with which a resumed run is compared, as soon as they are known."""
         self.facts = {**self.facts, **facts}
 
-    def replace_changing_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
-        """Replace facts by those that have not changed since the run began. Called once, by the first checkpoint."""
-        self.facts, self.facts_are_checked = {**self.facts, **facts}, True
+    def replace_changing_facts(
+        self, facts: Mapping[str, Mapping[str, str]], identity: Mapping[str, str] | None
+    ) -> None:
+        """Replace facts by those that have not changed since the run began, by data of this identity."""
+        self.facts, self.identity_of_facts = {**self.facts, **facts}, identity
 
     def set_up_optimizers(
         self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig], config: StepConfig
     ) -> None:
         """Pass the optimizers to the strategy, and prepare the step."""
         module, strategy = self.module, self.strategy
+        nn.Module.zero_grad(module)  # a run before this one may have ended within a window
         self.scheduler_configs = schedulers
         self.optimizers = strategy.setup_optimizers(optimizers, config)
+        self.optimizer_averages.begin(self.optimizers)
         if strategy.processes.world_size > 1:
             self.options.begin(self.optimizers)
             self.trainable = TrainableParameters(module, strategy, self.optimizers)
@@ -345,9 +376,22 @@ class Run:
             self.call_step = RefusingDirectBackward(strategy.call_step, self.optimizers)
             self.listen(self.phase)
 
-    def resume(self, rng: dict[str, Any] | None, postponed_stop: str | None) -> None:
-        """Keep of the checkpoint what has to wait: the generators' states, and a stop that waits for its time."""
-        self.rng_to_restore, self.postponed_stop = rng, postponed_stop
+    def optimize_by_hand(self, manual: WaitingGradients) -> None:
+        """Save the gradients that wait, if `training_step` calls backward and steps the optimizers."""
+        self.manual = None if self.module.automatic_optimization else manual
+
+    def note_beginning(self, cleanup: ExitStack) -> None:
+        """Note the module and the optimizers as they are before a checkpoint is restored and hooks change them, and,
+        in the end, as they are then."""
+        scheduled = any(isinstance(callback, AccumulationSchedule) for callback in self.callbacks)
+        fixed = scheduled or self.settings.accumulate_grad_batches == "auto"
+        others = {} if fixed else {"trainer.accumulate_grad_batches": self.session}
+        self.hook_changes = HookChanges(self.module, self.optimizers, others)
+        cleanup.callback(self.hook_changes.end)
+
+    def resume(self, rng: dict[str, Any] | None, postponed_stop: str | None, followed: Collection[str]) -> None:
+        """Keep of the checkpoint what has to wait: the generators' states, a stop that waits for its time, buffers."""
+        self.rng_to_restore, self.postponed_stop, self.followed_buffers = rng, postponed_stop, followed
 
     def take_weights(self) -> None:
         """Let users gather, change and save weights from now on."""
@@ -411,6 +455,8 @@ class Run:
 
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
+        if self.strategy.processes.world_size > 1:
+            self.buffers = ChangingBuffers(self.strategy, self.followed_buffers)
         self.times.begin()
         self.weights_loss_by_items = self.module.overrides("num_items")
         last_step = self.settings.max_steps
@@ -420,10 +466,8 @@ class Run:
         seconds, every = self.settings.validation_seconds, self.settings.log_every_n_steps or 50
         if seconds is not None:
             self.validation_clock = ValidationClock(seconds, self.strategy.processes, every)
-        self._first_epoch = self.progress.epoch
         self.session.training_batches = self.num_training_batches
-        assert self.train_loader is not None
-        self.skipping.begin_training(self.hooks, self.train_loader, self.closure_needed)
+        self.skipping.begin_training(self.hooks, self.loaders, self.closure_needed)
         guard = self.step_guard
         if guard is not None:
             self.bad_steps = BadSteps(
@@ -431,7 +475,7 @@ class Run:
                 self.progress,
                 self.metrics,
                 self.gradient_norms,
-                self.train_loader,
+                self.loaders,
                 guard.losses,
                 guard.left_out,
                 not clipping_finds_it(self.settings, self.module),
@@ -458,11 +502,23 @@ class Run:
         if module.overrides("optimizer_zero_grad"):
             self.zero_grad = OverriddenZeroGrad(module, self.progress)
 
-    def begin_epoch(self, validation_interval: int | None) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch, or go on inside of one."""
-        self.in_epoch, self.validation_interval = True, validation_interval
+        self.in_epoch = True
         self._windows_before = self._windows_without_step
         self.skipping.begin_epoch()
+        # Else the first hooks may have to bring back what the epoch began with.
+        if self.progress.batch == 0 and self.train_loader is not None:
+            self.train_loader.measure()
+
+    def begin_batches(self, validation_interval: Callable[[], int | None]) -> None:
+        """Begin the batches of an epoch, with the data that its first hooks have left. Collective."""
+        loader, processes = self.train_loader, self.strategy.processes
+        if loader is not None:
+            loader.measure(self.progress.epoch, self.progress.batch)
+            if processes.world_size > 1:
+                loader.agree_on_length(processes.all_gather_object(loader.length))
+        self.validation_interval = validation_interval()
 
     @property
     def step_guard(self) -> StepGuard | None:
@@ -480,23 +536,42 @@ class Run:
         self._reload = reload
 
     def reload_if_due(self) -> None:
-        """Make the loaders anew at the start of an epoch, if it is time. Collective."""
-        every, epoch = self.settings.reload_dataloaders_every_n_epochs, self.progress.epoch
-        if every and epoch > self._first_epoch and epoch % every == 0:
+        """Make the loaders anew if they are those of other epochs than the one in progress. Collective."""
+        if self.epoch_of_loaders(self.progress.epoch) != self._loaders_epoch:
             self._reload()
+
+    @contextmanager
+    def asking_for_loaders(self) -> Iterator[None]:
+        """Ask the user for loaders in the block, in the epoch for which they are made, also if that is over by now."""
+        epoch = self.progress.epoch
+        self.progress.epoch = self._loaders_epoch = self.epoch_of_loaders(epoch)
+        try:
+            yield
+        finally:
+            self.progress.epoch = epoch
+
+    def epoch_of_loaders(self, epoch: int) -> int:
+        """Return the epoch for which the loaders of an epoch are made."""
+        every = self.settings.reload_dataloaders_every_n_epochs if self.stage == "fit" else 1
+        return epoch - epoch % every if every else 0
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
         length, batch = self.num_training_batches, self.progress.batch
-        inside = self._windows_without_step > self._windows_before
-        return length is not None and batch + (self.session.accumulate_grad_batches if inside else 0) >= length
+        ahead = self.session.accumulate_grad_batches if self.inside_window else 0
+        return length is not None and batch + ahead >= length
+
+    @property
+    def inside_window(self) -> bool:
+        """Whether a step has begun and is not complete."""
+        return self.in_epoch and self._windows_without_step > self._windows_before
 
     @property
     def _windows_without_step(self) -> int:
         """The windows that have begun and are no steps yet; refused ones, which never will be, do not count."""
         refused = 0 if self.bad_steps is None else self.bad_steps.refused
-        return self.metrics.window - self.progress.step - refused
+        return self.metrics.window - self.metrics.repeats - self.progress.step - refused
 
     def end_epoch(self) -> None:
         """Count the epoch, which is complete."""
@@ -615,10 +690,11 @@ class Run:
         self.ends = not exit_code(self.stop_reason)
 
     def restore_rng(self) -> None:
-        """Restore the generators' states from the checkpoint, once in a resumed run."""
+        """Restore the generators' states from the checkpoint, once in a resumed run. Collective."""
         if self.rng_to_restore is not None:
             set_rng_state(self.rng_to_restore, self.strategy.device)
             self.rng_to_restore = None
+            self.share_random_numbers()
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -685,26 +761,14 @@ class Run:
             )
 
     def new_value(self, config: SchedulerConfig) -> float | None:
-        """Return the value that a scheduler monitors; None without one measured since the scheduler's last. Collective.
-
-        Raises:
-            ConfigError: the value was not logged and the scheduler is strict.
-        """
+        """Return the value that a scheduler monitors; None without one since the scheduler's last. Collective."""
         assert config.monitor is not None
-        values = self.read_metrics()
+        self.read_metrics()
         measured = self.monitored(config.monitor)
-        if measured is not None:
-            if measured.step <= config.value_step:
-                return None
-            config.value_step = measured.step
-            return measured.value
-        if config.strict and not self.is_to_come(config.monitor):
-            raise ConfigError(
-                f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged."
-                f"{did_you_mean(config.monitor, values)} Logged so far: {', '.join(sorted(values)) or 'nothing'}. "
-                'Log it before the scheduler steps, or give "strict": False.'
-            )
-        return None
+        if measured is None or measured.step <= config.value_step:
+            return None
+        config.value_step = measured.step
+        return measured.value
 
     def monitored(self, name: str) -> Measured | None:
         """Return the latest value of a logged name; None without one.
@@ -720,6 +784,12 @@ class Run:
                     name,
                 )
         return self.session.measured.get(name)
+
+    def report_once(self, message: str) -> None:
+        """Log a warning, unless it is empty or was logged before in this run."""
+        if message and message not in self._reported and self.strategy.processes.is_global_zero:
+            self._reported.add(message)
+            log.warning("%s", message)
 
     def expect(self, names: Iterable[str]) -> None:
         """Remember names that a validation logs, before it has values that count."""

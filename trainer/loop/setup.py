@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from trainer.arguments import kept_path
 from trainer.checkpoint.disk import replace_notes
+from trainer.checkpoint.format import evaluated_weights
 from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
@@ -36,8 +37,9 @@ from trainer.loop.agreement_at_start import (
     check_weights,
 )
 from trainer.loop.auto_accumulation import find_fitting_batches, split_batches
-from trainer.loop.changes_since_checkpoint import facts_of_module, facts_of_training, report_changes
+from trainer.loop.changes_since_checkpoint import facts_of_module, facts_of_training, record_data, report_changes
 from trainer.loop.describe import cuda_capability, performance_hints, start_line
+from trainer.loop.hook_changes import as_made
 from trainer.loop.loaders import make_loaders
 from trainer.loop.optimizer_overrides import OF_STEP
 from trainer.loop.preflight_checks import check_call
@@ -62,6 +64,7 @@ from trainer.loop.training_state import (
     check_storable,
     choose_seed,
     load_training_state,
+    restore_data,
     restore_training,
     restore_weights,
 )
@@ -72,7 +75,7 @@ from trainer.model.dispatched import refuse_dispatched
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, parse_optimizers
-from trainer.seed import set_deterministic
+from trainer.seed import isolated_rng, set_deterministic
 from trainer.settings import DEFAULT_MAX_EPOCHS
 
 log = logging.getLogger("trainer")
@@ -117,6 +120,8 @@ def start_run(
         run.bind_hooks(caller)
         try:
             join_processes(run, cleanup)
+            if run.settings.fast_dev_run:
+                cleanup.enter_context(isolated_rng(run.strategy.device))
             run.connect_callbacks(caller)
             check_settings(run)
             check_folders_of_shards(run)
@@ -128,12 +133,14 @@ def start_run(
             prepare_data(run, data, checkpoint)
             build_module(run, checkpoint, cleanup, weights)
             cleanup.callback(run.loaders.close)
-            run.loaders.needed()
             check_loaders(run)
+            if run.settings.fast_dev_run:
+                cleanup.enter_context(run.loaders.kept_places())
             restore_micro_batch_size(run, checkpoint)
             run.set_reload(partial(reload_loaders, run, data))
             if stage == "fit":
                 build_optimizers(run)
+            run.note_beginning(cleanup)
             restore_training(run, checkpoint)
             if stage == "fit":
                 report_short_schedules(run)
@@ -196,9 +203,11 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
     if session.config_text is not None and writes:
         replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
+    if path is None:
+        return None
+    as_made(run.module)
     # "last" was verified when it was found.
-    verify = ckpt_path != "last"
-    return load_training_state(path, verify, strategy.shards_state, strategy.processes) if path is not None else None
+    return load_training_state(path, ckpt_path != "last", strategy.shards_state, strategy.processes)
 
 
 def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tuple[StoragePath | None, Path]:
@@ -265,6 +274,8 @@ def build_module(
         if run.checkpoint_callbacks:
             check_buffers_storable(module)
     if checkpoint is not None:
+        if not training:
+            checkpoint["model"] = evaluated_weights(checkpoint)
         with lightning_keys(checkpoint):
             run.hooks.on_load_checkpoint(checkpoint)
     disable_activation_checkpointing(module)
@@ -277,14 +288,18 @@ def build_module(
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
     restore_weights(run, checkpoint)
+    run.share_random_numbers()  # rank 0 may have drawn numbers for the layers that it alone has built
     run.take_weights()
 
 
 def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
-    """Make the loaders; if they depend on the epoch, restore the counters first."""
-    if checkpoint is not None and run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
-        run.progress.load_state_dict(checkpoint["progress"])
-    make_loaders(run, given)
+    """Make the loaders; restore before what they may depend on: the counters, if so, and the data module's state."""
+    if checkpoint is not None:
+        if run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
+            run.progress.resume(checkpoint["progress"])
+        restore_data(run, checkpoint)
+    with run.asking_for_loaders():
+        make_loaders(run, given)
 
 
 def restore_micro_batch_size(run: Run, checkpoint: dict[str, Any] | None) -> None:
@@ -298,9 +313,11 @@ def restore_micro_batch_size(run: Run, checkpoint: dict[str, Any] | None) -> Non
 def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     """Ask the data module or module for its loaders anew. Collective."""
     run.loaders.close()
-    make_loaders(run, data)
+    with run.asking_for_loaders():
+        make_loaders(run, data)
     check_loaders(run)
     split_batches(run)
+    record_data(run)
 
 
 def report_short_schedules(run: Run) -> None:
@@ -336,6 +353,7 @@ def build_optimizers(run: Run) -> None:
         check_storable(optimizers, schedulers)
     check_optimizers(run, optimizers, schedulers)
     run.record_facts(facts_of_training(run, optimizers, schedulers))
+    record_data(run)
     if settings.max_epochs is None and run.config.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)
     assert run.train_loader is not None

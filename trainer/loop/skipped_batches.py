@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.loader import Batch, BatchLoader, Divisor
+from trainer.data.loader import Batch, Divisor, Loaders
 from trainer.errors import ConfigError
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.progress import Progress
@@ -39,14 +39,14 @@ class SkippedBatches:
         """The part of the items of this step, times the number of processes, that this process has skipped so far."""
         self._reported = False
 
-    def begin_training(self, hooks: CallbackList, loader: BatchLoader, closure_needed: bool) -> None:
+    def begin_training(self, hooks: CallbackList, loaders: Loaders, closure_needed: bool) -> None:
         """Read the code of the module's methods, by which all processes know that they have to agree.
 
         Args:
-            hooks, loader: those of training.
+            hooks, loaders: those of training.
             closure_needed: the optimizer evaluates the loss several times per step.
         """
-        self._hooks, self._loader, self._closure_needed = hooks, loader, closure_needed
+        self._hooks, self._loaders, self._closure_needed = hooks, loaders, closure_needed
         module, step = self._module, self._method("training_step")
         if module.automatic_optimization and not self._strategy.shards_state:
             self.may_skip = can_return(step, none=True) and can_return(step, none=False)
@@ -126,16 +126,20 @@ class SkippedBatches:
             elif parameter.grad is not None:
                 parameter.grad /= 1 - share
 
-    def is_exhausted(self, windows: Iterator[list[Batch]]) -> bool:
+    def is_exhausted(self, windows: Iterator[list[Batch]], validates: bool) -> bool:
         """Whether the epoch has no further window; a loader that has no length is asked for one. Collective.
 
+        An iterator is asked only if the end of the epoch `validates`: the batch is lost for what reads it afterwards.
         The state of the loader and the random numbers in a checkpoint stay those before the question.
         """
-        loader = self._loader
+        loader = self._loaders.train
+        assert loader is not None
         if loader.samples_per_epoch is not None or loader.length not in (None, loader.limit):
             return self._progress.batch == loader.length
-        self.loader_state = deepcopy(loader.state_dict())
+        if loader.one_shot and not validates and self._strategy.processes.world_size == 1:
+            return self._progress.batch == loader.limit
         with isolated_rng(self._strategy.device):
+            self.loader_state = deepcopy(loader.state_dict())
             if next(windows, None) is not None:
                 return False
         self.loader_state = None

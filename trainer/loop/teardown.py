@@ -7,10 +7,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from linecache import getline
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trainer.checkpoint.disk import UncertainWriteError, WriteError
 from trainer.distributed.environment import detect_environment
@@ -94,6 +96,7 @@ def end_with_error(run: Run, error: BaseException) -> None:
     changed = run.trainable.explain(error) if run.trainable is not None else None
     sharded = _explain_full_parameters(run, error) or _explain_shards(run, error)
     explained = changed or sharded or explain_torch_error(error) or _explain_restored_state(run, error)
+    explained = explained or _explain_closure(run, error)
     processes = run.strategy.processes
     rank, world_size = processes.rank, processes.world_size
     explained = explained or explain_lost_connection(error, processes.store, rank, world_size)
@@ -134,6 +137,22 @@ def _explain_full_parameters(run: Run, error: BaseException) -> ConfigError | No
                 f"before fit or in configure_model, or use strategy 'ddp'.\ntorch said: {str(error).splitlines()[0]}"
             )
     return None
+
+
+def _explain_closure(run: Run, error: BaseException) -> ConfigError | None:
+    """Return a ConfigError for an optimizer that asks for a closure without one in the signature of its `step`."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    optimizer, code = frame.f_locals.get("self"), frame.f_code
+    without = (
+        isinstance(optimizer, Optimizer) and code.co_name == "step" and frame.f_locals.get("closure", code) is None
+    )
+    if not (without and run.module.automatic_optimization and "closure" in getline(code.co_filename, line)):
+        return None
+    return ConfigError(
+        f"{type(optimizer).__name__}.step asks for a closure, which in automatic optimization only an optimizer gets "
+        "whose step cannot be called without one (LBFGS). Set automatic_optimization = False, and in training_step "
+        "call self.manual_backward(loss), then self.optimizers().step(closure), whose closure does the same again."
+    )
 
 
 _OF_SHARDS = ("DTensor", "invalid python storage")
@@ -225,7 +244,8 @@ def will_exit(run: Run) -> bool:
 def in_interactive_session() -> bool:
     """Return True if a stopped run must not exit Python.
 
-    That is in a REPL or notebook, and in a worker of Ray, which treats SystemExit as a failure.
+    That is in a REPL or notebook (IPython's shells set sys.ps1, too, and a program that only executes notebooks imports
+    ipykernel without being one), and in a worker of Ray, which treats SystemExit as a failure.
     """
-    interactive = hasattr(sys, "ps1") or sys.flags.interactive == 1 or "ipykernel" in sys.modules
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive == 1
     return interactive or detect_environment().source == "Ray Train"

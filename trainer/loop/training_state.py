@@ -15,13 +15,13 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.arguments import local_path
-from trainer.callback import AddsGroups, Callback, Checkpoint
+from trainer.callback import Checkpoint
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.manifest import read_metadata
-from trainer.checkpoint.optimizer_state import add_saved_groups, check_shapes, with_dtypes_of
+from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.serialization import serialize
@@ -30,9 +30,12 @@ from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, printable, restoring
+from trainer.loop import hook_changes
+from trainer.loop.callback_states import callbacks_by_state_key, identities, owners_of_states
 from trainer.loop.changes_since_checkpoint import leave_out_changing_facts
 from trainer.loop.progress import LATER, Progress
 from trainer.loop.run import Run
+from trainer.loop.waiting_gradients import restore_gradients, waiting_gradients
 from trainer.metrics.monitor import Measured
 from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
@@ -54,6 +57,7 @@ def tensor_state(run: Run) -> dict[str, Any]:
     return {
         "model": run.strategy.module_state(),
         "optimizers": [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers],
+        **({"gradients": gradients} if (gradients := waiting_gradients(run)) else {}),
     }
 
 
@@ -74,6 +78,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
         "metrics": metrics_state(run.metrics),
         "stop": run.postponed_stop,
+        "changes": run.hook_changes.state_dict(),
     }
     if strategy.processes.world_size > 1:
         # Here, so that the copies of other processes are on the CPU as well as its own.
@@ -89,15 +94,18 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "rng": [state["rng"] for state in per_rank],
         "loader": [state["loader"] for state in per_rank],
         "metrics": [state["metrics"] for state in per_rank],
+        "hook_changes": [state["changes"] for state in per_rank],
         "callback_metrics": dict(run.session.callback_metrics),
         "measured": {name: measured._asdict() for name, measured in run.session.measured.items()},
         "scheduler_values": [config.value_step for config in run.scheduler_configs],
         "postponed_stop": next((state["stop"] for state in per_rank if state["stop"] is not None), None),
+        "followed_buffers": sorted(run.followed_buffers if run.buffers is None else run.buffers.names),
         "callbacks": {
             key: state
             for key, c in callbacks_by_state_key(run.callbacks).items()
             if (state := callbacks[key] if key in callbacks else c.state_dict())
         },
+        "callback_identities": identities(run.callbacks),
         "data": run.datamodule.state_dict() if run.datamodule is not None else {},
         "hyperparameters": run.hyperparameters(),
         "hugging_face": hugging_face_models(run.module),
@@ -159,10 +167,11 @@ def check_states_storable(run: Run) -> None:
     """
     states = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
     updated = run.module.automatic_optimization and run.strategy.scaler is None and not run.skipping.whole_step
-    if updated or any(one["state"] for one in states) or run.progress.step >= _STEPS_TO_A_STATE:
+    has_state = any(one["state"] or one.keys() & {"common", "extra", "parts"} for one in states)
+    if updated or has_state or run.progress.step >= _STEPS_TO_A_STATE:
         run.mark_states_checked()
     try:
-        serialize(states, "optimizers")
+        serialize(states, "optimizers", exact=True)
     except CheckpointError as error:
         raise CheckpointError(
             f"after step {run.progress.step}, no checkpoint can be written of this training: {error} Use another "
@@ -195,13 +204,15 @@ _METRICS = {
     "steps?": {str: {"options": _OPTIONS, "values": [[(NUMBER, torch.Tensor)]]}},
     "hooks": {str: _ENTRY},
     "names?": [str],
+    "trackers?": {str: Integer()},
     "objects": {str: {"updates": Integer(), "state": {str: object}}},
 }
 _MAX_COUNT = 2**53
 KINDS: dict[str, Any] = {
     "model": dict,
     "base?": {str: Integer(0, 2**53)},
-    "optimizers": [{"kind": str, "state": {str: dict}, "param_groups": [{"params": [str]}]}],
+    "optimizers": [OPTIMIZER],
+    "gradients?": [OPTIMIZER],
     "schedulers": [dict],
     "scaler": dict,
     "progress": {
@@ -213,12 +224,16 @@ KINDS: dict[str, Any] = {
     "rng": [dict],
     "loader": [dict],
     "metrics": [_METRICS],
+    "hook_changes?": [hook_changes.KIND],
     "callback_metrics": {str: NUMBER},
     "measured?": {str: {"value": NUMBER, "step": Integer(-1), "kind": ("step", "interim", "epoch", "validation")}},
     "scheduler_values?": [(Integer(-1), None)],
     "postponed_stop?": (str, None),
+    "followed_buffers?": [str],
     "average?": dict,
+    "evaluated?": "average",
     "callbacks": {str: dict},
+    "callback_identities?": {str: {"of": str, "made_with": str}},
     "data": dict,
     "hyperparameters": {str: dict},
     "hugging_face?": {str: dict},
@@ -237,10 +252,10 @@ KINDS: dict[str, Any] = {
 }
 """The kinds of the entries (see `schema.Kind`), but for contents that their owners check; more entries are allowed."""
 
-PER_PROCESS = ("rng", "loader", "metrics", "reader_of")
+PER_PROCESS = ("rng", "loader", "metrics", "hook_changes", "reader_of")
 """Entries that are lists with one item per process."""
 
-SHARDED_KEYS = ("model", "average", "optimizers")
+SHARDED_KEYS = ("model", "average", "optimizers", "gradients")
 """Entries whose tensors may be sharded, because they may not fit into the memory of one process."""
 
 # -- reading, in running order -----------------------------------------------------------------------------------------
@@ -320,29 +335,37 @@ def _require_base(run: Run, checkpoint: Mapping[str, Any]) -> None:
 def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """Restore optimizers, schedulers, counters, metrics, callbacks and random numbers.
 
-    Does nothing without a checkpoint. Stages other than `fit` restore the counters, and the states of callbacks and
-    data module; callbacks that write checkpoints keep their own.
+    Does nothing without a checkpoint. Stages other than `fit` restore the counters, and the states of callbacks; those
+    that write checkpoints keep their own.
 
     Raises:
         CheckpointError: the checkpoint was written with other optimizers or schedulers.
     """
     if checkpoint is None:
         return
+    strategy = run.strategy
+    rank = counterpart(checkpoint, strategy.processes)
+    changes = checkpoint.get("hook_changes", [None] * checkpoint["world_size"])[rank or 0]  # earlier ones have none
     if run.stage != "fit":
         run.progress.load_state_dict(checkpoint["progress"])
+        if changes is not None:
+            run.hook_changes.put_back_now(changes, flags=False)
         _restore_callbacks(run, checkpoint)
         return
-    strategy = run.strategy
     _require_same_number("optimizers", checkpoint["optimizers"], run.optimizers)
     _require_same_number("schedulers", checkpoint["schedulers"], run.scheduler_configs)
-    for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
+    regroups = changes is None or len(changes["groups"]) == len(run.optimizers)
+    for number, (optimizer, state) in enumerate(zip(run.optimizers, checkpoint["optimizers"], strict=True)):
         with restoring(f"the state of {type(optimizer).__name__}"):
             check_shapes(run.module, state)
-            if any(isinstance(callback, AddsGroups) for callback in run.callbacks):
-                add_saved_groups(run.module, optimizer, state)
+            if regroups:
+                run.hook_changes.restore_groups(number, state, changes)
             strategy.load_optimizer_state(optimizer, with_dtypes_of(state, checkpoint["model"]))
+    with restoring("the gradients that wait"):
+        restore_gradients(run, checkpoint.get("gradients", ()))
     for config, state in zip(run.scheduler_configs, checkpoint["schedulers"], strict=True):
         _restore_scheduler(config.scheduler, state)
+    run.optimizer_averages.train()
     if strategy.scaler is not None and checkpoint["scaler"]:
         _require_alike(checkpoint["scaler"], strategy.scaler.state_dict(), "the loss scale")
         with restoring("the loss scale"):
@@ -353,22 +376,16 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         run.session.measured.update({name: Measured(**one) for name, one in checkpoint.get("measured", {}).items()})
     for config, step in zip(run.scheduler_configs, checkpoint.get("scheduler_values", ()), strict=False):
         config.value_step = step
-    run.progress.load_state_dict(_cursor(run, checkpoint).state_dict())
+    run.progress.resume(checkpoint["progress"])
+    run.reload_if_due()  # after a rewind
+    _count_in_own_batches(run, checkpoint)
     with restoring("the logged values"):
         load_metrics_state(run.metrics, _metrics_for(checkpoint, strategy.processes), strategy.device)
-    rank = counterpart(checkpoint, strategy.processes)
-    run.resume(None if rank is None else checkpoint["rng"][rank], checkpoint.get("postponed_stop"))
-    if rank is not None:
-        check_rng_state(checkpoint["rng"][rank], f"{run.resumed_from}, 'rng' of rank {rank}", strategy.device)
-        if run.train_loader and checkpoint["loader"][rank]:
-            run.train_loader.load_state_dict(checkpoint["loader"][rank])
-    else:
-        log.info(
-            "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
-            "same, other random numbers (dropout) differ",
-            len(readers_of(checkpoint)[1]),
-            strategy.processes.readers,
-        )
+    if changes is not None:
+        run.hook_changes.load_state_dict(changes)
+    rng, followed = None if rank is None else checkpoint["rng"][rank], checkpoint.get("followed_buffers", ())
+    run.resume(rng, checkpoint.get("postponed_stop"), followed)
+    _restore_place_in_data(run, checkpoint, rank)
     last_step = run.settings.max_steps
     if last_step is not None and -1 < last_step <= run.progress.step and not run.settings.fast_dev_run:
         log.warning(
@@ -377,6 +394,23 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     elif run.config.max_epochs is not None and run.progress.epoch >= run.config.max_epochs:
         log.warning("nothing is left to train: max_epochs=%d are done; raise it to go on", run.config.max_epochs)
     _restore_callbacks(run, checkpoint)
+
+
+def _restore_place_in_data(run: Run, checkpoint: Mapping[str, Any], rank: int | None) -> None:
+    processes, device = run.strategy.processes, run.strategy.device
+    if rank is None:
+        log.info(
+            "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
+            "same, other random numbers (dropout) differ",
+            len(readers_of(checkpoint)[1]),
+            processes.readers,
+        )
+        return
+    check_rng_state(checkpoint["rng"][rank], f"{run.resumed_from}, 'rng' of rank {rank}", device)
+    # Loaders that were made anew for the next epoch begin by themselves.
+    same = run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch)
+    if run.train_loader and checkpoint["loader"][rank] and same:
+        run.train_loader.load_state_dict(checkpoint["loader"][rank])
 
 
 def readers_of(checkpoint: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -422,23 +456,36 @@ def _require_alike(saved: Any, current: Any, what: str, reserved: type | None = 
         raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another scheduler or scaler")
 
 
+def restore_data(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Restore the data module, before it is asked for loaders."""
+    if run.datamodule is not None and checkpoint["data"]:
+        with restoring("the state of the data module"):
+            run.datamodule.load_state_dict(checkpoint["data"])
+
+
 def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Restore the callbacks and the data module; a warning names those that only the checkpoint has."""
-    callbacks, training = callbacks_by_state_key(run.callbacks), run.stage == "fit"
-    for key, callback in callbacks.items():
+    """Restore the callbacks; a warning names those that only the checkpoint has, and its data module."""
+    states, training = owners_of_states(run.callbacks, checkpoint), run.stage == "fit"
+    for key, callback in states.owners.items():
         # Which checkpoints there are concerns training: an older one that is tested knows less of it.
         if key in checkpoint["callbacks"] and (training or not isinstance(callback, Checkpoint)):
             with restoring(f"the state of the callback {key}"):
                 callback.load_state_dict(checkpoint["callbacks"][key])
-    if run.datamodule is not None and checkpoint["data"]:
-        with restoring("the state of the data module"):
-            run.datamodule.load_state_dict(checkpoint["data"])
-    unused = [f"the callback {key}" for key in checkpoint["callbacks"] if key not in callbacks]
+    unused = [f"the callback {key}" for key in states.unused]
     unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
-    if unused and training and run.strategy.processes.is_global_zero and not run.settings.fast_dev_run:
+    reports = training and run.strategy.processes.is_global_zero and not run.settings.fast_dev_run
+    if states.ambiguous and reports:
+        log.warning(
+            "the checkpoint has the states of %s, and several callbacks of this run could be meant: those begin anew. "
+            "To continue them, give the same callbacks with the same arguments; or give each of your own a `state_key` "
+            "of its own.",
+            printable(", ".join(states.ambiguous)),
+        )
+    if unused and reports:
         log.warning(
             "the checkpoint has the state of %s, which this run does not have: that state is not used, and later "
-            "checkpoints lack it. To continue it, give the same callbacks and data module.",
+            "checkpoints lack it. To continue it, give the same callbacks and data module. The checkpoints that a "
+            "callback has written stay, and are not deleted.",
             printable(", ".join(unused)),
         )
 
@@ -454,7 +501,7 @@ def save_state(
 ) -> None:
     """Pass the run's state to `write`; see `Trainer.save_with`. Collective."""
     strategy = run.strategy
-    with run.saving_checkpoint():
+    with run.saving_checkpoint(), run.optimizer_averages.trained() as averages:
         if run.stage == "fit":
             run.flush_step()  # a resumed run does not log the step again
         tensors = tensor_state(run)
@@ -476,10 +523,13 @@ def save_state(
         if nonfinite:
             about["nonfinite"] = nonfinite
         state = training_state(run, tensors, callbacks)
+        if averages:
+            state |= {"average": averages, "evaluated": "average"}
         with lightning_keys(state):
             run.hooks.on_save_checkpoint(state)
         if weights_only:
             state |= {"optimizers": [], "schedulers": [], "scaler": {}}
+            state.pop("gradients", None)
         if strategy.processes.is_global_zero:
             for logger in run.loggers:
                 logger.flush()
@@ -518,22 +568,19 @@ def _global_micro_batch(run: Run) -> int | None:
     return None if size is None else size * run.strategy.processes.readers
 
 
-def _cursor(run: Run, checkpoint: Mapping[str, Any]) -> Progress:
-    """Return the counters with which training goes on: in micro-batches of this run, and after an epoch's end.
+def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Turn the run's counters from micro-batches of the run that wrote the checkpoint into those of this one.
 
-    A checkpoint counts in micro-batches of the run that wrote it.
+    A run whose micro-batches grow while it trains begins with the same as the one before, and goes on with those of the
+    epoch in progress.
     """
-    progress = Progress()
-    progress.load_state_dict(checkpoint["progress"])
-    if progress.epoch_ended:
-        progress.next_epoch()
-    loader, now, before = run.train_loader, _global_micro_batch(run), checkpoint.get("global_micro_batch")
-    if not (loader is None or before is None or now is None or before == now):
-        progress.batch, progress.window = place_in_epoch(loader, progress.batch, before, now), 0
-        progress.batches_before = progress.batches_before * before // now
+    progress, loader = run.progress, run.train_loader
+    now, before = _global_micro_batch(run), checkpoint.get("global_micro_batch")
+    alike = (checkpoint.get("facts") or {}).get("micro_batch", {}) == run.facts.get("micro_batch")
+    if not (loader is None or before is None or now is None or before == now or alike):
+        progress.count_in_batches(place_in_epoch(loader, progress.batch, before, now), before, now)
     if "batches_before" not in checkpoint["progress"]:
-        progress.batches_before = progress.epoch * (run.num_training_batches or 0)
-    return progress
+        progress.count_epochs_before(run.num_training_batches or 0)
 
 
 def place_in_epoch(loader: BatchLoader, batch: int, before: int, now: int) -> int:
@@ -554,18 +601,6 @@ def place_in_epoch(loader: BatchLoader, batch: int, before: int, now: int) -> in
             again,
         )
     return batch
-
-
-def callbacks_by_state_key(callbacks: list[Callback]) -> dict[str, Callback]:
-    """Return the callbacks by `state_key`; further callbacks with the same key get a number."""
-    by_key: dict[str, Callback] = {}
-    for callback in callbacks:
-        key, number = callback.state_key, 1
-        while key in by_key:
-            number += 1
-            key = f"{callback.state_key}-{number}"
-        by_key[key] = callback
-    return by_key
 
 
 def _require_same_number(what: str, saved: list[Any], current: list[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Nu
 GatherObjects = Callable[[Any], list[Any]]
 ReportNames = Callable[[dict[str, list[int]]], object]
 CompareNames = Callable[[list[list[str]]], object]
+CountItems = Callable[[Any], int | torch.Tensor | None]
 
 
 @sendable
@@ -98,6 +99,8 @@ class MetricScope:
     entries: dict[str, Entry] = field(default_factory=dict)
     overall: dict[str, Entry] = field(default_factory=dict)
     """The reductions over all loaders, if there are several."""
+    of_padding: set[str] = field(default_factory=set)
+    """The names logged in batches of padding, which have no values."""
 
 
 @dataclass
@@ -157,6 +160,7 @@ class MetricLog:
     Args:
         report_names: called once, with names that only some of the processes have logged in an epoch or an evaluation,
             and the positions of these in what is gathered.
+        num_items: the items of a batch, by which its losses are weighted; None: its samples.
     """
 
     def __init__(
@@ -165,6 +169,7 @@ class MetricLog:
         all_gather_object: GatherObjects,
         phase: Phase = unheard,
         report_names: ReportNames | None = None,
+        num_items: CountItems | None = None,
     ) -> None:
         self.module = module
         self.all_gather_object = all_gather_object
@@ -201,11 +206,17 @@ class MetricLog:
         self._restored = False
         """True until the end of an epoch whose values are in part those of a checkpoint."""
         self._report_names = report_names
-        self.window = 0
+        self.window = self.repeats = 0
+        """Number of windows begun; and of those among them that were begun again."""
         self.batch: Any = None
         """The batch in progress; its tensors give the number of samples if the loader does not know that number."""
         self.samples: int | None = None
         """Samples of the batch in progress; 0 for padding, whose values are ignored."""
+        self.num_items = num_items
+        self._weight: Number | None = None
+        """Weight of a mean over the batch in progress; None: not known yet."""
+        self._counted: Any = None
+        """The batch in progress as the loader gave it, of which the loss counts the items, too."""
         self._held: list[tuple[Accumulator, Number, Number]] | None = None
         """The values of this window for the epoch, which do not count yet; None: they count at once."""
         self._replaced: list[tuple[Entry, int, list[tuple[Number, Number]], bool]] = []
@@ -215,7 +226,8 @@ class MetricLog:
 
     def end(self, reason: str) -> None:
         """Refuse all further values, for this reason."""
-        self.disabled_reason, self.scope, self.batch = reason, MetricScope(batches=False, steps=False), None
+        self.disabled_reason, self.scope = reason, MetricScope(batches=False, steps=False)
+        self.batch = self._counted = None
 
     def recording(self, scope: MetricScope) -> Recording:
         """Return a context in which `log` adds to `scope`."""
@@ -233,10 +245,18 @@ class MetricLog:
         self.evaluation_hooks = MetricScope(batches=False, steps=False)
         return self.evaluation_hooks
 
-    def start_window(self, batch: Any, samples: int | None) -> None:
-        """Begin a step with its first batch, so that values logged before are of an earlier step; see `start_batch`."""
+    def start_window(self, batch: Any, samples: int | None, repeated: bool = False) -> None:
+        """Begin a step with its first batch, so that values logged before are of an earlier step; see `start_batch`.
+
+        Args:
+            repeated: the same step begins again: its optimizer evaluates the loss several times.
+        """
         self.window += 1
-        self.batch, self.samples = batch, samples
+        self.repeats += repeated
+        # As `start_batch`, without a call more in each step.
+        self.batch, self.samples, self._weight = batch, samples, samples
+        if self.num_items is not None:
+            self._weight, self._counted = None, batch
 
     def mark_restored(self) -> None:
         """Compare no names until the end of the epoch, whose values are in part those of a checkpoint."""
@@ -249,11 +269,13 @@ class MetricLog:
         return entry
 
     def start_batch(self, batch: Any, samples: int | None) -> None:
-        """Weight values by the samples of this batch from now on; None: the loader does not know their number.
+        """Weight values by the items or samples of this batch from now on; None: the loader does not know their number.
 
         The caller sets `batch` anew when the batch is on the device.
         """
-        self.batch, self.samples = batch, samples
+        self.batch, self.samples, self._weight = batch, samples, samples
+        if self.num_items is not None:
+            self._weight, self._counted = None, batch
 
     def hold(self) -> None:
         """Hold back the values of the next window until `release` keeps or drops them."""
@@ -334,7 +356,7 @@ class MetricLog:
         """Record a value; see `TrainModule.log`.
 
         Args:
-            weight: of the value in a mean; None: the samples of the batch.
+            weight: of the value in a mean; None: the items of the batch, or its samples.
             options: those of `LogOptions`, in their order.
 
         Raises:
@@ -342,9 +364,10 @@ class MetricLog:
                 possible now.
         """
         scope = self.scope
-        if scope.batches and self.samples == 0:
-            return
         key = f"{name}/{scope.loader}" if scope.loader else name
+        if scope.batches and self.samples == 0:
+            scope.of_padding.add(key)
+            return
         entry = scope.entries.get(key)
         if entry is None:
             check_name(name, self.disabled_reason)
@@ -377,7 +400,7 @@ class MetricLog:
         if weight is not None:
             weight = checked_weight(name, weight)
         elif scope.batches:
-            weight = self.samples if self.samples is not None else self._batch_weight()
+            weight = self._weight if self._weight is not None else self._batch_weight()
         else:
             weight = 1
         if entry.options.on_step and scope.steps:
@@ -449,26 +472,23 @@ class MetricLog:
             )
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
-        weight = self.samples if self.samples is not None else self._batch_weight()
+        weight = self._weight if self._weight is not None else self._batch_weight()
         entry.window, entry.window_values = self.window, []
         entry.add_to_window(value.detach().reshape(()), weight)
 
-    def _batch_weight(self) -> int:
-        """Return the number of samples of the batch, the first dimension of its tensors."""
-        sizes: dict[int, None] = {}
-        add_sizes(self.batch, sizes)
-        self.samples = next(iter(sizes), 1)
-        if len(sizes) != 1:
-            found = ", ".join(map(str, sizes))
-            why = (
-                f"the tensors of a batch have several first dimensions ({found}): the first is taken for the number of "
-                "samples, by which means over the epoch are weighted."
-                if sizes
-                else "the number of samples of a batch is unknown, so every batch has the same weight in means over "
-                "the epoch."
-            )
-            warnings.warn(f"{why} Pass batch_size=... to self.log.", stacklevel=4)
-        return self.samples
+    def _batch_weight(self) -> Number:
+        """Return the number of items of the batch, or else that of its samples: the first dimension of its tensors."""
+        items: Any = None if self.num_items is None else self.num_items(self._counted)
+        if isinstance(items, torch.Tensor) and items.is_cpu:
+            items = items.item()
+        if items is None and self.samples is None:
+            sizes: dict[int, None] = {}
+            add_sizes(self.batch, sizes)
+            self.samples = next(iter(sizes), 1)
+            if len(sizes) != 1:
+                _warn_of_sizes(sizes)
+        self._weight = self.samples if items is None else items
+        return self._weight  # type: ignore[return-value]
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -529,7 +549,9 @@ class MetricLog:
         resets them.
         """
         batches_of_some = scope.batches and scope is not self.train
-        values = self._read_entries(scope.entries, scope.loader, partial(self._compare_names, batches_of_some))
+        compare = partial(self._compare_names, batches_of_some)
+        values = self._read_entries(scope.entries, scope.loader, compare, scope.of_padding)
+        scope.of_padding.clear()
         self._restored = self._restored and scope is not self.train
         self.computed += [e.metric for e in scope.entries.values() if e.metric is not None and not e.options.on_epoch]
         kept = {name: e for name, e in scope.entries.items() if scope is self.train and e.waits}
@@ -562,12 +584,16 @@ class MetricLog:
         return self._read_entries(scope.overall)
 
     def _read_entries(
-        self, entries: dict[str, Entry], loader: str = "", compare: CompareNames | None = None
+        self,
+        entries: dict[str, Entry],
+        loader: str = "",
+        compare: CompareNames | None = None,
+        of_padding: Iterable[str] = (),
     ) -> ReducedMetrics:
         local = {name: (e.options, e.epoch) for name, e in entries.items() if e.options.on_epoch}
         values = ReducedMetrics()
         with self.phase(LOGGING):
-            for name, (options, value) in self._reduce(local, entries, compare).items():
+            for name, (options, value) in self._reduce(local, {*entries, *of_padding}, compare).items():
                 values.put(name, options, value, "epoch", loader)
         for name in values.all.keys() & self.train.entries.keys():
             self.train.entries[name].superseded = self.window
@@ -719,6 +745,17 @@ def _refuse_sync(error: ConfigError, *_: Any, should_sync: bool = True, **__: An
     """Refuse to gather a metric's state: in place of its `sync`, which `compute` calls."""
     if should_sync:
         raise error
+
+
+def _warn_of_sizes(sizes: Collection[int]) -> None:
+    found = ", ".join(map(str, sizes))
+    why = (
+        f"the tensors of a batch have several first dimensions ({found}): the first is taken for the number of "
+        "samples, by which means over the epoch are weighted."
+        if sizes
+        else "the number of samples of a batch is unknown, so every batch has the same weight in means over the epoch."
+    )
+    warnings.warn(f"{why} Pass batch_size=... to self.log.", stacklevel=6)
 
 
 def _several_numbers(name: str, what: str) -> ConfigError:

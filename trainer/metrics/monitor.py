@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
-from collections.abc import Collection
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -75,13 +73,6 @@ def log_assumed_mode(monitor: str, owner: str) -> None:
     """Log which values of a monitor without a mode are better, if its name does not say so."""
     if implied_mode(monitor) is None:
         log.warning("%s(monitor=%r): smaller is better; give mode='max' if larger is, or mode='min'.", owner, monitor)
-
-
-def log_misspelt(monitor: str, logged: Collection[str], owner: str) -> None:
-    """Log after the sanity check that a monitored name is not among those logged, if it is nearly one of them."""
-    close = difflib.get_close_matches(monitor, logged, n=1, cutoff=0.85)
-    if close and monitor not in (*logged, "epoch", "step"):
-        log.warning("%s monitors %r, which the sanity check has not logged. Did you mean %r?", owner, monitor, close[0])
 
 
 def implied_mode(name: str) -> Mode | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
         "steps": _unflushed(metrics.train),
         "hooks": _scope_state(metrics.hook_metrics),
         "names": sorted(metrics.names),
+        "trackers": {name: tracker.n_steps for name, tracker in _trackers(metrics.module)},
         "objects": {
             name: {"updates": metric.update_count, "state": metric.metric_state}
             for name, metric in _objects(metrics.module)
@@ -58,6 +59,8 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
     `states` has one item if the number of processes is that of the checkpoint, else any number. A torchmetrics object
     that cannot be merged is reset, with a warning.
     """
+    for name, tracker in _trackers(metrics.module):
+        _set_steps(tracker, max((state.get("trackers", {}).get(name, 0) for state in states), default=0))
     objects = dict(_objects(metrics.module))
     for state in states:
         metrics.names.update(state.get("names", ()))  # checkpoints of earlier versions have none
@@ -97,15 +100,29 @@ def _without_lost(entries: dict[str, Any], objects: dict[str, Any]) -> dict[str,
 @contextmanager
 def preserve_torchmetrics(metrics: MetricLog) -> Iterator[None]:
     """Restore the state of torchmetrics objects on exit."""
-    before = []
-    for _, metric in _objects(metrics.module):
-        copies = {k: v.clone() if isinstance(v, torch.Tensor) else list(v) for k, v in metric.metric_state.items()}
-        before.append((metric, {"updates": metric.update_count, "state": copies}))
+    restore = kept_torchmetrics(metrics)
     yield
-    for metric, state in before:
-        metric.reset()
-        if state["updates"]:
-            _add_to_object(metric, state, first=True)
+    restore()
+
+
+def kept_torchmetrics(metrics: MetricLog) -> Callable[[], None]:
+    """Return a function that restores the state that torchmetrics objects have now."""
+    before = []
+    steps = [(tracker, tracker.n_steps) for _, tracker in _trackers(metrics.module)]
+    for _, metric in _objects(metrics.module):
+        state = metric.metric_state if metric.update_count else {}
+        copies = {k: v.clone() if isinstance(v, torch.Tensor) else list(v) for k, v in state.items()}
+        before.append((metric, {"updates": metric.update_count, "state": copies}))
+
+    def restore() -> None:
+        for tracker, number in steps:
+            _set_steps(tracker, number)
+        for metric, state in before:
+            metric.reset()
+            if state["updates"]:
+                _add_to_object(metric, state, first=True)
+
+    return restore
 
 
 def _scope_state(scope: MetricScope) -> dict[str, Any]:
@@ -179,6 +196,49 @@ def _objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         elif type(submodule).__name__ == "MetricCollection":
             # Metrics that share a state are updated when they are read; before, only one of them is up to date.
             list(submodule.values(copy_state=False))
+
+
+def _trackers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield torchmetrics' MetricTrackers, which make a submodule for each step, with their names."""
+    named = list(module.named_modules())
+    yield from ((name, one) for name, one in named if type(one).__name__ == "MetricTracker" and hasattr(one, "n_steps"))
+
+
+def _set_steps(tracker: Any, number: int) -> None:
+    while tracker.n_steps < number:
+        tracker.increment()
+    while tracker.n_steps > number:
+        tracker._modules.popitem()
+
+
+def updates_of(metrics: MetricLog) -> dict[str, int]:
+    """Return how often each torchmetrics object was updated since its last reset."""
+    return {name: metric.update_count for name, metric in _objects(metrics.module)}
+
+
+_OF_THE_RUN = ("MaxMetric", "MinMetric", "MinMaxMetric", "Running", "RunningMean", "RunningSum")
+"""Objects of torchmetrics that are meant to go on from one validation to the next."""
+
+
+def never_reset(metrics: MetricLog, before: dict[str, int]) -> str:
+    """Return a message about objects that were computed by hand over this validation and earlier ones; else "".
+
+    Args:
+        before: what `updates_of` returned when the validation began.
+    """
+    found = [
+        f"{name} ({type(metric).__name__})"
+        for name, metric in _objects(metrics.module)
+        if metric._computed is not None and 0 < before.get(name, 0) < metric.update_count
+        if type(metric).__name__ not in _OF_THE_RUN
+    ]
+    if not found:
+        return ""
+    return (
+        f"{', '.join(found)}: computed by hand over this validation and those before it, since nothing has reset it. "
+        "Call its reset() after compute(); or log the object itself, self.log('acc', self.acc), which the trainer "
+        "computes and resets."
+    )
 
 
 def _add_to_object(metric: Any, saved: dict[str, Any], first: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+
+_LOW = (torch.float16, torch.bfloat16)
 
 
 def with_dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -24,6 +26,24 @@ def _with_values_as_gradient(parameter: torch.Tensor) -> torch.Tensor:
     instead = torch.empty_like(values, requires_grad=True)
     instead.grad = values
     return instead
+
+
+def sparse_weights(module: nn.Module) -> set[torch.Tensor]:
+    """Return the weights of the layers whose gradients are sparse."""
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
+    return {layer.weight for layer in layers if layer.sparse}
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all elements of some tensors, on the device of the first one.
+
+    Of tensors of 16 bits in float32: float16 ends at 65504, the square of 256, and a sum of squares in bfloat16
+    stops growing.
+    """
+    low = [tensor for tensor in tensors if tensor.dtype in _LOW]
+    if low:
+        tensors = [*torch._foreach_norm(low, 2, torch.float32), *(one for one in tensors if one.dtype not in _LOW)]
+    return nn.utils.get_total_norm(tensors)
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from trainer.distributed.process_group import TorchProcessGroup
+from trainer.distributed.process_group import TorchProcessGroup, broadcast_into
 from trainer.errors import ConfigError, first_of, raise_problems
 
 log = logging.getLogger("trainer")
@@ -150,27 +150,18 @@ def _plain_meta_tensors(module: nn.Module) -> list[str]:
 
 def _from_rank_0(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     value = tensor.to(device) if dist.get_rank() == 0 else torch.empty_like(tensor, device=device)
-    _broadcast(value)
+    broadcast_into(value)
     return value
 
 
 def _overwrite(tensor: torch.Tensor, device: torch.device) -> None:
     """Overwrite a tensor with rank 0's values, sent between devices, which is faster than between hosts. Collective."""
     if tensor.device.type == device.type or dist.get_world_size() == 1:
-        _broadcast(tensor)
+        broadcast_into(tensor)
         return
     value = _from_rank_0(tensor, device)
     if dist.get_rank() > 0:
         tensor.copy_(value)
-
-
-def _broadcast(tensor: torch.Tensor) -> None:
-    """Overwrite a tensor of any dtype and layout with rank 0's values. Collective."""
-    if tensor.numel() and dist.get_world_size() > 1:
-        dense = tensor.contiguous()
-        dist.broadcast(dense.view(-1).view(torch.uint8), src=0)
-        if dist.get_rank() > 0 and dense.data_ptr() != tensor.data_ptr():
-            tensor.copy_(dense)
 
 
 # -- modules that initialize themselves --------------------------------------------------------------------------------
@@ -231,7 +222,7 @@ def _initialize(unit: nn.Module, tensors: Tensors) -> Tensors:
     # As parameters, for which initializers of ties ask by name.
     parameters = dict(unit.named_parameters(remove_duplicate=False))
     values = {
-        f"unit.{name}": nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
+        f"unit.{name}": nn.Parameter(tensor.detach(), requires_grad=False) if name in parameters else tensor
         for name, tensor in tensors.items()
     }
     before = {name: (value, value._version) for name, value in values.items() if not value.is_meta}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._C import (
     _get_function_stack_at,
@@ -57,10 +58,20 @@ class ParameterAccess(TorchFunctionMode):
                 _push_on_torch_function_stack(self)
 
 
+_NUMBERS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__)
+"""Functions that read a tensor on the host."""
+
+
 class ExplainingShards(ParameterAccess):
-    """While entered, torch's error in an operation of user code with a distributed tensor names the parameter."""
+    """While entered, torch's error in an operation of user code with a distributed tensor names the parameter.
+
+    And a number that user code reads of one, such as the norm of a gradient, is that of the full tensor: torch would
+    return this process's part. Reading it is collective then.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NUMBERS and hasattr(args[0], "full_tensor"):
+            args = (args[0].full_tensor(), *args[1:])
         try:
             return func(*args, **(kwargs or {}))
         except TrainerError:
@@ -74,7 +85,8 @@ class ExplainingShards(ParameterAccess):
             raise ConfigError(
                 f"{name} is used here as a full tensor, and strategy {self._strategy!r} keeps shards of it. In a hook, "
                 "on all processes: with trainer.full_parameters(module): ... to read it, and full_parameters(module, "
-                f"write=True) to change it.\ntorch said: {said}"
+                "write=True) to change it. Of a gradient, of which a process may have nothing: p.grad.full_tensor().\n"
+                f"torch said: {said}"
             ) from error
 
 

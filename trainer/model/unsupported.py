@@ -9,9 +9,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.errors import ConfigError, first_of
+from trainer.precision import is_quantized
 
 Found = Iterator[str]
 """The names of layers or parameters."""
+CHANGE_GRADIENTS = (
+    "Change the gradients in on_before_optimizer_step, where p.grad is a shard, and that of a mask is "
+    "distribute_tensor(mask, p.device_mesh, p.placements), from torch.distributed.tensor; or use strategy 'ddp'."
+)
 
 
 def unsupported(module: nn.Module, strategy: str, *kinds: str) -> list[str]:
@@ -72,10 +77,20 @@ KINDS: dict[str, tuple[Callable[[nn.Module], Found], str, str]] = {
         "train complex parameters",
         "Keep real and imaginary part as real parameters (torch.view_as_complex), or use strategy 'ddp' or 'fsdp'.",
     ),
+    "quantized": (
+        _parameters(is_quantized),
+        "shard quantized parameters, for which torchao 0.18 lacks aten.split, aten.slice, aten.new_zeros or aten.view",
+        "Use strategy 'ddp', or load the frozen weights in bfloat16.",
+    ),
     "sparse": (
         _sparse,
         "take the sparse gradients of layers",
         "Leave out sparse=True, or use strategy 'ddp' or 'single_device'.",
+    ),
+    "hooked": (
+        _parameters(lambda value: bool(value._backward_hooks or value._post_accumulate_grad_hooks)),
+        "call hooks on parameters (register_hook), which are replaced by shards",
+        CHANGE_GRADIENTS,
     ),
     "script": (
         _scripted,
@@ -103,9 +118,10 @@ def use_separate_elements(module: nn.Module) -> None:
     for layer in module.modules():
         for name, buffer in layer.named_buffers(recurse=False):
             persistent = name not in layer._non_persistent_buffers_set
-            if persistent and buffer.layout == torch.strided and _shares_elements(buffer):
+            if persistent and buffer.layout == torch.strided and shares_elements(buffer):
                 setattr(layer, name, buffer.clone(memory_format=torch.contiguous_format))
 
 
-def _shares_elements(buffer: torch.Tensor) -> bool:
+def shares_elements(buffer: torch.Tensor) -> bool:
+    """Whether elements of a tensor are one in memory, as `expand` makes them."""
     return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))

@@ -1,20 +1,26 @@
-"""Load weights by name, and check that names and shapes fit the module."""
+"""Load weights by name, also into a module of which this process holds parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from trainer.errors import CheckpointError, ConfigError
+from trainer.precision import is_quantized, parts_of
 
 Location = str | torch.device
 MapLocation = (
     Location | Mapping[Any, Location] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
 )
 """The forms of `map_location` of `torch.load`."""
+
+
+_GET_SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 class AbsentParameter(nn.Parameter):
@@ -60,39 +66,78 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: b
     Raises:
         CheckpointError: names or shapes differ from the module's.
     """
+    kept = _load_parts(module, state)
+    present = {name: value for name, value in state.items() if name not in kept}
+    quantized = {name.rpartition(".")[0] for name in kept}
+
+    def complete(_: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in quantized]
+
+    hook = module.register_load_state_dict_post_hook(complete)
     try:
-        module.load_state_dict(state, strict=strict)
+        module.load_state_dict(present, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
             f"the checkpoint does not fit {type(module).__name__}: {str(error).expandtabs(4):.4000}\n"
             "It was written for another model, or with other hyperparameters."
         ) from None
+    finally:
+        hook.remove()
 
 
-def check_fit(module: nn.Module, shapes: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
-    """Compare the names and shapes of weights with those of the module.
+def with_parts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return weights by name; of a quantized one, which no format of files knows, the tensors that it is made of.
+
+    Their names are those of torchao's attributes: `layer.weight.qdata`, `layer.weight.scale`.
+    """
+    return dict(chain.from_iterable(parts_of(name, value) for name, value in state.items()))
+
+
+@torch.no_grad()
+def _load_parts(module: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
+    """Set the parts of the quantized parameters that a state has; return their names in it."""
+    found: set[str] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        parts = dict(parts_of(name, parameter)) if is_quantized(parameter) else {}
+        if (
+            parts
+            and parts.keys() <= state.keys()
+            and all(part.shape == state[key].shape for key, part in parts.items())
+        ):
+            for key, part in parts.items():
+                part.copy_(state[key])
+            found |= parts.keys()
+    return found
+
+
+class SettingParts(TorchFunctionMode):
+    """Within the block `load_state_dict` sets tensors of which this process holds a part as if they were full.
+
+    So all that torch calls is called as on one process: hooks of `load_state_dict`, and overrides of
+    `_load_from_state_dict`, which see full values.
 
     Args:
-        shapes: full shapes by the names of the module's `state_dict`; None for a module's extra state.
-
-    Raises:
-        CheckpointError: shapes differ, or, with `strict`, names.
+        shape_of: returns the full shape of a tensor that `set_value` sets; None for any other.
+        set_value: sets such a tensor from a full one.
     """
-    problems = [
-        f"size mismatch for {name}: the checkpoint has {list(state[name].shape)}, the module {list(shape)}"
-        for name, shape in shapes.items()
-        if name in state and shape is not None and tuple(shape) != tuple(getattr(state[name], "shape", shape))
-    ]
-    missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
-    if strict and missing:
-        problems.append(f"the checkpoint lacks {', '.join(sorted(missing))}")
-    if strict and unexpected:
-        problems.append(f"the module lacks {', '.join(sorted(unexpected))}")
-    if problems:
-        raise CheckpointError(
-            f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}\n"
-            "It was written for another model, or with other hyperparameters."
-        )
+
+    def __init__(
+        self,
+        shape_of: Callable[[torch.Tensor], tuple[int, ...] | None],
+        set_value: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        super().__init__()
+        self._shape_of, self._set_value = shape_of, set_value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ or func == _GET_SHAPE:
+            shape = self._shape_of(args[0])
+            if shape is not None and func == _GET_SHAPE:
+                return torch.Size(shape)
+            if shape is not None:
+                self._set_value(*args[:2])
+                return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:

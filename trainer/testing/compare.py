@@ -22,6 +22,7 @@ IGNORED = (
     "config",
     "versions*",
     "callbacks.ModelCheckpoint*",
+    "callback_identities*",
     "callbacks.Timer*",
     "metrics.csv.*_per_s",
     "metrics.csv.throughput/*",

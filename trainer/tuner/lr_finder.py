@@ -1,10 +1,11 @@
-"""The range test: train with a growing learning rate, and find where the loss falls fastest."""
+"""The search for a learning rate: a range test finds where the loss falls, and constant rates near it are compared."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -17,16 +18,47 @@ if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
-SMOOTHING = 0.98
-"""Weight of the former losses in the smoothed loss of a step, as in fastai's and Lightning's finders."""
-SKIP_BEGIN, SKIP_END = 10, 1
-"""Points at the ends of the curve that a suggestion leaves out."""
-ENOUGH = SKIP_BEGIN + SKIP_END + 2
-"""Points with which there is a suggestion: two of them have a slope."""
+FACTOR = math.sqrt(10)
+"""From one constant rate to the next."""
+SURE = 3.0
+"""Standard errors by which the loss has to fall, so that it is no accident."""
+MARGIN = 2.0
+"""Standard errors by which a fall may have been smaller, in comparisons: a rate has to be stable, too."""
+ALMOST = 0.75
+"""The part of the largest fall that a lower rate has to reach, which will reach all of it in a longer training."""
+ROUNDING = 1e-5
+"""The part of the loss below which a fall may be an effect of rounding."""
+LEAST_STEPS = 20
+"""Steps of a training with a constant rate, at least."""
+MOST_RATES = 8
+"""Constant rates that are tried one below the other while none has a fall."""
+
+Losses = list[float | None]
+"""The loss of each step; None: it has skipped its batches."""
+Attempt = Callable[["Rates"], Losses]
+"""Trains from the same weights on the same batches as each other attempt."""
+
+
+class Fall(NamedTuple):
+    """The difference of the losses that a training has from those of its first weights, on the same batches."""
+
+    mean: float
+    error: float
+    """The standard error of the mean."""
+
+    @property
+    def least(self) -> float:
+        """The fall without its margin."""
+        return self.mean - MARGIN * self.error
 
 
 class LRFinder:
-    """The curve of a range test.
+    """The curve of a range test, and the learning rate that was found.
+
+    The loss of each step is compared with that of the weights at the start on the same batch: the difference does not
+    depend on which batches are drawn. The range test, with a rate that grows from step to step, finds the rate at which
+    the loss is lowest. Trainings with constant rates, from there on up and down, show which ones last: suggested is the
+    middle (of the logarithms) between the rate with the largest sure fall and the lowest that falls almost as far.
 
     Args:
         mode: the learning rates grow by a factor ("exponential") or by an amount ("linear").
@@ -37,48 +69,133 @@ class LRFinder:
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
-        """The learning rates, and the smoothed losses after them."""
+        """The learning rates, and the smoothed losses after them, without the differences between batches."""
+        self.falls: dict[float, Fall] = {}
+        """By constant learning rates: how much the loss falls."""
         self.stopped = ""
-        """The reason for which the test has ended early, with the step and its learning rate."""
+        """The reason for which there is no suggestion, or why one outside of the range may be better."""
+        self._found: float | None = None
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step, from 0."""
+        """Return the learning rate of a step of the range test, from 0."""
         part = step / max(1, self.num_training - 1)
         if self.mode == "linear":
             return self.lr_min + part * (self.lr_max - self.lr_min)
         return float(self.lr_min * (self.lr_max / self.lr_min) ** part)
 
     def lack(self, steps: str = "num_training", low: str = "min_lr", high: str = "max_lr") -> str:
-        """Return the reason why there is no suggestion, and what to do.
+        """Return the reason why there is no suggestion, or why a better one may be outside of the range; else "".
 
         Args:
             steps, low, high: the names of these arguments for the user.
         """
-        points = len(self.results["lr"])
-        if not self.stopped:
-            return f"{points} points, too few for a suggestion: raise {steps}, or lower {low}"
-        fix = f"lower {low} and {high}, or raise {steps}"
-        if not points:
-            fix = "no learning rate has acted yet, so look at data and module with Trainer(detect_anomaly=True)"
-        return f"{points} points, too few for a suggestion, because {self.stopped}: {fix}"
+        return self.stopped.format(steps=steps, low=low, high=high)
 
-    def suggestion(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> float | None:
-        """Return the learning rate at which the loss falls fastest; None if there are too few points.
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return a learning rate that trains; None if the loss falls at none, see `lack`.
 
         Args:
-            skip_begin, skip_end: points to leave out at the ends of the curve.
+            skip_begin, skip_end: without effect, since the suggestion is no point of the curve.
         """
-        index = self._steepest(skip_begin, skip_end)
-        return None if index is None else self.results["lr"][index]
+        return self._found
 
-    def _steepest(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> int | None:
-        losses = torch.tensor(self.results["loss"], dtype=torch.float64)[
-            skip_begin : len(self.results["loss"]) - skip_end
-        ]
-        if len(losses) < 2:
-            return None
-        (slopes,) = torch.gradient(losses)
-        return int(slopes.argmin()) + skip_begin
+    # -- the search ----------------------------------------------------------------------------------------------------
+
+    def search(self, attempt: Attempt, early_stop_threshold: float | None) -> None:
+        """Find the learning rate.
+
+        Args:
+            attempt: trains with `Rates`, and returns their losses.
+            early_stop_threshold: end the range test when the smoothed loss is so many times the lowest; None: do not.
+                A loss that is negative has to rise from its lowest by as much as one of that size.
+        """
+        steps = self.num_training
+        start = attempt(Rates([0.0] * steps))
+        if not self._is_usable(start):
+            return
+        level = fmean(loss for loss in start if loss is not None)
+
+        def explodes(losses: Losses) -> bool:
+            if early_stop_threshold is None:
+                return False
+            curve = smoothed(differences(losses, start))
+            lowest = level + min(curve)
+            size = lowest if lowest > 0 else max(abs(level), abs(lowest))  # of a likelihood, a similarity
+            return curve[-1] - min(curve) > (early_stop_threshold - 1) * size
+
+        rates = Rates([self.lr_at(step) for step in range(steps)], explodes)
+        changes = differences(attempt(rates), start)
+        curve = smoothed(changes)
+        self.results["lr"] = [rate for rate, change in zip(rates.rates, changes, strict=False) if math.isfinite(change)]
+        self.results["loss"] = [level + change for change in curve]
+        if not any(changes):
+            self.stopped = (
+                "no descent seen: the loss is the same with each learning rate, so it does not depend on them"
+            )
+            return
+        best = self.results["lr"][curve.index(min(curve))] if curve else self.lr_min
+        # The second time, for losses that vary much, with trainings that are four times as long.
+        for length in (max(steps // 2, LEAST_STEPS), max(2 * steps, 4 * LEAST_STEPS)):
+            if len(start) < length:
+                start = attempt(Rates([0.0] * length))
+            best = self._climb(attempt, start[:length], best)
+            fall = self.falls[best]
+            if fall.mean > max(SURE * fall.error, ROUNDING * abs(level)):
+                self._found = math.sqrt(best * self._lowest(attempt, start[:length], best))
+                if best * FACTOR > self.lr_max:
+                    self.stopped = f"the loss falls furthest at {best:.3g}, where the range ends: try a higher {{high}}"
+                return
+        self.stopped = (
+            f"no descent seen: at no learning rate from {self.lr_min:.3g} to {self.lr_max:.3g} the loss falls by more "
+            "than it varies from step to step. Give larger batches or more {steps}; or a lower {low} or a higher {high}"
+        )
+
+    def _is_usable(self, start: Losses) -> bool:
+        known = [loss for loss in start if loss is not None]
+        if not known:
+            self.stopped = "no descent seen: all steps skip their batches"
+        elif not math.isfinite(known[-1]):
+            self.stopped = (
+                f"no descent seen: the loss of step {len(start)} is {known[-1]} before any learning rate has acted: "
+                "look at data and module with Trainer(detect_anomaly=True)"
+            )
+        return not self.stopped
+
+    def _climb(self, attempt: Attempt, start: Losses, rate: float) -> float:
+        """Return the constant rate with the largest sure fall: near `rate`, or below it where the loss rises."""
+        self.falls = {}
+
+        def least(rate: float) -> float:
+            return self._fall(attempt, start, rate).least
+
+        while least(rate) > 0 and least(rate * FACTOR) > least(rate):
+            rate *= FACTOR
+        while least(rate / FACTOR) > least(rate) or (
+            least(rate) <= 0 and rate / FACTOR >= self.lr_min and len(self.falls) < MOST_RATES
+        ):
+            rate /= FACTOR
+        return max(self.falls, key=least)
+
+    def _lowest(self, attempt: Attempt, start: Losses, best: float) -> float:
+        """Return the lowest of the rates below the best that fall almost as far."""
+        lowest, enough = best, ALMOST * self.falls[best].least
+        while self._fall(attempt, start, lowest / FACTOR).least >= enough:
+            lowest /= FACTOR
+        return lowest
+
+    def _fall(self, attempt: Attempt, start: Losses, rate: float) -> Fall:
+        """Return the fall in the second half of a training with a constant rate."""
+        if not self.lr_min * 0.99 <= rate <= self.lr_max * 1.01:
+            return Fall(-math.inf, 0.0)
+        known = next((one for one in self.falls if math.isclose(one, rate, rel_tol=0.01)), None)
+        if known is not None:
+            return self.falls[known]
+        losses = attempt(Rates([rate] * len(start)))
+        changes = differences(losses[len(start) // 2 :], start[len(start) // 2 :])
+        whole = len(losses) == len(start) and len(changes) > 1 and all(map(math.isfinite, changes))
+        error = stdev(changes) / math.sqrt(len(changes)) if whole else 0.0
+        self.falls[rate] = Fall(-fmean(changes) if whole else -math.inf, error)
+        return self.falls[rate]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Return a figure of matplotlib with the curve.
@@ -98,27 +215,39 @@ class LRFinder:
             ax.set_xscale("log")
         ax.set_xlabel("learning rate")
         ax.set_ylabel("smoothed loss")
-        index = self._steepest() if suggest else None
-        if index is not None:
-            ax.plot(self.results["lr"][index], self.results["loss"][index], "o", color="red")
+        if suggest and self._found is not None:
+            found = self._found
+            index = min(range(len(self.results["lr"])), key=lambda one: abs(math.log(self.results["lr"][one] / found)))
+            ax.plot(found, self.results["loss"][index], "o", color="red")
         if show:
             pyplot.show()
         return figure
 
 
-class RangeTest(Callback):
-    """Sets the learning rate of each step, and keeps the smoothed loss.
+def differences(losses: Losses, start: Losses) -> list[float]:
+    """Return how much higher each loss is than that at the start, of steps with both."""
+    return [one - other for one, other in zip(losses, start, strict=False) if one is not None and other is not None]
+
+
+def smoothed(changes: Sequence[float]) -> list[float]:
+    """Return the median of each change and those before it; without those that are not finite."""
+    finite = [change for change in changes if math.isfinite(change)]
+    width = max(3, len(changes) // 20)
+    return [median(finite[max(0, last - width) : last + 1]) for last in range(len(finite))]
+
+
+class Rates(Callback):
+    """Takes each step of a training with a learning rate of its own, and keeps its loss, the mean of all processes.
 
     Args:
-        finder: gets the curve.
-        early_stop_threshold: end when the smoothed loss is more than so many times the lowest one, and there are enough
-            points for a suggestion, since small batches have such losses at any learning rate; None: do not.
+        rates: of the steps.
+        ends: called with the losses so far after each step; True ends the training, as a loss that is not finite does.
     """
 
-    def __init__(self, finder: LRFinder, early_stop_threshold: float | None) -> None:
-        self.finder, self.threshold = finder, early_stop_threshold
-        self._average = 0.0
-        self._losses: list[torch.Tensor] = []
+    def __init__(self, rates: list[float], ends: Callable[[Losses], bool] | None = None) -> None:
+        self.rates, self._ends = rates, ends
+        self.losses: Losses = []
+        self._of_step: list[torch.Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._set(trainer.global_step, trainer.optimizers)
@@ -126,36 +255,21 @@ class RangeTest(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if outputs is not None:
-            self._losses.append(outputs["loss"])
+        if outputs:  # a skipped batch has none
+            self._of_step.append(outputs["loss"])
 
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        own = [float(loss) for loss in self._losses]
+        own = [float(loss) for loss in self._of_step]
         losses = [loss for of_rank in trainer.strategy.processes.all_gather_object(own) for loss in of_rank]
-        self._losses.clear()
-        step = trainer.global_step
-        if losses:
-            loss = sum(losses) / len(losses)
-            self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
-            smoothed = self._average / (1 - SMOOTHING**step)
-            lr = self.finder.lr_at(step - 1)
-            if not math.isfinite(loss):
-                self._stop(trainer, f"the loss of step {step}, with learning rate {lr:.3g}, is {loss}")
-                return
-            self.finder.results["lr"].append(lr)
-            self.finder.results["loss"].append(smoothed)
-            lowest = min(self.finder.results["loss"])
-            enough = len(self.finder.results["loss"]) >= ENOUGH
-            if self.threshold is not None and enough and smoothed > self.threshold * lowest:
-                self._stop(trainer, f"the loss grows: at step {step}, with learning rate {lr:.3g}, it is {loss:.3g}")
+        self._of_step.clear()
+        loss = fmean(losses) if losses else None
+        self.losses.append(loss)
+        if loss is not None and (not math.isfinite(loss) or (self._ends is not None and self._ends(self.losses))):
+            trainer.stop(f"the loss is {loss}")
         self._set(trainer.global_step, trainer.optimizers)
 
-    def _stop(self, trainer: Trainer, reason: str) -> None:
-        self.finder.stopped = reason
-        trainer.stop(reason)
-
     def _set(self, step: int, optimizers: Iterable[Optimizer]) -> None:
-        lr = self.finder.lr_at(step)
+        lr = self.rates[min(step, len(self.rates) - 1)]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], torch.Tensor):

@@ -43,8 +43,8 @@ class Throughput:
     """Samples per second of the settings as they are: the better of two trials, before and after the others."""
     found: dict[Setting, float] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
-    together: float | None = None
-    """Samples per second with all settings that pay; None: fewer than two pay."""
+    together: float | str | None = None
+    """Samples per second with all settings that pay, or why they do not go together; None: fewer than two pay."""
 
     @property
     def pays(self) -> list[Setting]:
@@ -66,7 +66,11 @@ class Throughput:
         lines += [f"{setting.name:<34}{'-':>12}            {why}" for setting, why in self.failed.items()]
         if self.together is not None:
             names = " + ".join(setting.name for setting in self.pays)
-            lines.append(f"together: {names}\n{'':<34}{self.together:>12,.0f} samples/s")
+            lines.append(f"together: {names}")
+            if isinstance(self.together, str):
+                lines.append(f"{'':<34}{'-':>12}            {self.together}")
+            else:
+                lines.append(f"{'':<34}{self.together:>12,.0f} samples/s")
         return "\n".join(lines)
 
 
@@ -95,19 +99,27 @@ def search_settings(
     """Measure each setting by itself, and those that pay together, by `attempt`, which returns samples per second."""
     found = Throughput(attempt([]))
     for setting in settings:
-        try:
-            found.found[setting] = attempt([setting])
-        except Exception as error:
-            if not isinstance(error, TrainerError) and not is_out_of_memory(error):
-                raise
-            why = str(error).splitlines()[0] if isinstance(error, TrainerError) else "out of memory"
-            found.failed[setting] = why[:100]
-            del error
-            release_memory()
+        speed = _speed_or_reason(attempt, [setting])
+        if isinstance(speed, str):
+            found.failed[setting] = speed
+        else:
+            found.found[setting] = speed
     found.baseline = max(found.baseline, attempt([]))
     if combine and len(found.pays) > 1:
-        found.together = attempt(found.pays)
+        found.together = _speed_or_reason(attempt, found.pays)
     return found
+
+
+def _speed_or_reason(attempt: Callable[[list[Setting]], float], settings: list[Setting]) -> float | str:
+    """Return the samples per second, or why there is no training with the settings."""
+    try:
+        return attempt(settings)
+    except Exception as error:
+        if not isinstance(error, TrainerError) and not is_out_of_memory(error):
+            raise
+        why = str(error).splitlines()[0] if isinstance(error, TrainerError) else "out of memory"
+    release_memory()
+    return why[:100]
 
 
 def apply(settings: list[Setting], module: TrainModule, datamodule: DataModule | None) -> None:

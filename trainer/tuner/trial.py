@@ -6,18 +6,17 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-
-import torch
-from torch.utils.data import DataLoader
 
 from trainer.callback import Callback
 from trainer.data.datamodule import DataModule
+from trainer.data.untouched import untouched
 from trainer.errors import ConfigError
+from trainer.model.copies import deepcopy_with_functions
 from trainer.module import TrainModule
 from trainer.optimizers import parse_optimizers
-from trainer.seed import isolated_rng
+from trainer.seed import global_seed, isolated_rng
 from trainer.settings import ARGUMENTS, Settings
 from trainer.trainer import Trainer
 
@@ -48,35 +47,47 @@ def run_trial(
     datamodule: DataModule | None,
     callback: Callback,
     max_steps: int,
-    schedules: bool = False,
     prepare: Callable[[TrainModule, DataModule | None], None] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train a copy of the module for some steps, with a trainer's settings but without its callbacks and loggers.
+    """Train a copy of the module for some steps, with a trainer's settings, without callbacks, loggers and schedulers.
 
-    The module, the data module and the random numbers stay as they were, also after an error.
+    The module, the data module, the loader and the random numbers stay as they were, also after an error.
 
     Args:
         callback: the trial's only callback.
-        schedules: have the module's schedulers step.
         prepare: called with the copies before the trial.
         arguments: of the trial's Trainer, in place of the settings.
+
+    Raises:
+        ConfigError: the module or the data cannot be copied.
     """
-    try:
-        module, datamodule, strategy = copy.deepcopy((module, datamodule, settings.strategy))
-    except Exception as error:
-        raise ConfigError(
-            f"the tuner works with copies of the module and the data module, and cannot copy them ({error}): build in "
-            "`setup` or `configure_model` what cannot be copied."
-        ) from error
-    if not schedules:
+    with isolated_rng(), ExitStack() as cleanup, _quiet(), tempfile.TemporaryDirectory() as folder:
+        memo: dict[int, Any] = {}
+        try:
+            module = deepcopy_with_functions(module, memo)
+            datamodule, strategy = deepcopy_with_functions(datamodule, memo), copy.deepcopy(settings.strategy, memo)
+        except Exception as error:
+            raise ConfigError(
+                f"the tuner works with copies of the module and the data module, and cannot copy them ({error}): build "
+                "in `setup` or `configure_model` what cannot be copied."
+            ) from error
+        if loader is not None:
+            loader = cleanup.enter_context(untouched(loader, memo))
+        source: Any = module if datamodule is None else datamodule
+        make = source.train_dataloader
+        # What it returns may be the program's own; what is a copy already is not copied again.
+        copies = {id(one): one for one in memo.values()}
+        source.train_dataloader = lambda: cleanup.enter_context(untouched(make(), copies, is_new=True))
         _leave_out_schedulers(module)
-    if prepare is not None:
-        prepare(module, datamodule)
-    own = {name: getattr(settings, name) for name in ARGUMENTS}
-    with isolated_rng(), _same_generators(loader), _quiet(), tempfile.TemporaryDirectory() as folder:
+        module.configure_callbacks = list  # type: ignore[method-assign]
+        if prepare is not None:
+            prepare(module, datamodule)
+        own = {name: getattr(settings, name) for name in ARGUMENTS}
         if own["accumulate_grad_batches"] == "auto":
             own["accumulate_grad_batches"] = 1
+        if own["seed"] is None:  # a new one for each trial would have each draw other samples
+            own["seed"] = global_seed() or 0
         given = {"callbacks": [callback], "max_steps": max_steps, "default_root_dir": folder, "strategy": strategy}
         Trainer(**{**own, **WITHOUT, **given, **(arguments or {})}).fit(module, loader, datamodule=datamodule)
 
@@ -89,19 +100,6 @@ def _leave_out_schedulers(module: TrainModule) -> None:
         return parse_optimizers(configure(), type(module).__name__, module.automatic_optimization, calls_step)[0]
 
     module.configure_optimizers = optimizers_only  # type: ignore[method-assign]
-
-
-@contextmanager
-def _same_generators(loader: Any) -> Iterator[None]:
-    """Restore the generators of a DataLoader and its sampler at the end."""
-    parts: list[Any] = [loader, loader.sampler] if isinstance(loader, DataLoader) else []
-    generators = [part.generator for part in parts if isinstance(getattr(part, "generator", None), torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from trainer.tuner.batch_size import (
     search,
     with_batch_size,
 )
-from trainer.tuner.lr_finder import LRFinder, RangeTest, check_range
+from trainer.tuner.lr_finder import Losses, LRFinder, Rates, check_range
 from trainer.tuner.throughput import Setting, Throughput, apply, search_settings, settings_to_try, with_options
 from trainer.tuner.trial import run_trial
 
@@ -62,7 +62,10 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFinder:
-        """Train with a growing learning rate, and return the curve, whose `suggestion()` is a learning rate.
+        """Train with many learning rates, and return the curve, whose `suggestion()` is a learning rate that trains.
+
+        One training has a learning rate that grows from step to step; some with constant rates follow, see `LRFinder`.
+        Together they take about five times `num_training` steps, and more where the losses vary much.
 
         Args:
             model: the module.
@@ -71,9 +74,9 @@ class Tuner:
             datamodule: provides the training data instead.
             method: "fit".
             min_lr, max_lr: the first and the last learning rate.
-            num_training: steps from one to the other.
+            num_training: steps from one to the other; half as many with each constant rate.
             mode: whether the learning rate grows by a factor or by an amount.
-            early_stop_threshold: end when the loss is so many times the lowest one, from 13 losses on; None: do not.
+            early_stop_threshold: end the growth when the loss is so many times the lowest one; None: do not.
             update_attr: set the module's (or its hparams') attribute to the suggestion.
             attr_name: that attribute; default: `lr` or `learning_rate`, whichever there is.
 
@@ -90,12 +93,16 @@ class Tuner:
         if not model.automatic_optimization:
             raise ConfigError("lr_find sets the learning rates of automatic optimization; this module steps by itself.")
         finder = LRFinder(mode, min_lr, max_lr, num_training)
-        test = RangeTest(finder, early_stop_threshold)
-        run_trial(self._trainer.settings, model, train_dataloaders, datamodule, test, num_training)
+
+        def attempt(rates: Rates) -> Losses:
+            run_trial(self._trainer.settings, model, train_dataloaders, datamodule, rates, len(rates.rates))
+            return rates.losses
+
+        finder.search(attempt, early_stop_threshold)
         found = finder.suggestion()
-        if found is None:
-            log.warning("lr_find has %s", finder.lack())
-        elif update_attr:
+        if finder.lack():
+            log.warning("lr_find: %s", finder.lack())
+        if found is not None and update_attr:
             _set(attribute, found)
             log.info("learning rate: %.3g%s", found, "" if attribute else " (the module has no attribute lr to set)")
         return finder

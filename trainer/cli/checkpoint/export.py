@@ -15,7 +15,7 @@ import torch
 from trainer.arguments import local_path
 from trainer.checkpoint.disk import LocalStorage, atomic_file
 from trainer.checkpoint.flat_slice import FlatSlice
-from trainer.checkpoint.format import open_checkpoint
+from trainer.checkpoint.format import evaluated_weights, open_checkpoint
 from trainer.checkpoint.safetensors_io import TensorFile, file_chunks, is_native, size_of
 from trainer.checkpoint.schema import require
 from trainer.checkpoint.shards import StoredTensor
@@ -69,7 +69,7 @@ def export(options: argparse.Namespace) -> int:
         )
     prefix, model = _hugging_face_model(state, options.prefix) if options.hf else (options.prefix or "", None)
     expand_tied = options.expand_tied or (model is not None and not model["tied"])
-    weights, notes = _weights(_averaged(state) if options.ema else state.get("model"), prefix, expand_tied)
+    weights, notes = _weights(_held(state, options.ema), prefix, expand_tied)
     weights = _converted(_renamed(weights, options.rename), options.dtype)
     notes += [
         f"{name!r} is {weight.dtype}, which safetensors lacks: its bytes are written, as uint8"
@@ -101,7 +101,7 @@ def _export_adapters(options: argparse.Namespace, out: Path) -> int:
         raise ConfigError(f"{out} exists: give another name.{only}")
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
-    held = _averaged(state) if options.ema else state["model"]
+    held = _held(state, options.ema)
     require(held, dict, "'model'")
     chosen = _adapters(state, options.prefix)
     tensors: dict[str, dict[str, StoredTensor]] = {}
@@ -154,6 +154,11 @@ def _converted(weights: Mapping[str, StoredTensor], dtype: str | None) -> dict[s
     if dtype is None:
         return dict(weights)
     return {name: Converted(weight, getattr(torch, dtype)) for name, weight in weights.items()}
+
+
+def _held(state: Mapping[str, Any], ema: bool) -> Any:
+    """Return the weights to export: those of evaluations."""
+    return _averaged(state) if ema else evaluated_weights(state)
 
 
 def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.optimizer_state import extra_of
 from trainer.checkpoint.serialization import serialize
 from trainer.errors import CheckpointError
 from trainer.loop.progress import Progress
@@ -88,7 +89,9 @@ def _optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], kind: str |
         if any(shape != weights[name].shape for shape in shapes):
             raise NotMappedError(f"the state of its optimizer does not have the shape of {name}")
     options = {option: value for option, value in group.items() if option != "params"}
+    more = {"common": {key: one for key, one in values.items() if key not in positions}, "extra": extra_of(state)}
     return {
+        **{key: value for key, value in more.items() if value},
         "kind": kind or _kind(options),
         "state": {name: dict(of_one) for name, of_one in by_name.items() if of_one},
         "param_groups": [{**options, "params": names}],

@@ -92,7 +92,7 @@ def _configure(module: TrainModule, precision: Precision) -> None:
     # Schedules may depend on the number of steps, which a trainer knows in a run.
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=1000, **quiet)
     trainer.adopt(Run(trainer.config, Session(trainer.settings), "fit", module))
-    with precision.init_context():
+    with precision.init_context(module):
         module.configure_model()
 
 
@@ -151,10 +151,9 @@ def probe(optimizer: Optimizer) -> OptimizerStates:
 
 
 def _buffers(module: nn.Module, precision: Precision) -> int:
-    """Return the bytes of the buffers; floating ones are cast as the weights are."""
-    true = precision.autocast is None
-    size = precision.weights.itemsize
-    return sum(b.numel() * (size if true and b.is_floating_point() else b.element_size()) for b in module.buffers())
+    """Return the bytes of the buffers, in the dtypes in which the precision stores them."""
+    dtype_of = precision.stored_dtypes(module)
+    return sum(buffer.numel() * dtype_of(buffer).itemsize for buffer in module.buffers())
 
 
 def _shape(module: TrainModule, configuration: Configuration) -> dict[str, Any]:

@@ -32,7 +32,7 @@ written.
 
 options of lr:
   --min-lr X, --max-lr X    the first and the last learning rate (1e-8, 1)
-  --steps N                 steps from one to the other (100)
+  --steps N                 steps from one to the other (100); half as many with each of some constant rates
   --mode MODE               exponential or linear
   --plot FILE               write the curve as a picture (needs matplotlib)
 
@@ -110,8 +110,8 @@ def _tune_lr(job: Job, options: Namespace) -> None:
         found.plot(suggest=True).savefig(plot)
         print(f"curve: {plot}")
     if suggestion is None:
-        raise ConfigError(f"the curve has {found.lack('--steps', '--min-lr', '--max-lr')}.")
-    print(f"learning rate: {suggestion:.3g}  (where the loss falls fastest; {points} points)")
+        raise ConfigError(f"{found.lack('--steps', '--min-lr', '--max-lr')}.")
+    print(f"learning rate: {suggestion:.3g}  ({points} points, {len(found.falls)} constant rates)")
 
 
 def _tune_batch_size(job: Job, options: Namespace, limit: int | None) -> None:

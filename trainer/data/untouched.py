@@ -1,0 +1,91 @@
+"""untouched: read a loader, and leave it as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.arguments import is_mapping
+from trainer.data.combined_loader import CombinedLoader
+from trainer.data.sampler_state import attributes, own_generators
+from trainer.data.sharded_loader import is_plain
+from trainer.errors import ConfigError
+from trainer.seed import isolated_rng
+
+_LARGE = 2**26
+"""Bytes from which a copy of a loader shares a tensor or an array with the original."""
+_DEEPEST = 4
+
+
+@contextmanager
+def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterator[Any]:
+    """Yield a loader with the batches of another one, which stays as it is, or is put back at the end.
+
+    Yielded is a copy, which shares large tensors and arrays. Where there can be none, as of open files: a DataLoader
+    over the same map-style dataset; or the loader itself, if it can be put back by its `state_dict`.
+
+    Args:
+        loader: what `fit` takes as training data.
+        memo: of `copy.deepcopy`: copies of what the loader shares with others.
+        is_new: the loader was made for this purpose, so that it may be used up.
+
+    Raises:
+        ConfigError: the loader can neither be copied nor put back.
+    """
+    try:
+        copied = copy.deepcopy(loader, {id(one): one for one in _large(loader, 0)} | memo)
+    except Exception as error:
+        with ExitStack() as cleanup:
+            yield _without_a_copy(loader, memo, is_new, error, cleanup)
+        return
+    yield copied
+
+
+def _without_a_copy(loader: Any, memo: dict[int, Any], is_new: bool, error: Exception, cleanup: ExitStack) -> Any:
+    def each(one: Any) -> Any:
+        return cleanup.enter_context(untouched(one, memo, is_new))
+
+    if isinstance(loader, CombinedLoader):
+        return CombinedLoader(each(loader.iterables), loader.mode)
+    if is_mapping(loader):
+        return {name: each(one) for name, one in loader.items()}
+    if isinstance(loader, (list, tuple)):
+        return [each(one) for one in loader]
+    if is_plain(loader):
+        generators = [one for part in (loader, loader.sampler, loader.batch_sampler) for one in own_generators(part)]
+        cleanup.enter_context(isolated_rng(generators=generators))
+        other = copy.copy(loader)
+        other._iterator = None  # of workers that stay with the original
+        return other
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        cleanup.callback(loader.load_state_dict, copy.deepcopy(loader.state_dict()))
+        return loader
+    if is_new:
+        return loader
+    raise ConfigError(
+        f"a search would use up the data, a {type(loader).__name__} that cannot be copied ({error}): give the search "
+        "data of its own, or a loader with state_dict and load_state_dict, by which it is put back."
+    ) from error
+
+
+def _large(value: Any, depth: int) -> Iterator[Any]:
+    """Yield large tensors and arrays in a loader and its dataset."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        if value.nbytes >= _LARGE:
+            yield value
+        return
+    inside: Any = ()
+    if isinstance(value, (DataLoader, Dataset, CombinedLoader)):
+        inside = attributes(value).values()
+    elif isinstance(value, (list, tuple)):
+        inside = value[:_DEEPEST]
+    elif is_mapping(value):
+        inside = value.values()
+    for one in inside if depth < _DEEPEST else ():
+        yield from _large(one, depth + 1)

@@ -1,0 +1,124 @@
+"""Leaving: a validation inside `fit` ends where a signal stops the run, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.callback import Callback
+from trainer.data.loader import Batch, BatchLoader
+from trainer.fault_tolerance.stop import exit_code
+from trainer.loop.no_trace import Restore, Uncopied, is_dense, keep_attributes, keep_buffers, keep_values
+from trainer.loop.run import Run
+from trainer.metrics.metric_log import is_torchmetric
+from trainer.metrics.state import kept_torchmetrics
+from trainer.precision import is_quantized
+from trainer.seed import rng_state, set_rng_state
+
+_FEW = 8
+"""Values of a weight that are looked at, at least, if it has as many."""
+_LARGEST, _MOST = 2**20, 2**28
+"""Bytes of a tensor in an attribute, and of all buffers together, of which there are copies."""
+
+
+class Leaving:
+    """Ends a validation after the batch at which a signal or a deadline stops the run.
+
+    The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
+    first batch. What a checkpoint has is then as it was before the validation: logged values, torchmetrics objects,
+    buffers, numbers and texts of the module, options of optimizers, random numbers; and, of users' callbacks, module
+    and data module with a state, plain attributes and the objects in them. Its last hooks are not called: they would
+    judge a part of the samples.
+
+    A validation is not left while weights, frozen ones too, are others than before, as by the user's own averages or
+    merged adapters: its last hooks have to put them back. Callbacks with `swaps_weights` save the trained weights in
+    any case. Nor is one that changes a tensor in place of which there is no copy: a large one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.left = False
+        self._rng = rng_state(run.strategy.device)
+        self._restore: list[Restore] = [run.hook_changes.kept(), kept_torchmetrics(run.metrics)]
+        buffers = [buffer for buffer in run.module.buffers() if is_dense(buffer)]
+        many = sum(buffer.nbytes for buffer in buffers) > _MOST
+        parts = list(run.module.modules())
+        for part in parts:
+            self._restore += keep_buffers(part, 0 if many else _MOST)
+        seen = {id(one) for one in (run.module.trainer, *parts)}
+        for owner in self._users_with_a_state(parts):
+            self._restore += keep_attributes(owner, _LARGEST, seen)
+        for optimizer in run.optimizers:
+            self._restore += keep_values([optimizer.param_groups], _LARGEST)
+        self._uncopied = [one for one in self._restore if isinstance(one, Uncopied)]
+        self._weights = self._few_weights()
+
+    def _users_with_a_state(self, parts: list[nn.Module]) -> Iterator[Any]:
+        """Yield the user's callbacks, data module and parts of the module, if a checkpoint has what they return."""
+        for callback in self.run.callbacks:
+            kind = type(callback)
+            saves = [kind.state_dict is not Callback.state_dict]
+            saves.append(kind.on_save_checkpoint is not Callback.on_save_checkpoint)
+            if any(saves) and not kind.__module__.startswith("trainer."):
+                yield callback
+        if self.run.datamodule is not None and self.run.datamodule.overrides("state_dict"):
+            yield self.run.datamodule
+        if self.run.module.overrides("on_save_checkpoint"):
+            yield from (part for part in parts if not is_torchmetric(part))
+
+    def begin(self) -> None:
+        """Take the weights that callbacks swap in as those from before, after the first hooks."""
+        if any(callback.swaps_weights for callback in self.run.callbacks):
+            self._weights = self._few_weights()
+
+    def _cannot_leave(self, even: bool) -> bool:
+        """Whether the validation has changed what is not restored; on any process, if all of them ask."""
+        processes = self.run.strategy.processes
+        if even:
+            self.run.strategy.release_gathered()
+        pairs = zip(self._weights, now := self._few_weights(), strict=False)
+        changed = len(self._weights) != len(now) or not all(torch.equal(*pair) for pair in pairs)
+        changed |= any(one.tensor._version != one.version for one in self._uncopied)
+        return any(processes.all_gather_object(changed)) if even and processes.world_size > 1 else changed
+
+    def until_stopped(self, batches: Iterator[Batch], loader: BatchLoader, max_batches: int | None) -> Iterator[Batch]:
+        """Yield the batches of a loader, on all processes equally many if possible, until the run is stopped.
+
+        Where each process has a number of its own, each one stops by itself, and they meet at the end. Collective.
+        """
+        processes, number = self.run.strategy.processes, 0
+        even = self.run.strategy.collective_forward or loader.samples_per_epoch is not None
+        for batch in batches:
+            number += 1
+            yield batch
+            del batch  # it may not stay in memory during the next forward
+            if self._stops(even):
+                break
+        longest = min(loader.max_length or 0, max_batches or loader.max_length or 0) if even else 0
+        while number < longest and not self.left:
+            number += 1
+            self._stops(even)
+        if not even and processes.world_size > 1:
+            self.left = any(processes.all_gather_object(self.left))
+
+    def _stops(self, even: bool) -> bool:
+        run = self.run
+        if even:
+            run.stops()
+        reason = run.stop_reason if even else run.stop_coordinator.announced
+        self.left = exit_code(reason) != 0 and not self._cannot_leave(even)
+        return self.left
+
+    def restore(self) -> None:
+        """Put back what the validation has changed that was left."""
+        for restore in self._restore:
+            restore()
+        set_rng_state(self._rng, self.run.strategy.device)
+
+    def _few_weights(self) -> list[torch.Tensor]:
+        """Return copies of a few values of each weight, or of this process's part of it, without a synchronization."""
+        local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in self.run.module.parameters()]
+        return [p.flatten()[:: max(1, p.numel() // _FEW)].clone() for p in local if is_dense(p) and not is_quantized(p)]

@@ -1,0 +1,75 @@
+"""Refuse monitored names that are not logged: all at once, and with a checkpoint of what was trained until then."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING
+
+from trainer.errors import did_you_mean, raise_problems
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
+
+_NEARLY = 0.85
+
+
+def refuse_misspelt_monitors(run: Run) -> None:
+    """Raise ConfigError after the sanity check for names that are nearly those of logged values. Collective.
+
+    A name that the code of the module or of a callback has as a text may be logged in training.
+    """
+    logged = set[str]().union(*run.strategy.processes.all_gather_object(run.metrics.names))
+
+    def misspelt(name: str) -> bool:
+        close = difflib.get_close_matches(name, logged, n=1, cutoff=_NEARLY)
+        return bool(close) and name not in logged and not _may_be_logged(run, name)
+
+    raise_problems(_problems(run, logged, misspelt), "monitored names")
+
+
+def refuse_missing_monitors(run: Run) -> None:
+    """Write a checkpoint and raise ConfigError, if names are monitored that will not be logged. Collective."""
+    if not _problems(run, (), lambda name: name not in run.session.measured):
+        return
+    known = run.read_metrics()
+
+    def missing(name: str) -> bool:
+        return name not in run.session.measured and name not in known and not run.is_to_come(name)
+
+    problems = _problems(run, known, missing)
+    if problems:
+        run.saving_hooks.on_train_end()
+        raise_problems(problems, "monitored names")
+
+
+def _problems(run: Run, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
+    problems = [problem for one in run.callbacks for problem in one.monitor_problems(logged, missing)]
+    for config in run.scheduler_configs:
+        if config.monitor is not None and config.strict and missing(config.monitor):
+            problems.append(
+                f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged."
+                f"{did_you_mean(config.monitor, logged)} Logged so far: {', '.join(sorted(logged)) or 'nothing'}. "
+                'Log it before the scheduler steps, or give "strict": False.'
+            )
+    return problems
+
+
+def _may_be_logged(run: Run, name: str) -> bool:
+    """Whether user code has the name as a text, or does something else in the sanity check."""
+    classes = {type(one) for one in (run.module, *run.callbacks)}
+    functions = (f for one in classes for base in one.__mro__ for f in vars(base).values() if type(f) is FunctionType)
+    texts = {text for f in functions if not f.__module__.startswith("trainer.") for text in _texts(f.__code__)}
+    return not texts.isdisjoint({name, name.removesuffix("_step"), name.removesuffix("_epoch"), "sanity_checking"})
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _texts(constant)
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from (one for one in constant if isinstance(one, str))
+        elif isinstance(constant, str):
+            yield constant

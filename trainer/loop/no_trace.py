@@ -1,0 +1,206 @@
+"""no_trace: run batches through a module, and leave the module and the random generators as they were."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainer.data.sampler_state import OwnGenerator, attributes, own_generators
+from trainer.hyperparameters import is_scalar
+from trainer.loop.run import Run
+from trainer.metrics.metric_log import is_torchmetric
+from trainer.metrics.state import kept_torchmetrics
+from trainer.model.unsupported import shares_elements
+from trainer.module import EXCLUDED_FROM_PICKLE
+from trainer.seed import isolated_rng
+
+_OWN = frozenset({*vars(nn.Module()), *EXCLUDED_FROM_PICKLE})
+_LARGEST = 2**26
+"""Bytes of a tensor that is no buffer, or of an array, up to which its values are kept."""
+_DEEPEST, _MANY = 4, 1000
+"""Levels of containers in containers, and items of one, up to which what is in them is kept, too."""
+_CONTAINERS = (OrderedDict, dict, deque, list, set)
+# No subclasses, which may do more than store; a tuple cannot change, but what is in it can.
+_PLAIN = (*_CONTAINERS, defaultdict, Counter, tuple, np.ndarray, torch.Tensor)
+_NOT_USERS = frozenset({"torch", "numpy", "trainer", *sys.stdlib_module_names})
+"""Packages whose objects are not looked into, but for modules and namespaces."""
+
+Restore = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Uncopied:
+    """A tensor that is too large for a copy, which is not put back, but known to have changed."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def __call__(self) -> None: ...
+
+
+@contextmanager
+def no_trace(run: Run) -> Iterator[None]:
+    """Restore on exit what `keep` keeps, and the random generators: torch's, numpy's and Python's, and those in
+    attributes of the module and of the data that are evaluated."""
+    of_data = [one for loader in run.loaders.evaluated.values() for one in loader.generators()]
+    with isolated_rng(run.strategy.device, [*_generators(run.module), *of_data]):
+        restore = keep(run)
+        try:
+            yield
+        finally:
+            restore()
+
+
+def keep(run: Run) -> Restore:
+    """Return a function that puts back what the module has now, but for its parameters' values: buffers, torchmetrics
+    objects, plain attributes, modes, and which parameters are trained.
+
+    Plain are numbers, texts, tensors, arrays, and containers of these.
+    """
+    restore: list[Restore] = [run.hook_changes.kept(), kept_torchmetrics(run.metrics)]
+    for module in run.module.modules():
+        restore += keep_buffers(module, math.inf)
+        if not is_torchmetric(module):  # else it is restored above
+            restore += keep_attributes(module)
+
+    def put_back() -> None:
+        for one in restore:
+            one()
+
+    return put_back
+
+
+def keep_buffers(module: nn.Module, largest: float) -> Iterator[Restore]:
+    """Yield functions that put back the buffers of a module without its parts, and the values of those no larger."""
+    if type(module._buffers) is dict:  # not the table of a scripted module
+        yield partial(_put_items, dict, module._buffers, dict(module._buffers))
+    for buffer in module._buffers.values():
+        yield from () if buffer is None else _keep_tensor(buffer, largest)
+
+
+def keep_attributes(
+    owner: Any, largest: float = _LARGEST, seen: set[int] | None = None, depth: int = 0
+) -> Iterator[Restore]:
+    """Yield functions that put back the plain attributes of an object.
+
+    Args:
+        largest: bytes of a tensor or an array up to which its values are kept.
+        seen: ids of objects that are not looked into; others of users' classes, and modules, are, and are added.
+            None: no objects are.
+        depth: of the object within others.
+    """
+    kept = {
+        name: value
+        for name, value in _attributes(owner).items()
+        if _is_plain(value) or (seen is not None and _may_have_a_state(value))
+    }
+    yield partial(_put_attributes, owner, kept)
+    yield from keep_values(kept.values(), largest, seen, depth)
+
+
+def _keep_object(owner: Any, largest: float, seen: set[int], depth: int) -> Iterator[Restore]:
+    """Yield functions that put back an object, or a module with its parts."""
+    for part in owner.modules() if isinstance(owner, nn.Module) else (owner,):
+        if id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, nn.Module):
+                yield from keep_buffers(part, largest)
+            yield from keep_attributes(part, largest, seen, depth)
+
+
+def _may_have_a_state(value: Any) -> bool:
+    """Whether a value is an object of a user's class, a module, or a namespace."""
+    kind = type(value)
+    if isinstance(value, type) or kind.__module__.partition(".")[0] in _NOT_USERS:
+        return isinstance(value, (nn.Module, SimpleNamespace))
+    return True
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether training may write to each value of a tensor."""
+    if is_lazy(value) or value.is_nested or value.layout is not torch.strided or value.is_inference():
+        return False
+    return not shares_elements(value)
+
+
+def _keep_tensor(value: torch.Tensor, largest: float) -> Iterator[Restore]:
+    """Yield a function that puts back the values of a tensor that is dense, if it is no larger; nothing for others."""
+    if is_dense(value) and not value.requires_grad:
+        copied = value.nbytes <= largest
+        yield partial(_put_values, value, value.detach().clone()) if copied else Uncopied(value, value._version)
+
+
+def keep_values(
+    values: Collection[Any], largest: float, seen: set[int] | None = None, depth: int = 0
+) -> Iterator[Restore]:
+    """Yield functions that restore what containers, tensors, arrays and perhaps objects contain."""
+    for value in values if depth <= _DEEPEST and (depth == 0 or len(values) <= _MANY) else ():
+        kind = type(value)
+        if kind is torch.Tensor:  # no parameter, which a strategy may have emptied
+            yield from _keep_tensor(value, largest)
+        elif kind is np.ndarray:
+            if value.nbytes <= largest and value.flags.writeable:
+                yield partial(_put_array, value, value.copy())
+        elif isinstance(value, tuple):
+            yield from keep_values(value, largest, seen, depth + 1)
+        elif isinstance(value, _CONTAINERS) and (kind in _PLAIN or seen is not None):
+            base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
+            yield partial(_put_items, base, value, base(value))
+            yield from keep_values(value.values() if isinstance(value, dict) else value, largest, seen, depth + 1)
+        if seen is not None and kind not in _PLAIN and _may_have_a_state(value):
+            yield from _keep_object(value, largest, seen, depth + 1)
+
+
+def _is_plain(value: Any) -> bool:
+    return is_scalar(value) or type(value) in _PLAIN
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    left_out = _OWN if isinstance(owner, nn.Module) else ()
+    return {name: value for name, value in attributes(owner).items() if name not in left_out}
+
+
+def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
+    for name, value in _attributes(owner).items():
+        if name not in before and _is_plain(value):
+            object.__delattr__(owner, name)
+    for name, value in before.items():
+        with suppress(AttributeError):  # a property without a setter
+            object.__setattr__(owner, name, value)
+
+
+@torch.no_grad()
+def _put_values(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    if tensor.shape != before.shape:  # as observers of quantization do it in their first forward
+        tensor.resize_(before.shape)
+    tensor.copy_(before)
+
+
+def _put_array(array: Any, before: Any) -> None:
+    if array.flags.writeable and array.shape == before.shape:
+        np.copyto(array, before)
+
+
+def _put_items(base: Any, items: Any, before: Any) -> None:
+    """Set what a container holds by the methods of `base`, its class or the one from which that is derived."""
+    base.clear(items)
+    (base.extend if hasattr(base, "extend") else base.update)(items, before)
+
+
+def _generators(module: nn.Module) -> list[OwnGenerator]:
+    """Return the random generators in the attributes of a module and its parts."""
+    parts = [vars(part).items() for part in module.modules()]
+    own = [one for part in parts for name, one in part if name not in _OWN]
+    return own_generators(*own, depth=2)

@@ -1,0 +1,67 @@
+"""repeating: call the first hook of an epoch once more, in a resumed epoch, without what it changes of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from trainer.callback import Callback
+from trainer.checkpoint.shards import Shard
+from trainer.loop.run import Run
+
+
+@contextmanager
+def repeating(run: Run) -> Iterator[None]:
+    """Undo in the end what `on_train_epoch_start` changes of what a checkpoint holds, which has the changes already.
+
+    The hook is called for what a checkpoint does not hold, such as lists that are made anew for each epoch. Collective.
+    """
+    users = [one for one in run.callbacks if not one.on_train_epoch_start.__module__.startswith("trainer.")]
+    mine = bool(users) or run.module.overrides("on_train_epoch_start")
+    # Copies are made only where somebody's code could change something: they take as much host memory as the weights.
+    kept = _kept(run, users) if any(run.strategy.processes.all_gather_object(mine)) else []
+    with run.hook_changes.repeating():
+        yield
+    for restore in kept:
+        restore()
+
+
+def _kept(run: Run, users: list[Callback]) -> list[Callable[[], object]]:
+    """Return functions that put back weights, buffers, states of optimizers, and those of these callbacks."""
+    weights = {name: _on_host(entry) for name, entry in run.strategy.module_state().items()}
+    restore: list[Callable[[], object]] = [partial(run.strategy.load_module_state, weights, hooks=False)]
+    restore += [_kept_state(optimizer) for optimizer in run.optimizers]
+    for callback in users:
+        if state := callback.state_dict():
+            restore.append(partial(callback.load_state_dict, deepcopy(state)))
+    return restore
+
+
+def _on_host(entry: Any) -> Any:
+    if isinstance(entry, Shard):
+        return replace(entry, local=_on_host(entry.local))
+    return entry.detach().to("cpu", copy=True) if isinstance(entry, torch.Tensor) else entry
+
+
+def _kept_state(optimizer: Optimizer) -> Callable[[], object]:
+    states = {key: dict(state) if isinstance(state, dict) else state for key, state in optimizer.state.items()}
+    tensors = [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    values = [_on_host(tensor) for tensor in local]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for tensor, value in zip(local, values, strict=True):
+            tensor.copy_(value)
+
+    return put_back

@@ -1,0 +1,80 @@
+"""Gradients of a manual optimization that wait for a later step, in checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.loop.run import Run
+from trainer.strategy import Strategy
+
+log = logging.getLogger("trainer")
+
+_GRADIENT = "gradient"
+
+
+def waiting_gradients(run: Run) -> list[dict[str, Any]]:
+    """Return the gradients that wait, as states of optimizers that have nothing else; [] if there are none. Collective.
+
+    They have the shapes and places of their parameters, as averages of gradients do.
+    """
+    manual = run.manual
+    if manual is None or not any(manual.wait_for(optimizer) for optimizer in run.optimizers):
+        return []
+    saved = []
+    for optimizer in run.optimizers:
+        holder = _holder(optimizer)
+        for parameter in _parameters(optimizer) if manual.wait_for(optimizer) else ():
+            if parameter.grad is not None:
+                holder.state[parameter][_GRADIENT] = parameter.grad
+        saved.append(run.strategy.optimizer_state(holder))
+    stored = any(_holds_gradients(one) for one in saved)
+    if not stored and _shows_gradients(run.strategy, _holder(run.optimizers[0])):
+        return []  # there are none: another method of the optimizer has used them, or `zero_grad` has dropped them
+    if not (stored and manual.synced) and len(run.optimizers) == 1 and run.progress.step > 0:
+        log.warning(
+            "the checkpoint of step %d lacks gradients that wait for a later step: strategy %r %s. A resume from it is "
+            "not exact; one from a step in which the optimizer steps is.",
+            run.progress.step,
+            run.strategy.name,
+            "has those of one process only (sync_grad=False)" if stored else "does not show them",
+        )
+    return saved if stored else []
+
+
+def restore_gradients(run: Run, saved: Sequence[dict[str, Any]]) -> None:
+    """Give the gradients that `waiting_gradients` of any strategy returned to the parameters. Collective."""
+    for optimizer, state in zip(run.optimizers, saved, strict=False):
+        holder = _holder(optimizer)
+        if _shows_gradients(run.strategy, holder):
+            run.strategy.load_optimizer_state(holder, state)
+            for parameter, of_one in holder.state.items():
+                parameter.grad = of_one[_GRADIENT]
+        else:
+            log.warning("strategy %r does not take the gradients that wait in the checkpoint", run.strategy.name)
+
+
+def _holder(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same groups, without options and states."""
+    return Optimizer([{"params": group["params"]} for group in optimizer.param_groups], {})
+
+
+def _shows_gradients(strategy: Strategy, holder: Optimizer) -> bool:
+    """Whether the strategy saves what the state of an optimizer has, instead of that of an engine."""
+    first = _parameters(holder)[0]
+    holder.state[first][_GRADIENT] = first.detach()
+    shows = _holds_gradients(strategy.optimizer_state(holder))
+    holder.state.clear()
+    return shows
+
+
+def _holds_gradients(saved: dict[str, Any]) -> bool:
+    return any(_GRADIENT in state for state in saved["state"].values())
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
