@@ -24,7 +24,7 @@ demo: .venv/ready  ## train on handwritten digits, about half a minute
 
 # The tiers; tests/tiers.py says which test is in which, and CONTRIBUTING.md what for.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-SAMPLE ?= 1
+SAMPLE ?= 0
 SEED ?= 1
 
 test: .venv/ready  ## every behaviour under every strategy, in 20 to 35 minutes on two cores
@@ -33,7 +33,7 @@ test: .venv/ready  ## every behaviour under every strategy, in 20 to 35 minutes 
 test-quick: .venv/ready  ## what starts few processes, in 3 minutes
 	$(PYTEST) -m "not slow and not long"
 
-test-long: .venv/ready  ## a sample of the big matrices, kills and drawn inputs, in 15 to 25 minutes: SAMPLE=1 case of each, SEED=1
+test-long: .venv/ready  ## tests of which `make test` runs no case, kills and drawn inputs, in 10 to 20 minutes: SAMPLE=1 further case of each, SEED=1
 	$(PYTEST) -v -m "long or drawn" --sample $(SAMPLE) --seed $(SEED) --inputs 200 --minutes 0.5
 
 test-release: .venv/ready  ## by hand before a release: whole matrices, 2000 drawn inputs, an hour of chaos: SEED=1

@@ -232,6 +232,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "loop/test_resume.py::test_torchdatas_stateful_loader": (),
     "loop/test_resume.py::test_sigkill": ("one process",),
     "loop/test_step_meaning.py::test_a_split_model_keeps_no_outputs": (),
+    "model/test_compile_slow.py::test_inductor_gives_the_same_losses": (),
     "model/test_compile_slow.py::test_two_processes": ("setting1-fsdp",),
     "test_gpu_report.py::test_a_part_that_takes_too_long_is_ended_with_its_processes": (),
     "test_gpu_report.py::test_several_devices_train_with_the_losses_of_one": (),
@@ -347,7 +348,11 @@ RELEASE = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     tiers = parser.getgroup("tiers")
-    tiers.addoption("--sample", type=int, help="of the long cases of a test, run this many, drawn by --seed")
+    tiers.addoption(
+        "--sample",
+        type=int,
+        help="of a test's long cases, run this many, drawn by --seed; 0: one of a test all of whose cases are long",
+    )
     tiers.addoption("--seed", type=int, default=0, help="of the sample, and of what tests with `inputs` draw")
     tiers.addoption("--inputs", type=int, default=20, help="how many inputs each test with `inputs` draws")
     tiers.addoption("--minutes", type=float, default=0.5, help="for which a test with `minutes` disturbs trainings")
@@ -388,17 +393,23 @@ def _is_in(item: pytest.Item, patterns: tuple[str, ...]) -> bool:
 
 
 def sampled(items: list[pytest.Item], size: int, seed: int) -> Iterator[pytest.Item]:
-    """Return, of each test's long cases, `size` that depend on nothing but their names and the seed."""
+    """Return, of each test's long cases, `size` that depend on nothing but their names and the seed.
+
+    With a size of 0, one case of the tests of which no other case runs.
+    """
     cases: dict[str, list[pytest.Item]] = {}
+    run_anyway: set[str] = set()
     for item in items:
+        test = item.nodeid.partition("[")[0]
         if item.get_closest_marker("long") is None:
+            run_anyway.add(test)
             yield item
         else:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for several in cases.values():
+            cases.setdefault(test, []).append(item)
+    for test, several in cases.items():
         # By the name of the case: tests of a file that share the processes of a case run the same ones.
         yield from sorted(several, key=lambda item: random.Random(f"{seed} {item.nodeid.partition('[')[2]}").random())[
-            :size
+            : size or test not in run_anyway
         ]
 
 

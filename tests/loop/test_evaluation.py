@@ -21,7 +21,7 @@ from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import CSVLogger
 
 CLASSES = 3
-SIZES = [(length, size) for length in (1, 2, 3, 9, 16, 25) for size in (1, 3, 32)]
+SIZES = [(1, 3), (2, 1), (3, 32), (9, 3), (16, 3), (25, 1), (25, 32)]
 """Samples and micro-batch size; many do not divide, and with the first there are fewer samples than processes."""
 LOADERS = {"small": 3, "large": 14, "one": 1}
 
