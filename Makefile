@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+# Where it is set, each of the many processes that tests start would compile this package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo docs test test-quick test-long test-release test-xla test-gpu check format lint types clean
 
@@ -42,8 +44,8 @@ test-release: .venv/ready  ## by hand before a release: whole matrices, 2000 dra
 
 # torch_xla needs an older torch, and one process per file: an error in XLA ends the process.
 XLA_PYTHON ?= .venv-xla/bin/python
-# The quick tier without what reads the source only; tests of packages that are not in this environment are skipped.
-LOWEST := tests --ignore tests/xla --ignore tests/test_shape.py
+# The quick tier without what reads the source, files and words only; tests of packages that are not in this environment are skipped.
+LOWEST := tests $(addprefix --ignore tests/,xla cli config lightning test_shape.py)
 
 .venv-xla/ready: pyproject.toml constraints-xla.txt
 	$(PYTHON) -m venv .venv-xla
