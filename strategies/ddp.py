@@ -19,6 +19,7 @@ from trainer.model.gradients import sparse_weights
 from trainer.module import TrainModule
 from trainer.precision import Precision, is_quantized
 from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
+from trainer.strategies.swapped_parameters import changed_alike
 from trainer.strategy import SkippedBatch, StepConfig
 
 
@@ -94,6 +95,7 @@ class DDPStrategy(DistributedStrategy):
         self.comm_hook_state = comm_hook_state
         self.wrapped: DistributedDataParallel | None = None
         self._first_window = True
+        self._is_first_step = False
         self._more_follow = False
 
     def problems(
@@ -120,6 +122,7 @@ class DDPStrategy(DistributedStrategy):
         super().setup_module(module, for_training, activation_checkpointing)
         if not for_training:
             return
+        self._is_first_step = self.processes.world_size > 1
         if module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
             self._wrap()
         else:
@@ -167,6 +170,10 @@ class DDPStrategy(DistributedStrategy):
             self._more_follow = False
 
     def call_step(self, step: str, *args: Any) -> Any:
+        if step == "training_step" and self._is_first_step:
+            self._is_first_step = False
+            with changed_alike(self):
+                return self.call_step(step, *args)
         if step != "training_step" or self.wrapped is None:
             return super().call_step(step, *args)
         with self.precision.forward_context(self.device):

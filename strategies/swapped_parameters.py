@@ -135,6 +135,33 @@ def without_hooks(handles: list[RemovableHandle]) -> Iterator[None]:
 
 
 @contextmanager
+def changed_alike(strategy: Strategy) -> Iterator[None]:
+    """Compare the parameters that a forward changes between the processes, which hold all of them. Collective.
+
+    Raises:
+        ConfigError: they differ: each process would train other weights from here on.
+    """
+    named = dict(strategy.module.named_parameters())
+    before = {name: checksum(parameter) for name, parameter in named.items()}
+    yield
+    after = {name: checksum(parameter) for name, parameter in named.items()}
+    changed = {name: int(one) for name, one in after.items() if one is not None and not same_bits(before[name], one)}
+    of_all = strategy.processes.all_gather_object(changed)
+    differ = [
+        name
+        for name in dict.fromkeys(name for one in of_all for name in one)
+        if len({*(one.get(name) for one in of_all)}) > 1
+    ]
+    if differ:
+        raise ConfigError(
+            f"{first_of(differ)} changed within the forward of a step, on each process by its own batch. Strategy "
+            f"{strategy.name!r} averages gradients, and each process would train weights of its own. Change it between "
+            "two steps, in a hook such as on_train_batch_end, alike on all processes (torch.distributed.broadcast, "
+            "self.all_gather); initialize it from data before the run; leave out max_norm of an nn.Embedding."
+        )
+
+
+@contextmanager
 def unchanged_while_gathered(
     units: Iterable[tuple[nn.Module, Callable[[], Mapping[str, torch.Tensor]]]],
     hooks: list[RemovableHandle],

@@ -224,3 +224,82 @@ def test_a_table_that_meets_16_bit_numbers_outside_of_layers_is_explained() -> N
 
     with pytest.raises(Exception, match=r"self\.table\.to\(x\.dtype\)"):
         Trainer(precision="bf16-true", max_steps=1, accelerator="cpu", **QUIET).fit(Queue(), batches(2))
+
+
+class Shampoo(torch.optim.SGD):
+    """Has a matrix product, and a count that it makes in its first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (one for group in self.param_groups for one in group["params"]):
+            self.state[p].setdefault("count", torch.zeros(()))
+            self.state[p]["count"] += 1
+            update = p.grad @ (p.grad.T @ p.grad) if p.dim() == 2 else p.grad
+            p.sub_(update, alpha=0.05)
+
+
+class Partly(TrainModule):
+    """A module with a part in float32, trained by hand or not."""
+
+    def __init__(self, manual: bool, closure: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization, self.closure = not manual, closure
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.inside: set[Any] = set()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.inside.add(("forward", torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+        hidden = self.body(batch[0])
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return self.head(hidden.float()).square().mean()
+        return self.head(hidden).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        if self.closure:
+            optimizer.step(lambda: self.by_hand(batch, optimizer))
+            return None
+        self.by_hand(batch, optimizer)
+        return optimizer.step()
+
+    def by_hand(self, batch: Any, optimizer: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.inside.add(("hook", torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+
+    on_before_optimizer_step = lambda self, optimizer: self.on_after_backward()  # noqa: E731
+
+    def configure_optimizers(self) -> Any:
+        return (torch.optim.SGD if self.closure else Shampoo)(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_backward_and_steps_by_hand_are_outside_of_the_forwards_precision(precision: str) -> None:
+    found = []
+    for manual, closure in ((False, False), (True, False), (True, True)):
+        module = Partly(manual, closure)
+        trainer = Trainer(accelerator="cpu", precision=precision, max_epochs=1, **QUIET)
+        trainer.fit(module, batches(4))
+        found.append(module)
+        mixed, dtype = precision == "bf16-mixed", {"bf16-mixed": torch.float32}.get(precision, module.body.weight.dtype)
+        assert module.inside == {("forward", mixed, dtype), ("hook", False, torch.float32)}
+    automatic, by_hand, _ = found
+    for name, value in automatic.state_dict().items():
+        assert torch.equal(by_hand.state_dict()[name], value), name
+
+
+def test_a_count_that_an_optimizer_makes_counts_on() -> None:
+    for manual in (False, True):
+        module = Partly(manual)
+        trainer = Trainer(accelerator="cpu", precision="bf16-true", max_epochs=100, **QUIET)
+        trainer.fit(module, batches(4))
+        (state, *_) = trainer.optimizers[0].state.values()
+        assert state["count"] == 400

@@ -44,8 +44,9 @@ stopping, then checkpoints).
             on_train_epoch_end                          on_epoch metrics of the epoch are known
             lr_scheduler_step(scheduler, metric)        module; schedulers with interval="epoch" and a monitored value
             on_train_epoch_end of Checkpoint callbacks  checkpoints by epoch are written here
+        after a stop inside an epoch, and after a signal or the deadline:
+            on_train_end of Checkpoint callbacks        the run that goes on has what the hooks below change only once
         after a stop inside an epoch, but for signals and the deadline:
-            on_train_end of Checkpoint callbacks
             on_train_epoch_end                          on_epoch metrics of the epoch so far are known
         on_train_end                                    a last checkpoint is written here
         on_fit_end
@@ -313,9 +314,9 @@ class Checkpoint(Callback):
     """A callback that writes checkpoints, one of `trainer.checkpoint_callbacks`.
 
     Runs after all other callbacks, because a checkpoint contains their state; its `on_train_epoch_end` also after the
-    schedulers' step. Where training ends for good inside an epoch, its `on_train_end` comes before the others'
-    `on_train_epoch_end`, which belongs to the end that the epoch has when training goes on. Not used in a
-    `fast_dev_run`.
+    schedulers' step. Where training stops inside an epoch, or is to be started again (a signal, the deadline), its
+    `on_train_end` comes before the last hooks of all others, which belong to the end that the epoch and the training
+    have when training goes on. Not used in a `fast_dev_run`.
     """
 
     runs_last: ClassVar[bool] = True

@@ -283,7 +283,12 @@ TORCH_ERRORS = {
     "have the same dtype": (
         "Weights and data differ in dtype. Give the data as float32 (batch.float()), or choose the dtype of both with "
         "Trainer(precision=...). In 'bf16-true' and '16-true' buffers, and float32 weights of a 16-bit module, stay as "
-        "they are: where they meet others, write self.table.to(x.dtype)."
+        "they are: where they meet others, write self.table.to(x.dtype). Under 'fsdp' in mixed precision all weights "
+        "are gathered in 16 bits, also where a step turns autocast off: give the layer x.to(layer.weight.dtype)."
+    ),
+    "mixed dtype (CPU)": (
+        "A layer got data of another dtype than its weights', which it cannot use on a CPU. Under 'fsdp' in a mixed "
+        "precision all weights are gathered in 16 bits: give the layer x.to(layer.weight.dtype), or use '32-true'."
     ),
     "Expected more than 1 value per channel when training": (
         "A batch has one sample, with which BatchNorm cannot train: the last batch of an epoch, or a process's part of "

@@ -123,6 +123,15 @@ class Precision:
             return default_dtype(self.weights)
         return NULL_CONTEXT
 
+    def update_context(self, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Return the context in which a step method calls backward and steps optimizers; `dtype`: the default outside.
+
+        A backward takes the autocast that is on where it is called, and not that of its forward.
+        """
+        if self.autocast is not None:
+            return torch.autocast(device.type, enabled=False)
+        return default_dtype(dtype) if self.weights is not torch.float32 else NULL_CONTEXT
+
     def init_context(self, module: nn.Module | None = None) -> AbstractContextManager[Any]:
         """Return the context for `configure_model`, at whose end the weights that are made have the stored dtype.
 

@@ -50,7 +50,7 @@ from trainer.loop.evaluation import run_prediction, run_test, run_validation, sa
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.monitors import refuse_missing_monitors
 from trainer.loop.progress import Progress
-from trainer.loop.repeated_hook import repeating
+from trainer.loop.repeated_hook import begins_epochs, repeating
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.rewind import rewind
 from trainer.loop.run import Run, Session
@@ -64,7 +64,7 @@ from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.seed import isolated_rng, seed_generators
+from trainer.seed import isolated_rng, rng_state, seed_generators
 from trainer.settings import ARGUMENTS, Settings, wrong_names
 from trainer.strategy import SkippedBatch, Strategy, full_state_dict
 
@@ -505,6 +505,7 @@ class Trainer:
                 else:
                     outputs, data, self._losses = self._train_step(run, window)
                     if run.skipping.epoch_ended:
+                        run.drop_window()
                         break
                     bad = self._update(run, window)
                     if bad is not None and self._rewinds(run, bad):
@@ -535,6 +536,7 @@ class Trainer:
         resumed = run.progress.batch > 0 or run.progress.epoch_started
         if not resumed:
             run.restore_rng()
+            run.epoch_rng = rng_state(run.strategy.device) if begins_epochs(run) else None
         # In a resumed epoch the hook is called a second time: values logged, numbers drawn and changes are dropped.
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope), repeating(run) if resumed else NULL_CONTEXT:
@@ -761,17 +763,19 @@ class Trainer:
     def _end_training(self, run: Run) -> None:
         run.metrics.read_losses()
         run.check_numbers()
+        run.restore_rng()  # of a resumed run that has nothing left to train
         run.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
-        is_final = run.in_epoch and not exit_code(run.stop_reason)
-        if is_final:
-            # The checkpoint comes first: going on from it, the epoch has one end, where its batches end.
+        goes_on = run.in_epoch or exit_code(run.stop_reason) != 0
+        if goes_on:
+            # The checkpoint comes first: in the run that goes on from it the epoch, and the training, ends later.
             run.saving_hooks.on_train_end()
+        if run.in_epoch and not exit_code(run.stop_reason):
             self._publish_epoch(run)
         # Kept apart from the values of an unfinished epoch, which a resumed run continues.
         closing = MetricScope(batches=False, steps=False)
         with run.metrics.recording(closing):
             run.hooks.on_train_end()
-            if not is_final:
+            if not goes_on:
                 run.saving_hooks.on_train_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
             run.optimizer_averages.swap_in()

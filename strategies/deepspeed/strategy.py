@@ -80,6 +80,7 @@ from trainer.strategies.deepspeed.problems import (
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
+    changed_alike,
     has_compiled,
     unchanged_while_gathered,
     without_hooks,
@@ -87,7 +88,9 @@ from trainer.strategies.swapped_parameters import (
 from trainer.strategy import StepConfig, load_values, override_problems
 
 log = logging.getLogger("trainer")
-_OF_FREED_WEIGHTS = re.compile(r"must be a matrix|size mismatch|cannot be multiplied|[Ss]izes? of tensor|out of bounds")
+_OF_FREED_WEIGHTS = re.compile(
+    r"must be a matrix|size mismatch|cannot be multiplied|[Ss]izes? of tensor|out of bounds|for input of size 0"
+)
 """Messages of torch about an operation with a tensor without elements."""
 _WITHIN_A_STEP = re.compile(r"mat2 must be a matrix|got 1-D tensor|\(0\)|vmap over \w+BackwardFunction")
 """Those by which it is known within a step, and one about the functions that gather weights for a backward."""
@@ -335,13 +338,13 @@ class DeepSpeedStrategy(DistributedStrategy):
                 model=steps, optimizer=optimizer, config=config, dist_init_required=False
             )
         self._tables = ParameterTables(self.module)
+        self._is_first_step = True
         if self.stage == 3:
             layers = {name: one for name, one in self.module.named_modules() if [*one.parameters(recurse=False)]}
             self._order = CallOrder(self.processes, self.name, "layer", [*layers])
             if self.processes.world_size > 1:
                 self._order.watch(layers)
             self._refusing.begin()
-            self._is_first_step = True
             # The module's own forward need not be called, and may be: it gives back only what this does not hold.
             for parameter in self.module.parameters(recurse=False):
                 self.deepspeed.zero.register_external_parameter(steps, parameter)
@@ -393,10 +396,11 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _unchanged(self, step: str) -> AbstractContextManager[None]:
         """Return the context of a forward, which compares gathered weights in the first step, and to find anomalies.
 
-        Else nothing is looked for in a forward of stage 3.
+        Else nothing is looked for in a forward of stage 3. Below it, what changes has to change alike.
         """
         if self.stage < 3:
-            return NULL_CONTEXT
+            first, self._is_first_step = self._is_first_step, False
+            return changed_alike(self) if first and self.processes.world_size > 1 else NULL_CONTEXT
         if step != "training_step" or not (self._is_first_step or torch.is_anomaly_enabled()):
             return self._refusing.paused()
         self._is_first_step = False

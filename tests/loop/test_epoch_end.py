@@ -279,7 +279,8 @@ def test_a_signal_inside_an_epoch_ends_no_epoch(name: str, tmp_path: Path) -> No
     )
     with pytest.raises(SystemExit):
         trainer.fit(module, loader(4), loader(1))
-    assert [one for one in ends.seen if one[1] > 4] == [("end", 6), ("saved", 6)]
+    # What the last hooks change is no part of the checkpoint with which the run goes on.
+    assert [one for one in ends.seen if one[1] > 4] == [("saved", 6), ("end", 6)]
 
 
 def test_going_on_from_an_end_inside_an_epoch_is_exact(tmp_path: Path) -> None:

@@ -391,6 +391,21 @@ def test_minus_one_from_on_train_batch_start_ends_the_epoch() -> None:
     assert (epochs, steps) == (2, 4)
 
 
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_checkpoints_are_written_after_an_epoch_that_minus_one_has_ended(at: int, window: int) -> None:
+    class Saves(Ends):
+        def on_train_epoch_end(self) -> None:
+            super().on_train_epoch_end()
+            self.trainer.save_checkpoint(f"own-{self.current_epoch}")
+
+    module = Saves(at)
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=window, enable_checkpointing=True, default_root_dir="runs")
+    trainer.fit(module, loader(8), loader(1))
+    assert (module.epochs, trainer.global_step) == (2, 2 * (at // window))
+    assert len([*Path().glob("own-*")]) == 2
+
+
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_minus_one_on_any_process_ends_the_epoch_on_all(ranks: tuple[int, ...]) -> None:
     first, second = run_distributed(_ended, 2, "ddp", ranks)

@@ -248,3 +248,15 @@ def test_describe_blocks() -> None:
     found = find_blocks(module, lambda name, child: name in ("layers.0", "head"))
     assert describe_blocks(found) == "Block (layers.0), Linear (head)"
     assert describe_blocks({}) == "nothing"
+
+
+def test_a_part_of_attention_that_is_never_called_is_no_block() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs, self.attention, self.output = nn.Linear(8, 8), nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
+
+    for policy in ("auto", 1):
+        found = find_blocks(Model(), policy)
+        assert "attention" in found
+        assert "attention.out_proj" not in found

@@ -159,8 +159,55 @@ class ById(Lookahead):
         return {**self.base.state_dict(), "slow": {id(p): value for p, value in self.state.items()}}
 
 
-KINDS = {kind.__name__: kind for kind in (Counting, Averaging, Wrapping, Lookahead, ByParameter, ById)}
-REFUSED = ("Averaging", "Wrapping", "Lookahead", "ByParameter", "ById")
+class LoadedById(Lookahead):
+    """As lonePatient's: states by `id`, which torch's `load_state_dict` then has as keys."""
+
+    slow = ByParameter.slow
+
+    def begin(self) -> None:
+        super().begin()
+        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            setattr(self, f"_optimizer_{name}_hooks", {})
+
+    def state_dict(self) -> Any:
+        slow = {id(p): value for p, value in self.state.items()}
+        base = self.base.state_dict()
+        return {"fast": base["state"], "slow": slow, "param_groups": base["param_groups"]}
+
+    def load_state_dict(self, state: Any) -> None:
+        Optimizer.load_state_dict(self, {"state": state["slow"], "param_groups": state["param_groups"]})
+        self.base.load_state_dict({"state": state["fast"], "param_groups": state["param_groups"]})
+        self.param_groups = self.base.param_groups
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+
+
+class CountedPrivately(Lookahead):
+    """As alphadl's: a count of its own, which is in no `state_dict`."""
+
+    _count = -1
+
+    def begin(self) -> None:
+        self._count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.base.step()
+        self._count += 1
+        for group in self.param_groups:
+            for p in group["params"] if self._count % 3 == 0 else ():
+                p.copy_(self.slow(p).lerp_(p, 0.5))
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.slow(p)
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (Counting, Averaging, Wrapping, Lookahead, ByParameter, ById, LoadedById, CountedPrivately)
+}
+REFUSED = ("Averaging", "Wrapping", "Lookahead", "ByParameter", "ById", "LoadedById", "CountedPrivately")
 """Those that DeepSpeed cannot have."""
 
 

@@ -319,6 +319,9 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     dtypes, parts = state["dtypes"], optimizers_inside(optimizer)
     groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
     optimizer.load_state_dict({key: value for key, value in state.items() if key not in ("dtypes", "parts")})
+    for part in parts.values():
+        if {"param_groups", "state"} <= vars(part).keys():
+            _take_ids_for_parameters(part)
     if len(parts) > 1:
         _keep_groups(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -350,6 +353,14 @@ def _keep_groups(before: list[tuple[Optimizer, list[Any], list[dict[str, Any]]]]
                 old.update(new)
         kept[:] = [*groups[: len(now)], *now[len(groups) :]]
         optimizer.param_groups = kept
+
+
+def _take_ids_for_parameters(optimizer: Optimizer) -> None:
+    """Give states that were loaded by `id(parameter)` to the parameters, whose hashes are the ids."""
+    ids = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    state: dict[Any, Any] = optimizer.state
+    by_id = {key: state.pop(key) for key in [*state] if type(key) is int and key in ids}
+    state.update({ids[key]: values for key, values in by_id.items()})
 
 
 def _load_part(optimizer: Optimizer, saved: Mapping[str, Any], dtypes: Mapping[int, torch.dtype | None]) -> None:

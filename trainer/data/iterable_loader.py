@@ -197,11 +197,17 @@ class IterableLoader(BatchLoader):
     def state_dict(self) -> dict[str, Any]:
         if self._keeper is None:
             return {}
+        place = self._place()
+        # Where each epoch is the first one, so it is after a resume.
+        return place if self._first is None else {**place, "first": self._first}
+
+    def _place(self) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored
         batches = self._batches
         if batches is None:
-            return self._state(ended=False, goes_on=False)
+            with isolated_rng():  # that of a StatefulDataLoader draws the seed of its workers
+                return self._state(ended=False, goes_on=False)
         if not batches.is_asked:
             # A state may be the same at an epoch's end and at its beginning, so the loader has to say which it is.
             self._asked = deepcopy(self._state(ended=False, goes_on=True))
@@ -218,7 +224,9 @@ class IterableLoader(BatchLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Loaded when iteration begins, before or after `set_epoch`.
         if self.stateful and "loader" in state:
-            self._restored = {"passed": 0, "ended": False, "goes_on": False, **state}
+            place = {"passed": 0, "ended": False, "goes_on": False, **state}
+            self._first = place.pop("first", self._first)
+            self._restored = place
 
     @contextmanager
     def kept_place(self) -> Iterator[None]:
@@ -246,7 +254,8 @@ class IterableLoader(BatchLoader):
         if ended or complete or (limit is not None and start >= limit):
             return
         if start == 0 and not self._reshuffles and self.stateful and self._first is None:
-            self._restored = self._first = deepcopy(self._state(ended=False, goes_on=False))
+            with isolated_rng():
+                self._restored = self._first = deepcopy(self._state(ended=False, goes_on=False))
         restored, self._restored, self._batches = self._restored, None, None
         seed = mix_seed(self._seed, round_of(epoch, again) if self._reshuffles else 0)
         with isolated_rng():

@@ -37,7 +37,9 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
         for one in norms.values():
             one.reset_running_stats()
             one.momentum = None  # the mean over all batches
-        for number, batch in enumerate(loader.iterate(run.progress.epoch)):
+        # Of the last epoch that was trained: a resumed run with nothing left to train is in the one after it.
+        epoch = max(0, run.progress.epoch - (run.progress.batch == 0))
+        for number, batch in enumerate(loader.iterate(epoch)):
             run.metrics.start_batch(batch.data, batch.samples)
             data = run.transfer(batch.data, 0)
             strategy.call_step("training_step", data, number)

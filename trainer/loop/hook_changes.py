@@ -29,6 +29,11 @@ run began "groups" has the number of groups, "names", by its number, the names i
 
 _NOT_OF_USERS = ("_", "ds_grads_remaining", "ds_id", "ds_model_", "ds_recompute_", "applied_pre_backward_ref_cnt")
 """Beginnings of names that are private, or that DeepSpeed gives to attributes of modules."""
+_OF_TORCHS_OPTIMIZERS = (
+    *("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+    "_need_device_dtype_check_for_fused",
+)
+"""Plain attributes that torch's optimizers have, or that torch's schedulers give to them."""
 _LARGEST, _LONGEST = 2**53, 4096
 _ABSENT = object()
 _NOT_PLAIN = object()
@@ -96,7 +101,9 @@ class HookChanges:
     def _read(self) -> dict[str, Any]:
         others = {name: getattr(one, name.rpartition(".")[2]) for name, one in self._others.items()}
         for path, part in self._parts.items():
-            own = {name: _plain(value) for name, value in vars(part).items() if not name.startswith("_")}
+            of_users = not type(part).__module__.startswith(("torch.", "deepspeed."))
+            names = [name for name in vars(part) if name[0] != "_" or (of_users and name not in _OF_TORCHS_OPTIMIZERS)]
+            own = {name: _plain(vars(part)[name]) for name in names}
             others |= {f"{path}.{name}": value for name, value in own.items() if value is not _NOT_PLAIN}
         return _values_of(self._module) | others
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ class ManualOptimization:
         """The ids of optimizers with gradients of a `manual_backward` since their last `step` or `zero_grad`."""
         self.synced = True
         """False if the last gradients are sums of each process alone."""
+        self._dtype = torch.get_default_dtype()
         self._in_backward = self._in_step = False
         """True while the trainer itself calls backward, or steps an optimizer."""
 
@@ -88,21 +89,30 @@ class ManualOptimization:
                 "the loss from training_step and let the trainer do the rest."
             )
         checked_loss(loss, run.module, run.settings.detect_anomaly, "manual_backward got")
-        run.metrics.watch_loss(run.progress.step + 1, loss, self._loss_divisor)
-        self.backwards += 1
-        if self._loss_divisor is not None:
-            loss = without_items(loss) if self._loss_divisor is NO_ITEMS else loss / self._loss_divisor
-        run.hooks.on_before_backward(loss)
-        for optimizer in run.optimizers if run.strategy.scaler is not None else ():
-            run.strategy.scale_gradients(optimizer)
-        self._in_backward = True
-        with backward_with(run.strategy, *args, **options) if args or options else NULL_CONTEXT:
-            run.backward(loss)
-        self._in_backward = False
-        if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
-            copy_gradients(run.module.parameters())
-        self.reached.update(id(optimizer) for optimizer in run.optimizers if has_gradients(optimizer))
-        run.hooks.on_after_backward()
+        with self.outside_forward():
+            run.metrics.watch_loss(run.progress.step + 1, loss, self._loss_divisor)
+            self.backwards += 1
+            if self._loss_divisor is not None:
+                loss = without_items(loss) if self._loss_divisor is NO_ITEMS else loss / self._loss_divisor
+            run.hooks.on_before_backward(loss)
+            for optimizer in run.optimizers if run.strategy.scaler is not None else ():
+                run.strategy.scale_gradients(optimizer)
+            self._in_backward = True
+            with backward_with(run.strategy, *args, **options) if args or options else NULL_CONTEXT:
+                run.backward(loss)
+            self._in_backward = False
+            if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
+                copy_gradients(run.module.parameters())
+            self.reached.update(id(optimizer) for optimizer in run.optimizers if has_gradients(optimizer))
+            run.hooks.on_after_backward()
+
+    def outside_forward(self) -> AbstractContextManager[Any]:
+        """Return the context of what `training_step` calls and is no forward, as with automatic optimization."""
+        return self.run.strategy.precision.update_context(self.run.strategy.device, self._dtype)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a closure, whose loss an optimizer asks for in its step."""
+        return self.run.strategy.precision.forward_context(self.run.strategy.device)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any) -> None:
         """Step an optimizer through the strategy. `options`: further arguments of its `step`."""
@@ -190,15 +200,17 @@ class ManualOptimizer:
                 raise ConfigError(f"{type(self.optimizer).__name__} does not work with loss scaling: use 'bf16-mixed'.")
             self._result = closure()  # its gradients are scaled, and the optimizer would use them so
             closure = None
-        if closure is None:
-            run.strategy.unscale(self.optimizer)
-            run.hooks.on_before_optimizer_step(self.optimizer)
-        self._manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
+        with self._manual.outside_forward():
+            if closure is None:
+                run.strategy.unscale(self.optimizer)
+                run.hooks.on_before_optimizer_step(self.optimizer)
+            self._manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
         result, self._result = self._result, None
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        result = closure()
+        with self._manual.forward_context():
+            result = closure()
         if self._result is None:
             self._result = result
         self._run.hooks.on_before_optimizer_step(self.optimizer)

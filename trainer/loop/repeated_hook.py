@@ -16,6 +16,16 @@ from torch.utils._pytree import tree_leaves
 from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
 from trainer.loop.run import Run
+from trainer.seed import set_rng_state
+
+
+def begins_epochs(run: Run) -> bool:
+    """Whether the module or a callback of the user's does something as an epoch begins."""
+    return bool(_users_callbacks(run)) or run.module.overrides("on_train_epoch_start")
+
+
+def _users_callbacks(run: Run) -> list[Callback]:
+    return [one for one in run.callbacks if not one.on_train_epoch_start.__module__.startswith("trainer.")]
 
 
 @contextmanager
@@ -24,8 +34,10 @@ def repeating(run: Run) -> Iterator[None]:
 
     The hook is called for what a checkpoint does not hold, such as lists that are made anew for each epoch. Collective.
     """
-    users = [one for one in run.callbacks if not one.on_train_epoch_start.__module__.startswith("trainer.")]
-    mine = bool(users) or run.module.overrides("on_train_epoch_start")
+    users = _users_callbacks(run)
+    mine = begins_epochs(run)
+    if run.rng_to_restore is not None and run.epoch_rng is not None:
+        set_rng_state(run.epoch_rng, run.strategy.device)  # it draws what it drew in the run before
     # Copies are made only where somebody's code could change something: they take as much host memory as the weights.
     kept = _kept(run, users) if any(run.strategy.processes.all_gather_object(mine)) else []
     with run.hook_changes.repeating():

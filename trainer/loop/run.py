@@ -61,7 +61,7 @@ from trainer.metrics.phases import (
 from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
-from trainer.seed import derive_seed, global_seed, seed_generators, set_rng_state, share_random_numbers
+from trainer.seed import derive_seed, global_seed, rng_state, seed_generators, set_rng_state, share_random_numbers
 from trainer.settings import Settings
 from trainer.strategy import ChangingBuffers, StepConfig, inherits, keeps_batches, keeps_step
 
@@ -237,6 +237,10 @@ class Run:
     resumed_from: StoragePath | None = None
     """The checkpoint from which the run was started."""
     rng_to_restore: dict[str, Any] | None = None
+    epoch_rng: dict[str, Any] | None = None
+    """The generators' states before the first hook of the epoch in progress, where users have one: see `repeating`."""
+    loaders_rng: dict[str, Any] | None = None
+    """The generators' states before the loaders were made anew; None: before the first ones, which need no state."""
     """States of the generators in the checkpoint, until the first epoch restores them."""
 
     def __init__(
@@ -505,7 +509,7 @@ class Run:
     def begin_epoch(self) -> None:
         """Begin an epoch, or go on inside of one."""
         self.in_epoch = True
-        self._windows_before = self._windows_without_step
+        self.drop_window()
         self.skipping.begin_epoch()
         # Else the first hooks may have to bring back what the epoch began with.
         if self.progress.batch == 0 and self.train_loader is not None:
@@ -538,7 +542,12 @@ class Run:
     def reload_if_due(self) -> None:
         """Make the loaders anew if they are those of other epochs than the one in progress. Collective."""
         if self.epoch_of_loaders(self.progress.epoch) != self._loaders_epoch:
+            self.loaders_rng = rng_state(self.strategy.device)
             self._reload()
+
+    def rng_of_epoch(self) -> dict[str, Any]:
+        """Return the generators' states with which the epoch's loaders and its first hook are called again."""
+        return {"epoch": self._loaders_epoch, "loaders": self.loaders_rng or {}, "hook": self.epoch_rng or {}}
 
     @contextmanager
     def asking_for_loaders(self) -> Iterator[None]:
@@ -566,6 +575,10 @@ class Run:
     def inside_window(self) -> bool:
         """Whether a step has begun and is not complete."""
         return self.in_epoch and self._windows_without_step > self._windows_before
+
+    def drop_window(self) -> None:
+        """Take the windows that have begun as over: none of them becomes a step any more."""
+        self._windows_before = self._windows_without_step
 
     @property
     def _windows_without_step(self) -> int:

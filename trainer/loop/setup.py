@@ -63,6 +63,7 @@ from trainer.loop.training_state import (
     check_buffers_storable,
     check_storable,
     choose_seed,
+    drawing_as_before,
     load_training_state,
     restore_data,
     restore_training,
@@ -298,7 +299,7 @@ def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, An
         if run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
             run.progress.resume(checkpoint["progress"])
         restore_data(run, checkpoint)
-    with run.asking_for_loaders():
+    with run.asking_for_loaders(), drawing_as_before(run, checkpoint):
         make_loaders(run, given)
 
 

@@ -6,7 +6,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
 from trainer.optimizers import SchedulerConfig
-from trainer.seed import global_seed, rng_state
+from trainer.seed import global_seed, rng_state, set_rng_state
 from trainer.settings import Settings
 from trainer.strategy import synchronize_buffers
 
@@ -75,6 +76,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
         "rng": run.rng_to_restore or rng_state(strategy.device),
+        "epoch_rng": run.rng_of_epoch(),
         "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
         "metrics": metrics_state(run.metrics),
         "stop": run.postponed_stop,
@@ -92,6 +94,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "global_micro_batch": _global_micro_batch(run),
         **({} if run.session.fitting_samples is None else {"fitting_samples": run.session.fitting_samples}),
         "rng": [state["rng"] for state in per_rank],
+        "epoch_rng": [state["epoch_rng"] for state in per_rank],
         "loader": [state["loader"] for state in per_rank],
         "metrics": [state["metrics"] for state in per_rank],
         "hook_changes": [state["changes"] for state in per_rank],
@@ -222,6 +225,7 @@ KINDS: dict[str, Any] = {
     "global_micro_batch?": (Integer(1), None),
     "fitting_samples?": Integer(1),
     "rng": [dict],
+    "epoch_rng?": [{"epoch": Integer(), "loaders": dict, "hook": dict}],
     "loader": [dict],
     "metrics": [_METRICS],
     "hook_changes?": [hook_changes.KIND],
@@ -252,7 +256,7 @@ KINDS: dict[str, Any] = {
 }
 """The kinds of the entries (see `schema.Kind`), but for contents that their owners check; more entries are allowed."""
 
-PER_PROCESS = ("rng", "loader", "metrics", "hook_changes", "reader_of")
+PER_PROCESS = ("rng", "epoch_rng", "loader", "metrics", "hook_changes", "reader_of")
 """Entries that are lists with one item per process."""
 
 SHARDED_KEYS = ("model", "average", "optimizers", "gradients")
@@ -284,6 +288,10 @@ def load_training_state(
         )
     for rank, (rng, loader) in enumerate(zip(checkpoint["rng"], checkpoint["loader"], strict=True)):
         check_rng_state(rng, f"{path}, 'rng' of rank {rank}")
+        of_epoch = checkpoint["epoch_rng"][rank] if "epoch_rng" in checkpoint else {}
+        for name in ("loaders", "hook"):
+            if state := of_epoch.get(name):
+                check_rng_state(state, f"{path}, 'epoch_rng' of rank {rank}")
         check_torch_states(loader, f"{path}, 'loader' of rank {rank}")
     return checkpoint
 
@@ -385,6 +393,8 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         run.hook_changes.load_state_dict(changes)
     rng, followed = None if rank is None else checkpoint["rng"][rank], checkpoint.get("followed_buffers", ())
     run.resume(rng, checkpoint.get("postponed_stop"), followed)
+    of_epoch = None if rank is None or "epoch_rng" not in checkpoint else checkpoint["epoch_rng"][rank]
+    run.epoch_rng = (of_epoch and of_epoch["hook"]) or None
     _restore_place_in_data(run, checkpoint, rank)
     last_step = run.settings.max_steps
     if last_step is not None and -1 < last_step <= run.progress.step and not run.settings.fast_dev_run:
@@ -411,6 +421,23 @@ def _restore_place_in_data(run: Run, checkpoint: Mapping[str, Any], rank: int | 
     same = run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch)
     if run.train_loader and checkpoint["loader"][rank] and same:
         run.train_loader.load_state_dict(checkpoint["loader"][rank])
+
+
+@contextmanager
+def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[None]:
+    """Let the first loaders of a resumed run draw the random numbers with which they were made in the run before."""
+    of_all = None if checkpoint is None or run.stage != "fit" else checkpoint.get("epoch_rng")
+    rank = None if checkpoint is None or of_all is None else counterpart(checkpoint, run.strategy.processes)
+    if checkpoint is None or of_all is None or rank is None:
+        yield
+        return
+    made, device = run.epoch_of_loaders(run.progress.epoch) == of_all[rank]["epoch"], run.strategy.device
+    run.loaders_rng = of_all[rank]["loaders"] or None if made else checkpoint["rng"][rank]
+    if run.loaders_rng is not None:
+        set_rng_state(run.loaders_rng, device)
+    yield
+    if not made:  # the run goes on with what they have left
+        checkpoint["rng"][rank] = rng_state(device)
 
 
 def readers_of(checkpoint: Mapping[str, Any]) -> tuple[list[int], list[int]]:

@@ -120,7 +120,8 @@ def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if id(child) in seen or isinstance(child, ParametrizationList):
                 continue
             seen.add(id(child))
-            yield from below(child, f"{prefix}{name}.")
+            if not isinstance(child, nn.MultiheadAttention):  # it uses the weight of its layer, and never calls it
+                yield from below(child, f"{prefix}{name}.")
             if has_forward(child):
                 yield f"{prefix}{name}", child
 
