@@ -14,7 +14,6 @@ import yaml
 from tests.helpers.processes import Result, fork_python, run_python
 from tests.helpers.project import Command, loaded
 from trainer.config.files import read_value
-from trainer.config.tree import Diagnostics
 from trainer.settings import Settings
 
 RUN = "module: {class_path: mymodel.py:Net, init_args: {lr: 1e-2}}\ndata: mymodel.py:Data\n"
@@ -33,8 +32,7 @@ def resolved(command: Command, *arguments: str) -> dict[str, object]:
 def given(*overrides: str, files: tuple[str, ...] = ()) -> dict[str, object]:
     """Return the arguments of the module of `mymodel.py`."""
     pairs = [overrides[i : i + 2] for i in range(0, len(overrides), 2)]
-    nodes = [(name, read_value(value, name, Diagnostics())) for name, value in pairs]
-    configuration = loaded(*files, overrides=[(name, node) for name, node in nodes if node is not None])
+    configuration = loaded(*files, overrides=[(name, read_value(value, name)) for name, value in pairs])
     _, module, _ = configuration.build()
     arguments: dict[str, object] = module.given  # type: ignore[assignment]
     return arguments

@@ -151,7 +151,7 @@ ONE = {
         ["trainer.seed: given true, allowed: an integer or null."],
     ),
     "yes for bool": (net("flag: yes"), "4", ['module.flag: given "yes" (text), allowed: true or false.']),
-    "number for text": (net("name: 3"), "4", ["module.name: given 3, allowed: text. Put it in quotes."]),
+    "null for text": (net("name: null"), "4", ["module.name: given null, allowed: text."]),
     "choice": (
         NET + "trainer: {gradient_clip_algorithm: nrm}\n",
         "2",
@@ -484,7 +484,7 @@ def test_all_mistakes_come_at_once_file_by_file_from_top_to_bottom(command: Comm
         net("lrr: 1", "width: x") + "trainer:\n  strategy: dpd\n  max_epocs: 3\n  precision: x\n"
     )
     Path("more.yaml").write_text("daata: x\ntrainer:\n  max_steps: 2.5\n  seed: -1\n")
-    code, _, err = command("fit", "--config", "base.yaml", "more.yaml", "--trainer.devices", "{}")
+    code, _, err = command("fit", "--config", "base.yaml", "more.yaml", "--trainer.max_epochs", "{}")
     assert code == 2
     starts = [line[4:].split(": ")[0] for line in err.splitlines()[1:]]
     expected = ["command line"] + [f"base.yaml:{n}" for n in (7, 8, 9)] + [f"more.yaml:{n}" for n in (1, 3, 4)]

@@ -576,9 +576,6 @@ def test_templates_are_text_on_the_command_line(command: Command, bare: list[str
         code, out, err = command("fit", *bare, *options, "--trainer.callbacks.0.filename", name)
         assert code == 0, err
         assert yaml.safe_load(out)["trainer"]["callbacks"][0]["init_args"]["filename"] == name
-    code, _, err = command("fit", *bare, "--trainer.default_root_dir", "@x")
-    assert code == 2
-    assert """quoted for YAML, too: --trainer.default_root_dir "'@x'".""" in err
 
 
 def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:

@@ -274,8 +274,8 @@ def test_an_interval_that_no_epoch_reaches(dry: Command, net: Path) -> None:
 
 def test_gpus_are_asked_for_where_there_are_none(dry: Command) -> None:
     for message in (("--trainer.accelerator", "gpu"), ("--trainer.accelerator", "cuda"), ()):
-        code, out, _ = dry("--world-size", "8", "--no-data", *message)
-        assert code == 0
+        code, out, err = dry("--world-size", "8", "--no-data", *message)
+        assert code == 0, err
         assert printed(out, "processes") == ["OK 8: 1 machine x 8 processes on cuda"]
     code, out, _ = dry(
         "--no-data", "--trainer.accelerator", "cpu", "--trainer.devices", "4", "--trainer.num_nodes", "2"

@@ -246,6 +246,59 @@ def test_another_class_starts_from_its_own_defaults_and_that_is_said() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("below", "above"),
+    [
+        ("proj.py:Mod", "./proj.py:Mod"),
+        ("proj.py:Mod", "proj.Mod"),
+        ("pk/proj.py:Mod", "pk.proj.Mod"),
+        ("EarlyStopping", "trainer.callbacks.EarlyStopping"),
+        ("/there:a.B", "a.B"),
+    ],
+)
+def test_spellings_of_one_class(below: str, above: str) -> None:
+    for one, other in ((below, above), (above, below)):
+        value, _, notes = merged(f"module: {{class_path: {one}, init_args: {{x: 1}}}}", f"module: {other}")
+        assert value == {"module": {"class_path": other, "init_args": {"x": 1}}}
+        assert notes == []
+
+
+@pytest.mark.parametrize(("below", "above"), [("a/proj.py:Mod", "b/proj.py:Mod"), ("x.Mod", "y.x.Mod"), ("A", "y.A")])
+def test_names_that_end_alike_are_of_two_classes(below: str, above: str) -> None:
+    value, _, notes = merged(f"module: {{class_path: {below}, init_args: {{x: 1}}}}", f"module: {above}")
+    assert value == {"module": {"class_path": above}}
+    assert len(notes) == 1
+
+
+def test_another_class_of_an_argument_starts_from_its_own_defaults() -> None:
+    first = "module: {class_path: a.B, encoder: {class_path: e.CNN, width: 3}}"
+    for second in ("{class_path: e.ViT}", "e.ViT"):
+        value, problems, notes = merged(first, f"module: {{encoder: {second}}}")
+        assert value["module"]["init_args"]["encoder"] == {"class_path": "e.ViT"}
+        assert problems == []
+        assert notes == [
+            "tree.yaml:1: module.encoder is now e.ViT; the arguments given to e.CNN at tree.yaml:1 are left out."
+        ]
+    for second in ("{width: 7}", "{init_args: {width: 7}}", "{class_path: e.CNN, width: 7}"):
+        value, problems, notes = merged(first, f"module: {{encoder: {second}}}")
+        assert value["module"]["init_args"]["encoder"] == {"class_path": "e.CNN", "init_args": {"width": 7}}
+        assert (problems, notes) == ([], [])
+
+
+def test_an_empty_section_over_settings_is_reported() -> None:
+    first = "module: {class_path: a.B, init_args: {x: 1}}\ndata: c.D\ntrainer: {max_epochs: 3}"
+    for second, name in (("trainer:", "trainer"), ("module:", "module")):
+        _, problems, _ = merged(first, f"# empty\n{second}")
+        assert problems == [
+            f"tree.yaml:2: {name} is empty, and stands over what is given at tree.yaml:{1 if 'mod' in name else 3}. "
+            "Remove it, or fill it."
+        ]
+    value, problems, notes = merged(first, "data: null")
+    assert value["data"] is None
+    assert problems == []
+    assert notes == ["tree.yaml:1: data is null; what is given at tree.yaml:2 is left out."]
+
+
 def test_the_same_class_keeps_its_arguments() -> None:
     value, _, notes = merged("module: {class_path: /there:a.B, init_args: {x: 1}}", "module: a.B")
     assert value == {"module": {"class_path": "a.B", "init_args": {"x": 1}}}

@@ -240,7 +240,8 @@ def overrides_of(
             )
         elif name.count(".") > MAX_DEPTH:
             findings.add(COMMAND_LINE, f"{option[:60]}... has more than {MAX_DEPTH} names, one inside of another.")
-        elif (node := read_value(value, option, findings)) is not None:
+        else:
+            node = read_value(value, option)
             overrides.append((name.removesuffix("+"), appended(node) if name.endswith("+") else node))
     return overrides, fixed
 

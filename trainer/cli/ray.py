@@ -52,9 +52,9 @@ def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
             findings.add(COMMAND_LINE, f"--ray {name} needs a value: --ray {name}=VALUE.")
         elif str in options_of(annotation := parameters[name].annotation):
             values[name] = text
-        elif (node := read_value(text, f"--ray {name}", findings)) is not None:
+        else:
             try:
-                values[name] = validate(node.plain(), annotation)
+                values[name] = validate(read_value(text, f"--ray {name}").plain(), annotation)
             except TypeMismatchError:
                 findings.add(COMMAND_LINE, f"--ray {name}: given {text!r}, allowed: {allowed(annotation)}.")
     options = RayOptions(**values)

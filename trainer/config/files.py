@@ -163,18 +163,18 @@ def _why_no_file(path: Path) -> str:
     return f"there is no such file in {path.absolute().parent}.{close}"
 
 
-def read_value(text: str, option: str, findings: Diagnostics) -> Node | None:
-    """Read a value typed on the command line as YAML. None, and a problem naming the option, when it is not valid."""
+def read_value(text: str, option: str) -> Node:
+    """Read a value of the command line, or of an environment variable, as YAML. The option is named where it is not."""
     found = Diagnostics()
     tree = _read_yaml(text, COMMAND_LINE, found)
     if PLACEHOLDER.search(text) and (tree is None or _without_values(tree)):
         tree = Node(text, COMMAND_LINE)
     if tree is None:
-        quoted = f"\"'{text}'\"" if not set(text) & set("'\"\n") else "'...'"
-        words = f"{found.problems[0].message} Text with special characters is quoted for YAML, too: {option} {quoted}."
-        findings.add(COMMAND_LINE, f"{option} {text!r}: {words}")
-    else:
-        tree.text = text
+        return Node(text, COMMAND_LINE, text, f"{option} {text!r}: {found.problems[0].message}")
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if isinstance(tree.value, str) and not quoted:
+        tree.value = text  # with what YAML takes for a comment, and with the spaces around it
+    tree.text = text
     return tree
 
 
@@ -255,7 +255,10 @@ class _YamlReader:
                 return Node(self.mapping(node), source)
             if isinstance(node, yaml.SequenceNode):
                 return Node([self.node(item, item) for item in node.value], source)
-            return Node(self.scalar(node, source), source)
+            value = self.scalar(node, source)
+            return Node(
+                value, source, None if self.json_text or value is None or node.tag == f"{TAG}str" else node.value
+            )
         finally:
             self.open.pop()
 

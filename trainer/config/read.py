@@ -43,8 +43,10 @@ from trainer.config.types import (
     TypeMismatchError,
     allowed,
     constructor_parameters,
+    item_annotations,
     reads_as_number,
     validate,
+    wants_text,
 )
 from trainer.distributed.accelerators import accelerator_problem
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
@@ -155,6 +157,9 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     name = entries(node).get("class_path")
     if name is None or not isinstance(name.value, str):
         return
+    if name.unreadable is not None:
+        findings.add(name.source, name.unreadable)
+        return
     tables: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {
         "strategy": ("strategy", lambda: [*strategies(), "auto"]),
         "callbacks": ("callback", lambda: callbacks("Callback")),
@@ -207,7 +212,7 @@ class Values:
             elif name in parameters.named:
                 values[name] = self.value(child, parameters.named[name].annotation, (*path, name))
             elif parameters.open:
-                values[name] = child.plain()
+                values[name] = self.value(child, Any, (*path, name))
             elif path != ("trainer",) and not is_default(cls.__name__, name, child.value):
                 hint = hint_for(str(name), parameters.named, path)
                 self.findings.add(child.source, f"{who} has no argument {name!r}.{hint}")
@@ -217,12 +222,15 @@ class Values:
         """Return a value as its annotation wants it; `INVALID` when it does not fit."""
         if path == ("trainer", "precision"):
             annotation = str | int  # no file can hold a Precision
+        take_texts(node, annotation)
+        if node.unreadable is not None:
+            self.findings.add(node.source, node.unreadable)
+            return INVALID
         try:
             value = validate(node.plain(), annotation)
         except TypeMismatchError as mismatch:
-            value = self.coerce(node, annotation, path, mismatch)
-        if isinstance(value, Path):
-            node.value = str(value.absolute())
+            return self.coerce(node, annotation, path, mismatch)
+        make_absolute(node, value)
         return value
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
@@ -230,7 +238,7 @@ class Values:
         if node.text is not None and not isinstance(node.value, (dict, list)):
             with suppress(TypeMismatchError):
                 value = validate(node.text, annotation)
-                node.value = node.text
+                node.value, node.text = node.text, None
                 return value
         part, inner = node, path  # the part that does not fit
         for step in mismatch.path:
@@ -272,6 +280,28 @@ class Values:
             self.findings.add(node.source, f"weights: {error}")
 
 
+def take_texts(node: Node, annotation: Any) -> None:
+    """Let a value, and all that it holds, be as it was written where its annotation wants a text."""
+    if node.text is not None and wants_text(node.plain(), annotation):
+        node.value, node.text, node.unreadable = node.text, None, None
+    elif isinstance(node.value, (dict, list)):
+        items = [*(node.value.values() if isinstance(node.value, dict) else node.value)]
+        for item, of_item in zip(items, item_annotations(node.value, annotation), strict=True):
+            take_texts(item, of_item)
+
+
+def make_absolute(node: Node, value: Any) -> None:
+    """Let the paths of a value mean the same from any folder in the saved configuration; one from ~ does already."""
+    if isinstance(value, Path):
+        node.value = str(value if value.parts[:1] == ("~",) else value.absolute())
+    elif isinstance(value, (list, tuple)) and isinstance(node.value, list) and len(value) == len(node.value):
+        for child, item in zip(node.value, value, strict=True):
+            make_absolute(child, item)
+    elif isinstance(value, dict) and isinstance(node.value, dict):
+        for (_, child), item in zip(node.value.items(), value.values(), strict=False):
+            make_absolute(child, item)
+
+
 def hint_for(name: str, known: Iterable[str], path: KeyPath) -> str:
     """Return a suggestion for an argument that does not exist; without a close one, those that do."""
     known = sorted(known)
@@ -284,8 +314,10 @@ def hint_for(name: str, known: Iterable[str], path: KeyPath) -> str:
 
 def quotes_hint(node: Node, annotation: Any) -> str:
     """Return what to type where quotes make the difference."""
-    if node.text is None and isinstance(node.value, str) and reads_as_number(node.value):
-        return " Remove the quotes."
+    if isinstance(node.value, str) and reads_as_number(node.value):
+        if (name := node.value.lower().lstrip("+-")[:3]) in ("inf", "nan"):
+            return f" YAML's number is .{name}."
+        return " Remove the quotes." if node.text is None else ""
     if node.text is None and type(node.value) in (int, float) and str in options_of(annotation):
         return " Put it in quotes."
     return ""

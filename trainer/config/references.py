@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 from trainer.config.files import read_value
@@ -18,7 +19,7 @@ ENVIRONMENT = ("env:", "oc.env:")
 def with_references(tree: Node, findings: Diagnostics) -> Node:
     """Return a configuration of canonical form without references; those that lead nowhere are problems.
 
-    A value that is one reference has the type of what it refers to. Within a text, the values are written as text.
+    A value that is one reference has the type of what it refers to. Within a text, the values are as they were written.
     `${env:NAME}` is read as YAML, and `${env:NAME,default}` has a value for a variable that is not set.
     """
     return _Resolver(tree, findings).resolved(tree)
@@ -41,22 +42,29 @@ class _Resolver:
 
     def resolved(self, node: Node) -> Node:
         if isinstance(node.value, dict):
-            return Node({key: self.resolved(child) for key, child in node.value.items()}, node.source, node.text)
+            children = {key: self.resolved(child) for key, child in node.value.items()}
+            return Node(children, node.source, self.text_of(node))
         if isinstance(node.value, list):
-            return Node([self.resolved(item) for item in node.value], node.source, node.text)
+            return Node([self.resolved(item) for item in node.value], node.source, self.text_of(node))
         if not isinstance(node.value, str) or "${" not in node.value:
             return node
         only = REFERENCE.fullmatch(node.value)
         if only is not None and not only[1]:
             found = self.look_up(only[2], node)
-            return Node(None, node.source) if found is None else Node(found.value, node.source, found.text)
+            return Node(None, node.source) if found is None else replace(found, source=node.source)
         return Node(REFERENCE.sub(lambda match: self.as_text(match, node), node.value), node.source)
+
+    def text_of(self, node: Node) -> str | None:
+        """Return a list or mapping as it was typed, with its references replaced."""
+        return node.text and REFERENCE.sub(lambda match: self.as_text(match, node), node.text)
 
     def as_text(self, match: re.Match[str], node: Node) -> str:
         """Return the text that stands for one reference among other text."""
         if match[1]:
             return match[0].removeprefix("$")
         found = self.look_up(match[2], node)
+        if found is not None and found.text is not None:
+            return found.text
         if found is not None and isinstance(found.value, (dict, list)):
             self.findings.add(node.source, f"{match[0]} is not a single value, and cannot be a part of a text.")
         value = None if found is None else found.value
@@ -100,7 +108,7 @@ class _Resolver:
             fix = f"Set it, or give a default: ${{env:{name},VALUE}}."
             self.findings.add(node.source, f"${{env:{name}}}: the environment variable {name} is not set. {fix}")
             return None
-        return read_value(value, f"${{env:{name}}}", self.findings)
+        return read_value(value, f"${{env:{name}}}")
 
 
 def _children(node: Node) -> dict[str, Node]:

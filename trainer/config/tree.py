@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeAlias
 
-from trainer.arguments import whole_number
+from trainer.arguments import local_path, whole_number
 from trainer.errors import raise_problems
 
 Scalar: TypeAlias = "str | int | float | bool | None"
@@ -48,7 +49,9 @@ class Node:
     value: Scalar | dict[Any, Node] | list[Node]
     source: Source
     text: str | None = None
-    """The value as it was typed; on the command line only, where users cannot be expected to quote twice."""
+    """A value as it was written, `0042` for 42, where a text may be wanted: on the command line, and numbers of YAML."""
+    unreadable: str | None = None
+    """The problem with a value of the command line that is not valid YAML; none where a text is wanted."""
     append: bool = False
     """Add the elements of this list to the list below: `--trainer.callbacks+=NAME`."""
 
@@ -146,7 +149,7 @@ def canonical(node: Node, findings: Diagnostics, path: KeyPath = ()) -> Node:
         return Node(items, node.source, append=node.append)
     if isinstance(node.value, dict) and (path in ((), ("trainer",)) or (several and is_numbered(node))):
         children = {key: canonical(child, findings, (*path, key)) for key, child in node.value.items()}
-        return Node(children, node.source, node.text)
+        return Node(children, node.source)
     return canonical_class(node, path, findings) if holds_class(path) else node
 
 
@@ -223,10 +226,16 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
         return _with_appended(below, above)
     if is_numbered(above) and (isinstance(below.value, list) or path in LISTS_OF_CLASSES):
         return _merge_elements(below, above, findings, path)
+    if "class_path" in entries(below) and isinstance(above.value, str) and re.search(r"[.:]", above.value):
+        above = Node({"class_path": above}, above.source)
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         _note_left_out(below, above, findings, path)
         return above
-    if holds_class(path) and _other_class(below, above):
+    if "class_path" in {**below.value, **above.value}:  # also of an argument, which has no canonical form yet
+        below, above = canonical_class(below, path, findings), canonical_class(above, path, findings)
+        assert isinstance(below.value, dict)
+        assert isinstance(above.value, dict)
+    if _other_class(below, above):
         if "init_args" in below.value:
             findings.notes.append(
                 f"{above.source}: {dotted(path)} is now {above.value['class_path'].value}; the arguments given to "
@@ -239,9 +248,21 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
         number = whole_number(key) if isinstance(key, str) else key
         known = number if number is not None and number in merged and key not in merged else key
         inside = path if key == "init_args" else (*path, key)
+        if child.value is None and entries(merged.get(known)):
+            _report_empty_section(merged[known], child, findings, (*path, key))
         nothing = Node({} if isinstance(child.value, dict) else None, child.source)
         merged[known] = merge(merged.get(known, nothing), child, findings, inside)
-    return Node(merged, above.source if "class_path" in above.value else below.source)
+    text = None if below.value else above.text
+    return Node(merged, above.source if "class_path" in above.value else below.source, text)
+
+
+def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
+    """Report a null over arguments: a section of which only the name is left would replace all settings by defaults."""
+    if path in (("trainer",), ("module",)):
+        words = f"{dotted(path)} is empty, and stands over what is given at {below.source}. Remove it, or fill it."
+        findings.add(above.source, words)
+    else:
+        findings.notes.append(f"{above.source}: {dotted(path)} is null; what is given at {below.source} is left out.")
 
 
 def appended(node: Node) -> Node:
@@ -275,14 +296,27 @@ def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPat
 
 def _other_class(below: Node, above: Node) -> bool:
     old, new = entries(below).get("class_path"), entries(above).get("class_path")
-    return old is not None and new is not None and _without_folder(old.value) != _without_folder(new.value)
+    if old is None or new is None or old.value == new.value:
+        return False
+    return not any(_stands_for(one, other) for one in _spellings(old) for other in _spellings(new))
 
 
-def _without_folder(class_path: Any) -> Any:
-    """Return `package.Class` for `/project:package.Class`, as resolved configurations have it."""
-    if isinstance(class_path, str) and ":" in class_path and not class_path.partition(":")[0].endswith(".py"):
-        return class_path.partition(":")[2]
-    return class_path
+def _spellings(class_path: Node) -> list[list[str]]:
+    """Return the parts of a class's name, `[package, module, Class]`, one list for each place where a file may be."""
+    location, colon, name = str(class_path.value).rpartition(":")
+    if not colon or not location.endswith(".py"):  # `package.Class`, or `/project:package.Class`
+        return [name.split(".")]
+    folders = [folder for folder in (class_path.source.folder, Path.cwd()) if folder is not None]
+    files = [Path(os.path.abspath(folder / local_path(location))) for folder in folders]
+    return [[*file.with_suffix("").parts, name] for file in files]
+
+
+def _stands_for(one: list[str], other: list[str]) -> bool:
+    """Whether two names are of one class: the longer ends like the shorter; a name alone is one of ours or torch's."""
+    short, long = sorted((one, other), key=len)
+    if len(short) == 1 and long[0] not in ("trainer", "torch"):
+        return False
+    return short == long or (long[-len(short) :] == short and (len(short) == 1 or long[0] == os.sep))
 
 
 def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> Node:

@@ -9,12 +9,18 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from os import PathLike
+from pathlib import Path, PurePath
 from types import NoneType
-from typing import Any, Never, get_args, get_origin
+from typing import Any, Literal, Never, get_args, get_origin
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
+
+
+TEXTS = (str, Path, PurePath, PathLike)
+SCALARS = (bool, int, float, NoneType)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,36 @@ def validate(value: Any, annotation: Any) -> Any:
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         raise TypeMismatchError(error.errors(include_url=False)[0]["loc"]) from None
+
+
+def wants_text(value: Any, annotation: Any) -> bool:
+    """Whether a value that was read from a text is to be the text: it may be one, and fits no other member of the union."""
+    others = [option for option in options_of(annotation) if option not in TEXTS]
+    if len(others) == len(options_of(annotation)):
+        return False
+    if isinstance(value, (dict, list)):
+        plain = (*SCALARS, Literal, *(LISTS if isinstance(value, dict) else MAPPINGS))
+        return all((get_origin(option) or option) in plain for option in others)
+    return isinstance(value, str) or not any(_fits(value, option) for option in others)
+
+
+def _fits(value: Any, option: Any) -> bool:
+    try:
+        validate(value, option)
+    except TypeMismatchError:
+        return False
+    return True
+
+
+def item_annotations(value: Any, annotation: Any) -> list[Any]:
+    """Return the annotation of each item of a list, or of each value of a mapping; `Any` where there is not just one."""
+    kinds = (*LISTS, tuple) if isinstance(value, list) else MAPPINGS
+    found = [get_args(option) for option in options_of(annotation) if get_origin(option) in kinds]
+    arguments: tuple[Any, ...] = found[0] if len(found) == 1 else ()
+    if isinstance(value, list) and len(arguments) == len(value) and ... not in arguments:
+        return [*arguments]
+    of_each = arguments[-1] if isinstance(value, dict) and arguments else arguments[0] if arguments else Any
+    return [of_each] * len(value)
 
 
 def allowed(annotation: Any) -> str:

@@ -1,0 +1,93 @@
+"""A text arrives as it was written: on the command line, in a file, in a reference and in an environment variable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.project import Command
+
+MODEL = """
+import pathlib
+from trainer import TrainModule
+class Model(TrainModule):
+    def __init__(self, tag: str = "", name: str | None = None, root: str | pathlib.Path = ".", tags: list[str] = (),
+                 table: dict[str, str] = {}, folder: pathlib.Path = "x", folders: list[pathlib.Path] = (),
+                 width: int = 1, number: int | str = 0, free=None, mixed: str | list[str] = "", **more):
+        super().__init__()
+"""
+TEXTS = [
+    *("a: b", "@home", "*.parquet", "/data/run #2", "[0-9]+", "0042", "%d", "{x}", "a:", "  a  ", "1e5", "- a", "> a"),
+    *("a\tb", "a\nb", '{"a": 1}', "true", "", "~x", "'quoted'", '"', "&a", "1_000", "2026_11_28", "---", "null"),
+]
+
+
+@pytest.fixture
+def arguments(command: Command) -> object:
+    """Return the module's arguments as a command prints them."""
+    Path("model.py").write_text(MODEL)
+
+    def of(*words: str) -> dict[str, object]:
+        code, out, err = command("fit", "--module", "model.py:Model", *words, "--print-config")
+        assert code == 0, err
+        found: dict[str, object] = yaml.safe_load(out)["module"]["init_args"]
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_typed_for_a_text(arguments: object, text: str) -> None:
+    found = arguments(f"--module.tag={text}", f"--module.name=x{text}", "--module.root", f"s3://{text}")  # type: ignore[operator]
+    assert found == {"tag": text, "name": f"x{text}", "root": f"s3://{text}"}
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if "\0" not in text])
+def test_in_references(arguments: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TEXT", text)
+    words = [
+        "--module.tag",
+        "${env:A_TEXT}",
+        "--module.name",
+        "run-${env:A_TEXT}-x",
+        "--module.root",
+        "w-${module.mixed}",
+    ]
+    found = arguments(*words, "--module.mixed", f"x{text}", "--module.free", "v${env:NOT_THERE,}")  # type: ignore[operator]
+    assert found == {
+        **{"tag": text, "name": f"run-{text}-x", "root": f"w-x{text}", "mixed": f"x{text}"},
+        "free": "v",
+    }
+
+
+def test_numbers_of_a_file_are_texts_where_a_text_is_wanted(arguments: object) -> None:
+    lines = ["tag: 0042", "name: null", "tags: [1e5, 007, true]", "table: {a: 1.50, b: x}", "number: 0042", "free: 1e3"]
+    Path("run.yaml").write_text("\n  ".join(["module:", *lines, "width: 7", "other: 0x10"]))
+    found = arguments("--config", "run.yaml")  # type: ignore[operator]
+    assert found == {
+        **{"tag": "0042", "name": None, "tags": ["1e5", "007", "true"], "table": {"a": "1.50", "b": "x"}},
+        **{"number": 42, "free": 1000.0, "width": 7, "other": 16},
+    }
+
+
+def test_what_is_no_text_is_read_as_yaml_as_before(arguments: object, command: Command) -> None:
+    words = ["--module.tags", "[0042, a b]", "--module.number", "5", "--module.free", "[1, 2]", "--module.mixed", "[a]"]
+    found = arguments(*words, "--module.name", "null", "--module.width=3")  # type: ignore[operator]
+    expected = {"tags": ["0042", "a b"], "number": 5, "free": [1, 2], "mixed": ["a"], "name": None, "width": 3}
+    assert found == expected
+    for name in ("width", "tags", "free", "unknown"):
+        code, _, err = command("fit", "--module", "model.py:Model", f"--module.{name}", "[1, 2", "--print-config")
+        assert code == 2
+        assert f"--module.{name} '[1, 2': not valid YAML: " in err
+    code, _, err = command("fit", "--module", "model.py:Model", "--trainer.callbacks", "@x", "--print-config")
+    assert code == 2
+    assert "--trainer.callbacks '@x': not valid YAML: " in err
+
+
+def test_paths_are_saved_for_any_folder(arguments: object) -> None:
+    here = Path.cwd()
+    words = ["--module.folder", "~/x", "--module.folders", "[a, /b, ~/c]", "--module.tag", "a/b"]
+    found = arguments(*words)  # type: ignore[operator]
+    assert found == {"folder": "~/x", "folders": [str(here / "a"), "/b", "~/c"], "tag": "a/b"}
