@@ -48,7 +48,7 @@ from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import limit_exit, report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.stop import StopCoordinator
-from trainer.hyperparameters import stored_hyperparameters
+from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.accumulation import even_window
 from trainer.loop.agreement_at_start import compare_loaders
 from trainer.loop.compare_ranks import compare
@@ -661,14 +661,18 @@ class Engine:
         per_rank = processes.all_gather_object(own)
         scaler = next((model._strategy.scaler for model in self._models if model._trains), None)
         first = next(iter(parts.models.values())).module if parts.models else None
-        hparams = stored_hyperparameters(first.hparams) if isinstance(first, TrainModule) else {}
+        hparams = first.hparams if isinstance(first, TrainModule) else {}
         return {
             **tensors,
             "scaler": scaler.state_dict() if scaler is not None else {},
             "rng": [one["rng"] for one in per_rank],
             "loader": [{"loaders": one["loader"]} for one in per_rank],
             "engine": {**parts.data(), "steps": self.steps},
-            "hyperparameters": {"module": hparams, "data": {}},
+            "hyperparameters": {
+                "module": stored_hyperparameters(hparams),
+                "data": {},
+                "kinds": {"module": kinds_of_hyperparameters(hparams)},
+            },
             "seed": self.seed,
             "world_size": processes.world_size,
             "reader_of": list(processes.reader_of),

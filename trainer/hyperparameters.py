@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import datetime
 import enum
 import inspect
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
+import torch
 
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
 
@@ -77,9 +82,9 @@ class HasHyperparameters:
     ) -> None:
         """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call this inside `__init__`.
 
-        A base class that calls this keeps the arguments of its subclasses, too. Paths, enumerations and configurations
-        are stored as texts, values and dicts. What is no data at all (a module, a function) is kept in `hparams` only,
-        and a warning names it: `load_from_checkpoint` has to be given it.
+        A base class that calls this keeps the arguments of its subclasses, too. `load_from_checkpoint` gives paths,
+        enumerations, sets, dataclasses and the like as they were. What is no data at all (a module, a function) is kept
+        in `hparams` only, and a warning names it: `load_from_checkpoint` has to be given it.
 
         Args:
             args: names of arguments to keep; or a dict, namespace or configuration whose entries are kept.
@@ -212,7 +217,11 @@ def entries_of(value: Any) -> dict[str, Any]:
 
 
 def constructor_arguments(
-    owner: type, stored: Mapping[str, Any], argument: str | None, given: Mapping[str, Any]
+    owner: type,
+    stored: Mapping[str, Any],
+    argument: str | None,
+    given: Mapping[str, Any],
+    kinds: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments with which `owner` is built from a checkpoint's hyperparameters and the caller's values.
 
@@ -220,11 +229,15 @@ def constructor_arguments(
 
     Args:
         argument: the argument that takes all of them in one; None: they are arguments themselves.
+        kinds: those that `kinds_of_hyperparameters` has returned of the values; None: they are told by the annotations.
 
     Raises:
-        CheckpointError: an argument is missing or unknown.
+        CheckpointError: an argument is missing or unknown, or a value's class is not there any more.
     """
     signature = inspect.signature(owner)
+    if kinds:
+        known = {name: kind for name, kind in kinds.items() if name in stored and name not in given}
+        stored = {**stored, **{name: _as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
     if argument is not None:
         entries = {**stored, **{name: value for name, value in given.items() if name in stored}}
         others = {name: value for name, value in given.items() if name not in stored}
@@ -232,7 +245,7 @@ def constructor_arguments(
     else:
         takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
         known = {name: v for name, v in stored.items() if takes_any or name in signature.parameters}
-        arguments = {**as_annotated(owner, known), **given}
+        arguments = {**(known if kinds is not None else as_annotated(owner, known)), **given}
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -254,13 +267,15 @@ def _nested(value: Any) -> Any:
 def data_problem(value: Any, where: str) -> str | None:
     """Return the problem of a value that is not data, which names its path inside the hyperparameters; or None.
 
-    Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, and mappings, lists,
-    tuples and sets of data.
+    Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, a timedelta, a dtype or
+    device of torch, and mappings, lists, tuples, sets and dataclasses of data.
     """
-    if is_scalar(value) or isinstance(value, (os.PathLike, enum.Enum)):
+    if is_scalar(value) or isinstance(value, (os.PathLike, enum.Enum, *_BY_TEXT)):
         return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = _fields(value)
     if isinstance(value, Mapping):
-        if not all(is_scalar(key) or isinstance(key, enum.Enum) for key in value):
+        if not all(is_scalar(key) or isinstance(key, (enum.Enum, tuple)) for key in value):
             return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
         found = (data_problem(item, f"{where}[{key!r}]") for key, item in value.items())
         return next(filter(None, found), None)
@@ -280,6 +295,12 @@ def as_stored(value: Any) -> Any:
     """Return data as a checkpoint stores it: paths as texts, enumerations by value, sets as lists."""
     if is_scalar(value):
         return value
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value).removeprefix("torch.")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = _fields(value)
     if isinstance(value, enum.Enum):
         return as_stored(value.value)
     if isinstance(value, os.PathLike):
@@ -300,8 +321,115 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
     return {str(name): as_stored(value) for name, value in hparams.items() if data_problem(value, str(name)) is None}
 
 
+# -- kinds: what a stored value was, where the stored one does not say it ----------------------------------------------
+
+_BY_TEXT = (datetime.timedelta, torch.dtype, torch.device)
+_READ: dict[str, Callable[[Any], Any]] = {
+    "path": Path,
+    "set": set,
+    "frozenset": frozenset,
+    "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
+    "dtype": lambda name: {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}[
+        f"torch.{name}"
+    ],
+    "device": torch.device,
+}
+
+
+def kinds_of_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the kinds of those hyperparameters that `stored_hyperparameters` does not return as they are, by name.
+
+    A kind is `[name, class, kinds of the items by their position]`, each None where there is nothing to say.
+    """
+    found = {str(name): _kind(value) for name, value in hparams.items() if data_problem(value, str(name)) is None}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _kind(value: Any) -> list[Any] | None:
+    if isinstance(value, enum.Enum):
+        return ["enum", [type(value).__qualname__, value.name], None]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ["dataclass", type(value).__qualname__, _kinds_of_items(_fields(value).values())]
+    name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
+    if type(value) in _BY_TEXT or name == "path":
+        return [name, None, None]
+    if type(value) in (set, frozenset):
+        return [name, None, _kinds_of_items(sorted(value, key=lambda one: repr(as_stored(one))))]
+    if isinstance(value, tuple) and type(value) is not tuple:
+        return ["namedtuple", type(value).__qualname__, _kinds_of_items(value)] if hasattr(value, "_fields") else None
+    if isinstance(value, Mapping):
+        items, keys = _kinds_of_items(value.values()), _kinds_of_items(value)
+        return None if items is None and keys is None else ["dict", keys, items]
+    if isinstance(value, (list, tuple)):
+        items = _kinds_of_items(value)
+        return None if items is None else [type(value).__name__, None, items]
+    return None
+
+
+def _kinds_of_items(items: Iterable[Any]) -> dict[str, Any] | None:
+    kinds = {str(position): kind for position, item in enumerate(items) if (kind := _kind(item)) is not None}
+    return kinds or None
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
+    """Return a stored value as it was given. Classes are those that the owner's annotations and modules name."""
+    try:
+        name, of_class, items = kind
+        if isinstance(value, dict):
+            names, values = _items_as_given(value, of_class if name == "dict" else None, owner, where), value.values()
+            value = dict(zip(names, _items_as_given(values, items, owner, where), strict=True))
+        elif items is not None:
+            value = type(value)(_items_as_given(value, items, owner, where))
+        if name in _READ:
+            return _READ[name](value)
+        if name == "enum":
+            cls = _class_named(owner, of_class[0], enum.Enum)
+            return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
+        if name == "namedtuple":
+            return _class_named(owner, of_class, tuple)(*value)
+        if name == "dataclass":
+            cls = _class_named(owner, of_class, object)
+            made = cls(**{field.name: value.pop(field.name) for field in dataclasses.fields(cls) if field.init})
+            for left, item in value.items():
+                object.__setattr__(made, left, item)
+            return made
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
+            f"which cannot be made again ({error}). Give it: load_from_checkpoint(path, {where}=...)."
+        ) from error
+    return value
+
+
+def _items_as_given(items: Iterable[Any], kinds: Any, owner: type, where: str) -> list[Any]:
+    kinds = kinds or {}
+    return [
+        _as_given(item, kinds[str(position)], owner, where) if str(position) in kinds else item
+        for position, item in enumerate(items)
+    ]
+
+
+def _class_named(owner: type, name: str, base: type) -> Any:
+    """Return a class of the user's by its name, from an annotation or a module of the owner: nothing is imported."""
+    found: list[Any] = []
+    for cls in owner.__mro__[:-1]:
+        with contextlib.suppress(Exception):  # a name known to type checkers only
+            found += get_type_hints(cls.__init__).values()  # type: ignore[misc]
+        found += [*vars(cls).values(), *vars(sys.modules[cls.__module__]).values()]
+    for one in found:  # grows
+        if isinstance(one, type) and one.__qualname__ == name and issubclass(one, base):
+            return one
+        inside = [*get_args(one), *(get_type_hints(one).values() if dataclasses.is_dataclass(one) else ())]
+        found += [other for other in inside if not any(other is known for known in found)]
+    raise LookupError(f"no class {name} is known where {owner.__name__} is defined")
+
+
 def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return stored hyperparameters with paths and enumerations where the constructor is annotated so."""
+    """Return values of a file with paths and enumerations where the constructor is annotated so, and with no text."""
     try:
         hints = get_type_hints(owner.__init__)  # type: ignore[misc]
     except Exception:  # a name known to type checkers only
@@ -309,7 +437,7 @@ def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(stored)
     for name, value in stored.items():
         options = [hints.get(name), *get_args(hints.get(name))]
-        for kind in options:
+        for kind in [] if type(value) in options else options:
             if isinstance(value, str) and kind is Path:
                 values[name] = Path(value)
             elif isinstance(kind, type) and issubclass(kind, enum.Enum) and value is not None:

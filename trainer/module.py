@@ -405,13 +405,15 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         if not checkpoint_path and "path" in hyperparameters:
             checkpoint_path = hyperparameters.pop("path")  # its name in earlier versions
         checkpoint = read_checkpoint(locate(checkpoint_path))
-        of_hyperparameters = {"module?": {str: object}, "arguments?": {str: (str, None)}}
+        of_hyperparameters = {"module?": {str: object}, "arguments?": {str: (str, None)}, "kinds?": {str: dict}}
         kinds = {"model": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": of_hyperparameters}
         require(checkpoint, kinds, "the checkpoint")
         checkpoint["model"] = evaluated_weights(checkpoint)
         kept = checkpoint.get("hyperparameters", {})
         stored = kept.get("module", {}) if hparams_file is None else read_hyperparameters(hparams_file)
-        arguments = constructor_arguments(cls, stored, kept.get("arguments", {}).get("module"), hyperparameters)
+        of_values = kept.get("kinds", {}).get("module") if hparams_file is None else None
+        argument = kept.get("arguments", {}).get("module")
+        arguments = constructor_arguments(cls, stored, argument, hyperparameters, of_values)
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
             module = cls(**arguments)
             module.configure_model()

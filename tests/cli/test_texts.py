@@ -57,7 +57,10 @@ def test_in_references(arguments: object, text: str, monkeypatch: pytest.MonkeyP
     ]
     found = arguments(*words, "--module.mixed", f"x{text}", "--module.free", "v${env:NOT_THERE,}")  # type: ignore[operator]
     assert found == {
-        **{"tag": text, "name": f"run-{text}-x", "root": f"w-x{text}", "mixed": f"x{text}"},
+        "tag": text,
+        "name": f"run-{text}-x",
+        "root": f"w-x{text}",
+        "mixed": f"x{text}",
         "free": "v",
     }
 
@@ -67,8 +70,14 @@ def test_numbers_of_a_file_are_texts_where_a_text_is_wanted(arguments: object) -
     Path("run.yaml").write_text("\n  ".join(["module:", *lines, "width: 7", "other: 0x10"]))
     found = arguments("--config", "run.yaml")  # type: ignore[operator]
     assert found == {
-        **{"tag": "0042", "name": None, "tags": ["1e5", "007", "true"], "table": {"a": "1.50", "b": "x"}},
-        **{"number": 42, "free": 1000.0, "width": 7, "other": 16},
+        "tag": "0042",
+        "name": None,
+        "tags": ["1e5", "007", "true"],
+        "table": {"a": "1.50", "b": "x"},
+        "number": 42,
+        "free": 1000.0,
+        "width": 7,
+        "other": 16,
     }
 
 

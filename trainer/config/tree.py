@@ -49,7 +49,7 @@ class Node:
     value: Scalar | dict[Any, Node] | list[Node]
     source: Source
     text: str | None = None
-    """A value as it was written, `0042` for 42, where a text may be wanted: on the command line, and numbers of YAML."""
+    """A value as it was written (0042 for 42), for where a text is wanted: on the command line, and numbers of YAML."""
     unreadable: str | None = None
     """The problem with a value of the command line that is not valid YAML; none where a text is wanted."""
     append: bool = False
@@ -233,17 +233,16 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
         return above
     if "class_path" in {**below.value, **above.value}:  # also of an argument, which has no canonical form yet
         below, above = canonical_class(below, path, findings), canonical_class(above, path, findings)
-        assert isinstance(below.value, dict)
-        assert isinstance(above.value, dict)
+    old, new = entries(below), entries(above)
     if _other_class(below, above):
-        if "init_args" in below.value:
+        if "init_args" in old:
             findings.notes.append(
-                f"{above.source}: {dotted(path)} is now {above.value['class_path'].value}; the arguments given to "
-                f"{below.value['class_path'].value} at {below.source} are left out."
+                f"{above.source}: {dotted(path)} is now {new['class_path'].value}; the arguments given to "
+                f"{old['class_path'].value} at {below.source} are left out."
             )
         return above
-    merged = dict(below.value)
-    for key, child in above.value.items():
+    merged = dict(old)
+    for key, child in new.items():
         # The command line knows text only: --x.4 means the entry 4 that a file wrote as a number.
         number = whole_number(key) if isinstance(key, str) else key
         known = number if number is not None and number in merged and key not in merged else key
@@ -252,8 +251,7 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
             _report_empty_section(merged[known], child, findings, (*path, key))
         nothing = Node({} if isinstance(child.value, dict) else None, child.source)
         merged[known] = merge(merged.get(known, nothing), child, findings, inside)
-    text = None if below.value else above.text
-    return Node(merged, above.source if "class_path" in above.value else below.source, text)
+    return Node(merged, above.source if "class_path" in new else below.source, None if old else above.text)
 
 
 def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:

@@ -18,7 +18,6 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 
 from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
 
-
 TEXTS = (str, Path, PurePath, PathLike)
 SCALARS = (bool, int, float, NoneType)
 
@@ -117,7 +116,7 @@ def validate(value: Any, annotation: Any) -> Any:
 
 
 def wants_text(value: Any, annotation: Any) -> bool:
-    """Whether a value that was read from a text is to be the text: it may be one, and fits no other member of the union."""
+    """Whether a value that was read from a text is to be that text: it may be, and fits no other of a union."""
     others = [option for option in options_of(annotation) if option not in TEXTS]
     if len(others) == len(options_of(annotation)):
         return False
@@ -136,7 +135,7 @@ def _fits(value: Any, option: Any) -> bool:
 
 
 def item_annotations(value: Any, annotation: Any) -> list[Any]:
-    """Return the annotation of each item of a list, or of each value of a mapping; `Any` where there is not just one."""
+    """Return the annotation of each item of a list, or of each value of a mapping; `Any` where there are several."""
     kinds = (*LISTS, tuple) if isinstance(value, list) else MAPPINGS
     found = [get_args(option) for option in options_of(annotation) if get_origin(option) in kinds]
     arguments: tuple[Any, ...] = found[0] if len(found) == 1 else ()

@@ -169,7 +169,9 @@ class DataModule(OptionalMethods, HasHyperparameters):
         checkpoint = read_checkpoint(locate(checkpoint_path))
         kept = checkpoint.get("hyperparameters", {})
         stored = kept.get("data", {}) if hparams_file is None else read_hyperparameters(hparams_file)
-        datamodule = cls(**constructor_arguments(cls, stored, kept.get("arguments", {}).get("data"), hyperparameters))
+        kinds = kept.get("kinds", {}).get("data") if hparams_file is None else None
+        argument = kept.get("arguments", {}).get("data")
+        datamodule = cls(**constructor_arguments(cls, stored, argument, hyperparameters, kinds))
         if checkpoint.get("data"):
             datamodule.load_state_dict(checkpoint["data"])
         return datamodule

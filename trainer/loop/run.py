@@ -28,7 +28,7 @@ from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.hyperparameters import stored_hyperparameters
+from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.averaged_weights import OptimizerAverages
 from trainer.loop.bad_steps import BadSteps
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
@@ -889,7 +889,8 @@ class Run:
         stored = {name: {} if one is None else stored_hyperparameters(one.hparams) for name, one in owners.items()}
         arguments = {name: vars(one).get("_hparams_argument") for name, one in owners.items() if one is not None}
         named = {name: argument for name, argument in arguments.items() if argument is not None}
-        return {**stored, "arguments": named} if named else stored
+        kinds = {name: {} if one is None else kinds_of_hyperparameters(one.hparams) for name, one in owners.items()}
+        return {**stored, **({"arguments": named} if named else {}), "kinds": kinds}
 
     def logged_hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters for the loggers: without those of `save_hyperparameters(logger=False)`."""

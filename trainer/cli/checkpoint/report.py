@@ -86,7 +86,9 @@ def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float 
     if isinstance(versions, dict):
         yield f"versions        {', '.join(plain(f'{name} {text_of(value)}') for name, value in versions.items())}"
     yield f"size            {size(sum(entry.bytes for entry in manifest.files.values()))}"
-    for title, content in (("metrics", manifest.info.get("metrics")), ("hyperparameters", data.get("hyperparameters"))):
+    given = data.get("hyperparameters")
+    given = {name: given[name] for name in given if name != "kinds"} if isinstance(given, dict) else given
+    for title, content in (("metrics", manifest.info.get("metrics")), ("hyperparameters", given)):
         rows = [(plain(name), plain(value)) for name, value in _flat("", content)]
         if rows:
             yield ""

@@ -136,7 +136,7 @@ def _count(info: dict[str, Any], name: str) -> int | None:
 def _saved_hyperparameters(checkpoints: Path, infos: dict[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters in a checkpoint, for runs without a logger that writes them."""
     saved = read_json(checkpoints / next(iter(infos), "") / "checkpoint.json").get("hyperparameters")
-    return saved if isinstance(saved, dict) else {}
+    return {name: saved[name] for name in saved if name != "kinds"} if isinstance(saved, dict) else {}
 
 
 def _pointed(checkpoints: Path, pointer: str, infos: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,0 +1,156 @@
+"""What `save_hyperparameters` keeps comes back from a checkpoint with the same values and types."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.toy import quiet
+from tests.tiers import Inputs
+from trainer import CheckpointError, DataModule, TrainModule
+from trainer.hyperparameters import constructor_arguments
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = ("b", 2)
+
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = 2
+
+
+@dataclasses.dataclass
+class Inner:
+    width: int = 1
+    of: Any = None
+    made: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.made = self.width * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    names: tuple[str, ...] = ()
+
+
+class Model(TrainModule):
+    def __init__(self, value: Any = None, text: str | Path = "x", color: str | Color = "red") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.given = value
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(DataModule):
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.given = value
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(2, 1))
+
+
+def again(value: Any, **more: Any) -> Model:
+    """Return a module that was loaded from the checkpoint of a run with this value."""
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(Model(value, **more), datamodule=Data(value))
+    shutil.rmtree("saved", ignore_errors=True)
+    trainer.save_checkpoint("saved")
+    assert alike(Data.load_from_checkpoint("saved").given, value)
+    return Model.load_from_checkpoint("saved")
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are equal, and all their parts of the same types."""
+    if type(one) is not type(other):
+        return False
+    if dataclasses.is_dataclass(one):
+        return all(alike(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
+    if isinstance(one, dict):
+        return alike([*one], [*other]) and alike([*one.values()], [*other.values()])
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+LEAVES: list[Callable[[random.Random], Any]] = [
+    lambda rng: rng.choice([None, True, 1, -0.5, "a", "", "s3://bucket/x", "red"]),
+    lambda rng: Path(rng.choice(["a", "/b/c", "~/d", "x y"])),
+    lambda rng: rng.choice([*Color, *Flags, Flags.A | Flags.B]),
+    lambda rng: datetime.timedelta(rng.randrange(9), rng.randrange(9), rng.randrange(999)),
+    lambda rng: rng.choice([torch.float16, torch.int64, torch.device("cpu"), torch.device("cuda:1")]),
+]
+
+
+def drawn(rng: random.Random, depth: int = 0) -> Any:
+    """Return data of any kind that has a form in a checkpoint."""
+    if depth == 3 or rng.random() < 0.3:
+        return rng.choice(LEAVES)(rng)
+    items = [drawn(rng, depth + 1) for _ in range(rng.randrange(1, 4))]
+    keys = [rng.choice(["k", 3, Color.RED, (1, "x")]), "other", 5]
+    return rng.choice(
+        [
+            lambda: items,
+            lambda: tuple(items),
+            lambda: dict(zip(keys, items, strict=False)),
+            lambda: Point(items[0], items[-1]),
+            lambda: Inner(3, items[0]),
+            lambda: Outer(Inner(2, items[0]), ("a", "b")),
+            lambda: {rng.choice(LEAVES)(rng) for _ in range(2)},
+            lambda: frozenset({1, "a"}),
+        ]
+    )()
+
+
+def test_drawn_values_come_back_with_their_types(inputs: Inputs) -> None:
+    for rng in inputs:
+        value = drawn(rng)
+        found = again(value).given
+        assert alike(found, value), (rng.seed_given, value, found)  # type: ignore[attr-defined]
+
+
+def test_texts_stay_texts_beside_paths_and_enumerations() -> None:
+    module = again(None, text="https://host/a.bin", color="red")
+    assert (module.hparams.text, module.hparams.color) == ("https://host/a.bin", "red")
+    module = again(None, text=Path("a"), color=Color.RED)
+    assert (module.hparams.text, module.hparams.color) == (Path("a"), Color.RED)
+
+
+def test_a_class_that_is_not_there_is_asked_for() -> None:
+    again([Inner(1)])
+    path = Path("saved/checkpoint.json")
+    content = path.read_text()
+    assert '"Inner"' in content
+    state = json.loads(content.replace('"Inner"', '"Elsewhere"'))
+    kept = state["hyperparameters"]
+    with pytest.raises(CheckpointError, match=r"hyperparameter value was a dataclass .*Elsewhere"):
+        constructor_arguments(Model, kept["module"], None, {}, kept["kinds"]["module"])
+    found = constructor_arguments(Model, kept["module"], None, {"value": 3}, kept["kinds"]["module"])
+    assert found["value"] == 3
