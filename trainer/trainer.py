@@ -933,9 +933,13 @@ class Trainer:
         """Return the hyperparameters of module and data module."""
         return self.run.hyperparameters()
 
-    def record_config(self, text: str) -> None:
-        """Write the configuration, as YAML, to the run directory and checkpoints of each later `fit`."""
-        self._session.config_text = text
+    def record_config(self, text: str, run_dir: Path | None = None) -> None:
+        """Write the configuration, as YAML, to the run directory and checkpoints of each later `fit`.
+
+        Args:
+            run_dir: the directory of the run whose configuration it is: `ckpt_path="last"` is a checkpoint of that run.
+        """
+        self._session.config_text, self._session.named_run = text, run_dir
 
     # -- the current or last run ---------------------------------------------------------------------------------------
 

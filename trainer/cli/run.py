@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +99,7 @@ def run_command(
             return fit_on_ray(options.ray, configuration)
         if prepare is not None:
             prepare(configuration)
-        if command != "fit" and options.config:
-            _in_named_run(configuration, local_path(options.config[-1]))
+        _in_named_run(configuration, options.config, command)
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
         return _with_traceback(error, 2) if traced else usage_error(str(error))
@@ -174,22 +173,34 @@ def _with_traceback(error: Exception, code: int) -> int:
     return code
 
 
-def _in_named_run(configuration: Configuration, file: Path) -> None:
-    """Work in the run whose own configuration was given, wherever its directory was moved to.
+def _in_named_run(configuration: Configuration, names: Sequence[str], command: str) -> None:
+    """Work in the run whose own configuration is among the files, wherever its directory was moved to.
 
     `last` and `best` are that run's, not those of the newest one; `default_root_dir` is its parent folder.
-    """
-    checkpoints = file.parent / "checkpoints"
-    if file.name != "config.yaml" or not checkpoints.is_dir():
-        return
-    from trainer.checkpoint.directory import CheckpointDirectory
 
+    Raises:
+        ConfigError: two runs are meant by `last` or `best`.
+    """
+    files = [local_path(name) for name in names]
+    own = [file for file in files if file.name == "config.yaml" and (file.parent / "checkpoints").is_dir()]
+    runs = list(dict.fromkeys(file.absolute().parent for file in own))
+    which = configuration.ckpt_path if configuration.ckpt_path in ("last", "best") else None
+    if len(runs) > 1 and which is not None:
+        raise ConfigError(
+            f"--ckpt-path {which}: two of the files are configurations of runs, {runs[0]} and {runs[1]}. Give one of "
+            f"them, or the run: --ckpt-path {runs[0]}."
+        )
+    if len(runs) != 1:
+        return
+    (configuration.run_dir,) = runs
     source = configuration.sources.get("default_root_dir")
-    if source is not None and local_path(source.name) == file:
-        configuration.trainer["default_root_dir"] = str(file.absolute().parent.parent)
-    if configuration.ckpt_path in ("last", "best"):
+    if source is not None and local_path(source.name).absolute().parent == configuration.run_dir:
+        configuration.trainer["default_root_dir"] = str(configuration.run_dir.parent)
+    if which is not None and (command, which) != ("fit", "last"):  # in which `fit` goes on in place
+        from trainer.checkpoint.directory import CheckpointDirectory
+
         with suppress(CheckpointError):
-            configuration.ckpt_path = str(CheckpointDirectory(checkpoints).resolve(configuration.ckpt_path))
+            configuration.ckpt_path = str(CheckpointDirectory(configuration.run_dir / "checkpoints").resolve(which))
 
 
 def print_results(job: Job, title: str, results: list[dict[str, float]]) -> None:

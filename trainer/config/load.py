@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.arguments import local_path
@@ -33,9 +34,13 @@ class Configuration:
     weights: str | None
     resolved: str
     """YAML that gives the same configuration from any folder."""
+    recorded: str
+    """That of the run directory: without "last", which is another checkpoint when the file is read again."""
     notes: list[str]
     sources: dict[str, Source]
     """The source of each of the trainer's arguments."""
+    run_dir: Path | None = None
+    """The directory of the run whose own configuration this is."""
 
     def add_callback(self, cls: type[Callback]) -> None:
         """Add a callback of this class, unless there is one already."""
@@ -58,7 +63,7 @@ class Configuration:
             found.problems += with_source(error.problems, self.sources)
             found.report()
             raise
-        trainer.record_config(self.resolved)
+        trainer.record_config(self.recorded, self.run_dir)
         # After the trainer, whose seed the weights are drawn from.
         module, data = _try(self.module, found), _try(self.data, found)
         found.report()
@@ -102,6 +107,7 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
     assert module is not None
     ckpt_path, weights = (None if key not in given else given[key].plain() for key in ("ckpt_path", "weights"))
     sources = sources_of(given.get("trainer"))
+    resolved = escaped(_resolved(tree))
     return Configuration(
         trainer,
         module,
@@ -109,7 +115,8 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
         ckpt_path,
         allow_changes,
         weights,
-        to_yaml(escaped(_resolved(tree))),
+        to_yaml(resolved),
+        to_yaml({key: value for key, value in resolved.items() if (key, value) != ("ckpt_path", "last")}),
         findings.notes,
         sources,
     )

@@ -99,6 +99,8 @@ class Session:
         """Micro-batches of an epoch in the last `fit`; None: unknown."""
         self.seed = settings.seed or 0
         self.run_dir = settings.root
+        self.named_run: Path | None = None
+        """The directory of the run that "last" and "best" mean; None: the newest below `default_root_dir`."""
         self.began: int | None = None
         """The beginning of the run directory's first `fit`, in nanoseconds since 1970; None: not known yet."""
         self.config_text: str | None = None

@@ -69,6 +69,9 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
                     f"To start anew, leave out {last} or remove that folder."
                 ) from None
     if ckpt_path == "last" and run.stage == "fit":
+        where = printable(str(run.session.named_run or run.settings.root))
+        last = run.session.argument("ckpt_path", "last")
+        log.info("%s: there is no checkpoint in %s yet, and the training begins anew", last, where)
         return None
     for callback in run.checkpoint_callbacks if run.session.has_fit else ():
         if path := callback.best_model_path if ckpt_path == "best" else callback.last_model_path:
@@ -223,6 +226,8 @@ def checkpoint_dirs(run: Run) -> list[StoragePath]:
     own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
     if run.session.has_fit:
         return [*own, run.session.run_dir / CHECKPOINTS]
+    if run.session.named_run is not None:
+        return [*own, run.session.named_run / CHECKPOINTS]
     return [*own, *(run / CHECKPOINTS for run in reversed(versions(run.settings.root)))]
 
 

@@ -1,0 +1,108 @@
+""" "last" and "best" beside a run's own configuration are that run's, in every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.project import Command
+from trainer.checkpoint.directory import CheckpointDirectory
+
+RUN = """
+module: {class_path: mymodel.py:Net, init_args: {lr: 0.01}}
+data: mymodel.py:Data
+trainer:
+  {max_epochs: 1, seed: 1, accelerator: cpu, logger: false, enable_progress_bar: false, enable_model_summary: false,
+   callbacks: [ModelCheckpoint]}
+"""
+
+
+@pytest.fixture
+def runs(command: Command) -> Command:
+    """Train two runs that differ in their learning rate and seed."""
+    Path("run.yaml").write_text(RUN)
+    for words in ((), ("--module.lr", "0.2", "--seed", "5")):
+        code, _, err = command("fit", "--config", "run.yaml", *words)
+        assert code == 0, err
+    return command
+
+
+def step(run: str) -> int:
+    found = CheckpointDirectory(Path(run, "checkpoints")).resolve("last")
+    progress = json.loads((Path(str(found)) / "checkpoint.json").read_text())["progress"]
+    return int(progress["step"])
+
+
+def record(run: str) -> dict[str, object]:
+    loaded: dict[str, object] = yaml.safe_load(Path(run, "config.yaml").read_text())
+    return loaded
+
+
+def test_fit_goes_on_in_the_run_whose_configuration_it_is_given(runs: Command) -> None:
+    steps, other = step("runs/version_0"), record("runs/version_1")
+    again = ("fit", "--config", "runs/version_0/config.yaml", "--ckpt-path", "last", "--trainer.max_epochs", "2")
+    code, out, err = runs(*again)
+    assert code == 0, err
+    assert "run directory:  runs/version_0" in out
+    assert (step("runs/version_0"), step("runs/version_1")) == (2 * steps, steps)
+    assert record("runs/version_1") == other
+    assert "ckpt_path" not in record("runs/version_0")
+    # Another file beside it, in any order, and a moved run.
+    Path("more.yaml").write_text("trainer: {max_epochs: 3}\n")
+    Path("runs").rename("moved")
+    config = "moved/version_0/config.yaml"
+    code, out, err = runs("fit", "--config", config, "more.yaml", "--ckpt-path", "last")
+    assert code == 0, err
+    assert "run directory:  moved/version_0" in out
+    assert (step("moved/version_0"), step("moved/version_1")) == (3 * steps, steps)
+    assert not Path("runs").exists()
+    # From its best checkpoint a new run begins, as from the path of one.
+    code, out, err = runs("fit", "--config", config, "--ckpt-path", "best", "--trainer.max_epochs", "4")
+    assert code == 1, out  # nothing is monitored
+    assert "no such checkpoint" in err
+
+
+def test_members_of_a_sweep_go_on_each_by_its_own_configuration(runs: Command) -> None:
+    steps = step("runs/version_0")
+    for number in (0, 1, 0):
+        config = f"runs/version_{number}/config.yaml"
+        epochs = str(2 + step(f"runs/version_{number}") // steps)
+        code, out, err = runs("fit", "--config", config, "--ckpt-path", "last", "--trainer.max_epochs", epochs)
+        assert code == 0, err
+        assert f"run directory:  runs/version_{number}" in out
+    assert step("runs/version_0") > step("runs/version_1") > steps
+    assert [one.name for one in sorted(Path("runs").iterdir())] == ["version_0", "version_1"]
+    assert (record("runs/version_0")["module"], record("runs/version_1")["module"]) != ({}, {})
+
+
+@pytest.mark.parametrize("order", [("config", "more"), ("more", "config")])
+def test_an_evaluation_is_of_that_run_beside_any_other_file(runs: Command, order: tuple[str, str]) -> None:
+    Path("more.yaml").write_text("trainer: {limit_val_batches: 2}\n")
+    files = {"config": "runs/version_0/config.yaml", "more": "more.yaml"}
+    expected = runs("validate", "--config", files["config"], "--ckpt-path", "last", "--trainer.limit_val_batches", "2")
+    found = runs("validate", "--config", *[files[name] for name in order], "--ckpt-path", "last")
+    assert found[0] == 0, found[2]
+    assert found[1] == expected[1]
+    other = runs("validate", "--config", "runs/version_1/config.yaml", "more.yaml", "--ckpt-path", "last")
+    assert other[1] != found[1]
+
+
+def test_two_runs_are_too_many(runs: Command) -> None:
+    files = [f"runs/version_{number}/config.yaml" for number in (0, 1)]
+    code, _, err = runs("validate", "--config", *files, "--ckpt-path", "last")
+    assert code == 2
+    assert "two of the files are configurations of runs" in err
+    assert runs("validate", "--config", *files, "--ckpt-path", "runs/version_1")[0] == 0
+
+
+def test_that_there_is_no_checkpoint_yet_is_said(command: Command, caplog: pytest.LogCaptureFixture) -> None:
+    Path("run.yaml").write_text(RUN)
+    caplog.set_level("INFO", "trainer")
+    code, _, err = command("fit", "--config", "run.yaml", "--ckpt-path", "last", "--trainer.default_root_dir", "new")
+    assert code == 0, err
+    words = f"--ckpt-path last: there is no checkpoint in {Path.cwd() / 'new'} yet, and the training begins anew"
+    assert words in caplog.text
+    assert "ckpt_path" not in record("new/version_0")
