@@ -43,6 +43,7 @@ OPTIMIZER: dict[str, Any] = {
     "common?": dict,
     "extra?": dict,
     "parts?": {str: {"state?": {str: object}, "common?": dict, "param_groups?": [dict]}},
+    "by_position?": bool,
 }
 """The kinds of the entries (see `schema.Kind`)."""
 
@@ -414,6 +415,38 @@ def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tenso
 
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
 """Tensors of torch's fused optimizers, which read as many elements of each as the parameter has."""
+
+
+def with_names(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose parameters were numbered by an import with their names, in the order of this optimizer.
+
+    Raises:
+        CheckpointError: the optimizer has groups of other sizes, or a parameter has another shape than its state.
+    """
+    if not state.get("by_position"):
+        return state
+    names, saved = names_by_group(module, optimizer), [group["params"] for group in state["param_groups"]]
+    if [*map(len, names)] != [*map(len, saved)]:
+        raise CheckpointError(
+            f"the imported optimizer has groups of {[*map(len, saved)]} parameters, and {type(optimizer).__name__} of "
+            f"configure_optimizers has {[*map(len, names)]}: give it the same groups, or start from the weights alone."
+        )
+    name_of = {
+        position: name
+        for ours, theirs in zip(names, saved, strict=True)
+        for name, position in zip(ours, theirs, strict=True)
+    }
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    by_name = {name_of[position]: values for position, values in state["state"].items()}
+    for name, values in by_name.items():
+        for value in values.values() if isinstance(values, dict) else ():
+            if isinstance(value, (torch.Tensor, StoredTensor)) and value.shape and tuple(value.shape) != shapes[name]:
+                raise CheckpointError(
+                    f"the imported optimizer's state of {name} has the shape {list(value.shape)}, and the parameter "
+                    f"{list(shapes[name])}: configure_optimizers has the parameters in another order than then."
+                )
+    groups = [{**group, "params": ours} for group, ours in zip(state["param_groups"], names, strict=True)]
+    return {**state, "state": by_name, "param_groups": groups, "by_position": False}
 
 
 def check_shapes(module: nn.Module, state: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.manifest import read_metadata
-from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of
+from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of, with_names
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.serialization import serialize
@@ -365,6 +365,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     regroups = changes is None or len(changes["groups"]) == len(run.optimizers)
     for number, (optimizer, state) in enumerate(zip(run.optimizers, checkpoint["optimizers"], strict=True)):
         with restoring(f"the state of {type(optimizer).__name__}"):
+            state = checkpoint["optimizers"][number] = with_names(run.module, optimizer, state)
             check_shapes(run.module, state)
             if regroups:
                 run.hook_changes.restore_groups(number, state, changes)

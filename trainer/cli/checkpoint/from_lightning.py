@@ -76,6 +76,7 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
     """
     from trainer.checkpoint.writing import write_checkpoint
     from trainer.cli.checkpoint.lightning_training import NotMappedError, training_of
+    from trainer.hyperparameters import kinds_of_hyperparameters
 
     read = _read(file)
     _check(read)
@@ -85,7 +86,10 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
     of_owners = (("module", hyperparameters), ("data", of_data))
     kept = {owner: _storable(values, no_data) for owner, values in of_owners if values}
     epoch, step = read.get("epoch", 0), read.get("global_step", 0)
-    state = {"model": weights, "hyperparameters": kept}
+    kinds = {
+        owner: kinds_of_hyperparameters({n: values[n] for n in kept[owner]}) for owner, values in of_owners if values
+    }
+    state = {"model": weights, "hyperparameters": {**kept, "kinds": kinds}}
     progress: dict[str, Any] = {"epoch": epoch, "step": step}
     try:
         training, reason = training_of(read, optimizer), None

@@ -15,7 +15,6 @@ from trainer.errors import CheckpointError
 from trainer.loop.progress import Progress
 from trainer.seed import rng_state
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _ADAM = ("Adam", "AdamW")
 
 
@@ -33,7 +32,7 @@ def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
         kind: the name of the optimizer's class, which the file does not have; None to find it by its options.
 
     Raises:
-        NotMappedError: there is not one optimizer of one group, for the weights in their order.
+        NotMappedError: there is not one optimizer, or no class of torch's has its options.
     """
     try:
         return _training_of(read, kind)
@@ -47,7 +46,7 @@ def _training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     if not isinstance(states, list) or len(states) != 1:
         raise NotMappedError(f"it has {len(states) if isinstance(states, list) else 'no'} optimizers, and not one")
     schedulers = read.get("lr_schedulers", [])
-    optimizer = _optimizer(states[0], read["state_dict"], kind)
+    optimizer = _optimizer(states[0], kind)
     try:
         serialize([optimizer, schedulers], "its optimizer and schedulers")
     except CheckpointError as error:
@@ -75,36 +74,22 @@ def _training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     }
 
 
-def _optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
+def _optimizer(state: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
+    """Return an optimizer's state by position: only the optimizer that the module makes has the names."""
     groups, values = state.get("param_groups", []), state.get("state", {})
-    if len(groups) != 1:
-        raise NotMappedError(f"its optimizer has {len(groups)} groups, whose parameters have no names there")
-    (group,) = groups
-    names, positions = _parameters(weights), group["params"]
-    if len(names) != len(positions):
-        raise NotMappedError(f"its optimizer has {len(positions)} parameters, and the module {len(names)}")
-    by_name = dict(zip(names, (values.get(position, {}) for position in positions), strict=True))
-    for name, of_one in by_name.items():
-        shapes = [value.shape for value in of_one.values() if isinstance(value, torch.Tensor) and value.dim()]
-        if any(shape != weights[name].shape for shape in shapes):
-            raise NotMappedError(f"the state of its optimizer does not have the shape of {name}")
-    options = {option: value for option, value in group.items() if option != "params"}
+    positions = [position for group in groups for position in group["params"]]
+    options = [{option: value for option, value in group.items() if option != "params"} for group in groups]
     more = {"common": {key: one for key, one in values.items() if key not in positions}, "extra": extra_of(state)}
     return {
         **{key: value for key, value in more.items() if value},
-        "kind": kind or _kind(options),
-        "state": {name: dict(of_one) for name, of_one in by_name.items() if of_one},
-        "param_groups": [{**options, "params": names}],
+        "kind": kind or _kind(options[0]),
+        "state": {str(position): dict(values[position]) for position in positions if values.get(position)},
+        "param_groups": [
+            {**of_group, "params": [*map(str, group["params"])]}
+            for of_group, group in zip(options, groups, strict=True)
+        ],
+        "by_position": True,
     }
-
-
-def _parameters(weights: Mapping[str, Any]) -> list[str]:
-    """Return the names of what was trained, in order: weights of floats, tied ones once, without statistics."""
-    places: dict[tuple[Any, ...], str] = {}
-    for name, value in weights.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and not name.endswith(_STATISTICS):
-            places.setdefault((value.untyped_storage().data_ptr(), value.storage_offset(), value.shape), name)
-    return list(places.values())
 
 
 def _kind(options: Mapping[str, Any]) -> str:
@@ -133,12 +118,14 @@ def _progress(read: Mapping[str, Any]) -> Progress:
     fit = read.get("loops", {}).get("fit_loop", {})
     epochs = fit.get("epoch_progress", {}).get("current", {})
     batches = fit.get("epoch_loop.batch_progress", {})
-    progress.batches_before = int(batches.get("total", {}).get("completed", 0))
+    # ModelCheckpoint saves in hooks, before Lightning counts the batch, or the epoch, as completed.
+    progress.batches_before = int(batches.get("total", {}).get("processed", 0))
     if epochs.get("ready", 0) <= epochs.get("processed", 0):
+        progress.epoch = int(epochs.get("processed", progress.epoch))
         return progress  # between two epochs
     if batches.get("is_last_batch"):
         progress.epoch_ended = True
     else:
-        progress.batch = int(batches.get("current", {}).get("completed", 0))
+        progress.batch = int(batches.get("current", {}).get("processed", 0))
         progress.batches_before -= progress.batch
     return progress
