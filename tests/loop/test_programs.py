@@ -55,6 +55,14 @@ FIXED: dict[str, Program] = {
         optimizer=Optimizer("AdamW", "every second step"),
         saves=Saves(1),
     ),
+    "a sanity check of a stream of which the fit reads no more, and a signal after the end": Program(
+        data=ListOfBatches(),
+        window=Window(3),
+        val=Validation("stream", sanity=2),
+        guard=Guard("rewind", 5),
+        again=Again(2),
+        stops=(Stop("stop", "start of an epoch", 2, True), Stop("signal", "saved", 4, True)),
+    ),
     "random numbers, killed in a validation": Program(
         data=Shuffled(7, 2), stops=(Stop("kill", "validation", 2),), val=Validation(interval=2), draws=Draws(True)
     ),

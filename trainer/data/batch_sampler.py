@@ -276,12 +276,6 @@ class DistributedBatchSampler:
         )
         return [] if drawn else _nested(self.sampler)
 
-    def place(self) -> dict[str, Any]:
-        """Return the state of the user's samplers with all their attributes, changed or not."""
-        samplers = [] if self.random_access is not None else _nested(self.sampler)
-        now = [{name: value for name, (value,) in plain_attributes(one).items()} for one in samplers]
-        return {"now": now, "own_now": [_own_state(one) for one in samplers]}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, when the next epoch begins."""
         sizes = ("samples", "size", "batch_size", "first_batch_size")

@@ -228,9 +228,6 @@ class CombinedBatches(BatchLoader):
     def state_dict(self) -> dict[str, Any]:
         return {"loaders": [part.state_dict() for part in self.parts], "lengths": list(self._lengths)}
 
-    def place(self) -> dict[str, Any]:
-        return {"loaders": [part.place() for part in self.parts], "lengths": list(self._lengths)}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require(state, {"lengths?": [(Integer(), None)]}, "the state of a CombinedLoader")
         saved = [*state.get("lengths", []), *[None] * len(self.parts)]

@@ -227,10 +227,6 @@ class BatchLoader(ABC):
         yielded: call it when all of those are consumed."""
         return {}
 
-    def place(self) -> dict[str, Any]:
-        """Return a state with which what is read from now on is read once more, after `load_state_dict`."""
-        return self.state_dict()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the next `iterate` continues there."""
 

@@ -174,9 +174,6 @@ class ShardedDataLoader(BatchLoader):
     def state_dict(self) -> dict[str, Any]:
         return self.sampler.state_dict()
 
-    def place(self) -> dict[str, Any]:
-        return self.sampler.place()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state)
 

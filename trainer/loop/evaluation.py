@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from copy import deepcopy
+from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -91,16 +90,15 @@ def sanity_check(run: Run) -> None:
     if any(loader.one_shot for loader in run.val_loaders.values()):
         log.info("no sanity check: it would use up the validation data, which can be read only once")
         return
-    places = [(loader, deepcopy(loader.place())) for loader in run.val_loaders.values()]
     with run.during("sanity checking"), no_trace(run), run.session.dropping_values():
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
         hooks = stage_hooks(run, "validation")
-        with run.optimizer_averages.evaluated():
+        with run.optimizer_averages.evaluated(), ExitStack() as places:
+            for loader in run.val_loaders.values():
+                places.enter_context(loader.kept_place())
             leaving = Leaving(run)
             evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
-        for loader, place in places:
-            loader.load_state_dict(place)
         run.hooks.on_sanity_check_end()
     refuse_misspelt_monitors(run)
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,7 @@ def run_product(program: Program, folder: Path, lengths: dict[int, int]) -> Reco
     """Run all processes of the program and return what happened."""
     record = Record()
     logging.getLogger("trainer").setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # of one that comes when a fit is over
     for stop in (*program.stops, None):
         objects.TOLD.clear()
         record.begin_process()
