@@ -48,7 +48,6 @@ STATE = {
     "best": (str, None),
     "last": (str, None),
     "saved_step": Integer(-1),
-    "at_end?": bool,
     "nonfinite?": [str],
     "monitor?": [(str, None)],
     "owner?": str,
@@ -194,8 +193,6 @@ class ModelCheckpoint(Checkpoint):
         self._owner = os.urandom(8).hex()
         """A name in the manifests of the checkpoints that this callback has written, and may delete."""
         self._continues = False
-        self._at_end = True
-        """Whether the newest checkpoint was written at the end of a training."""
         """True if this callback was in the run that wrote the checkpoint."""
         self._restored_best: tuple[str | None, float | None] = (None, None)
         """Name and value of the best checkpoint in the restored state."""
@@ -407,12 +404,9 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._finish_write(trainer)
-        # A run that was stopped after its last step, and has come to its end only now, may have changed at the end.
-        ends_now = self._continues and trainer.run.ends and not self._at_end
-        due = self.saved_step != trainer.global_step or ends_now
-        if due and trainer.global_step > 0 and (self.save_last or self.save_top_k):
+        if self.saved_step != trainer.global_step and trainer.global_step > 0 and (self.save_last or self.save_top_k):
             self._unsaved = None
-            self._save(trainer, renew=ends_now)
+            self._save(trainer)
             self._finish_write(trainer)
         if self.saved_step == trainer.global_step:
             self._unsaved = None
@@ -530,7 +524,6 @@ class ModelCheckpoint(Checkpoint):
             self._time_is_up = self._time_is_up and value is None  # else the next value decides
             return
         self._previous = self.kept, self.last, self.nonfinite, self.saved_step
-        self._at_end = trainer.run.ends
         self._attempted_step = trainer.global_step
         if self.trainable_only:
             self._find_base(trainer)
@@ -872,7 +865,7 @@ class ModelCheckpoint(Checkpoint):
         # A resumed run tries again to delete what could not be deleted.
         kept = {**dict.fromkeys(self._undeleted), **self.kept}
         state: dict[str, Any] = {"kept": kept, "best": self.best, "last": self.last, "saved_step": self.saved_step}
-        state["owner"], state["at_end"] = self._owner, self._at_end
+        state["owner"] = self._owner
         return {**state, "nonfinite": list(self.nonfinite)} if self.nonfinite else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -886,7 +879,6 @@ class ModelCheckpoint(Checkpoint):
             if not name or name.startswith(".") or "/" in name or "\0" in name:
                 raise CheckpointError(f"ModelCheckpoint: {name!r} is not the name of a checkpoint")
         self._continues, self.saved_step = True, state_dict["saved_step"]
-        self._at_end = state_dict.get("at_end", True)
         self._owner = state_dict.get("owner", self._owner)
         # Checkpoints of later versions have the monitor in the key of the state.
         if (monitored := state_dict.get("monitor")) not in (None, self._monitored()):

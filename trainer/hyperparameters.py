@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
-import torch
 
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
 
@@ -270,7 +269,7 @@ def data_problem(value: Any, where: str) -> str | None:
     Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, a timedelta, a dtype or
     device of torch, and mappings, lists, tuples, sets and dataclasses of data.
     """
-    if is_scalar(value) or isinstance(value, (os.PathLike, enum.Enum, *_BY_TEXT)):
+    if is_scalar(value) or isinstance(value, (os.PathLike, enum.Enum, datetime.timedelta)) or _is_of_torch(value):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _fields(value)
@@ -297,7 +296,7 @@ def as_stored(value: Any) -> Any:
         return value
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
-    if isinstance(value, (torch.dtype, torch.device)):
+    if _is_of_torch(value):
         return str(value).removeprefix("torch.")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _fields(value)
@@ -323,17 +322,29 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 
 # -- kinds: what a stored value was, where the stored one does not say it ----------------------------------------------
 
-_BY_TEXT = (datetime.timedelta, torch.dtype, torch.device)
 _READ: dict[str, Callable[[Any], Any]] = {
     "path": Path,
     "set": set,
     "frozenset": frozenset,
     "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
-    "dtype": lambda name: {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}[
-        f"torch.{name}"
-    ],
-    "device": torch.device,
+    "dtype": lambda name: _named_in_torch("dtype", name),
+    "device": lambda name: _named_in_torch("device", name),
 }
+
+
+def _named_in_torch(kind: str, name: str) -> Any:
+    import torch
+
+    return torch.device(name) if kind == "device" else {str(one): one for one in _dtypes_of(torch)}[f"torch.{name}"]
+
+
+def _dtypes_of(torch: Any) -> list[Any]:
+    return [one for one in vars(torch).values() if isinstance(one, torch.dtype)]
+
+
+def _is_of_torch(value: Any) -> bool:
+    """Whether a value is a dtype or device of torch, whose import takes seconds."""
+    return type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device")
 
 
 def kinds_of_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
@@ -351,7 +362,7 @@ def _kind(value: Any) -> list[Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ["dataclass", type(value).__qualname__, _kinds_of_items(_fields(value).values())]
     name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
-    if type(value) in _BY_TEXT or name == "path":
+    if isinstance(value, datetime.timedelta) or name == "path" or _is_of_torch(value):
         return [name, None, None]
     if type(value) in (set, frozenset):
         return [name, None, _kinds_of_items(sorted(value, key=lambda one: repr(as_stored(one))))]

@@ -64,7 +64,7 @@ from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.seed import isolated_rng, rng_state, seed_generators
+from trainer.seed import isolated_rng, seed_generators
 from trainer.settings import ARGUMENTS, Settings, wrong_names
 from trainer.strategy import SkippedBatch, Strategy, full_state_dict
 
@@ -536,7 +536,7 @@ class Trainer:
         resumed = run.progress.batch > 0 or run.progress.epoch_started
         if not resumed:
             run.restore_rng()
-            run.epoch_rng = rng_state(run.strategy.device) if begins_epochs(run) else None
+            run.remember_epoch(begins_epochs(run))
         # In a resumed epoch the hook is called a second time: values logged, numbers drawn and changes are dropped.
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope), repeating(run) if resumed else NULL_CONTEXT:

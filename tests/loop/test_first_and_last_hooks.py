@@ -100,7 +100,7 @@ def test_the_last_hook_of_a_run_that_goes_on_changes_no_checkpoint(what: str, st
 
 
 @pytest.mark.parametrize("hook", ["on_train_step_end", "on_validation_batch_end", "on_train_epoch_end"])
-def test_an_average_of_a_run_that_was_stopped_after_its_last_step(hook: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_average_of_a_run_that_was_stopped_after_its_last_step(hook: str) -> None:
     class Normed(Toy):
         def __init__(self) -> None:
             super().__init__()
@@ -112,12 +112,10 @@ def test_an_average_of_a_run_that_was_stopped_after_its_last_step(hook: str, cap
         trainer = quiet(callbacks=[average, *callbacks], **settings)
         module = Normed()
         trainer.fit(module, loader(6, shuffle=True), loader(2), ckpt_path="last")
-        return module, trainer.test(Normed(), loader(2), ckpt_path="last", verbose=False)
+        return module
 
-    (whole, tested), (resumed, again) = stopped_and_resumed(run, 18, hook)
+    whole, resumed = stopped_and_resumed(run, 18, hook)
     assert_same_bits(resumed.state_dict(), whole.state_dict())
-    assert again == tested
-    assert "was not at its end" not in caplog.text
 
 
 # -- on_train_epoch_start, and loaders that are made anew --------------------------------------------------------------

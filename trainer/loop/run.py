@@ -395,9 +395,30 @@ class Run:
         self.hook_changes = HookChanges(self.module, self.optimizers, others)
         cleanup.callback(self.hook_changes.end)
 
-    def resume(self, rng: dict[str, Any] | None, postponed_stop: str | None, followed: Collection[str]) -> None:
-        """Keep of the checkpoint what has to wait: the generators' states, a stop that waits for its time, buffers."""
-        self.rng_to_restore, self.postponed_stop, self.followed_buffers = rng, postponed_stop, followed
+    def resume(
+        self,
+        rng: dict[str, Any] | None,
+        of_epoch: dict[str, Any] | None,
+        postponed_stop: str | None,
+        followed: Collection[str],
+    ) -> None:
+        """Keep of the checkpoint what has to wait: generators' states, a stop that waits for its time, buffers.
+
+        Args:
+            rng: now, and `of_epoch`, before the first hook of the epoch in progress.
+        """
+        self.rng_to_restore, self.epoch_rng = rng, of_epoch
+        self.postponed_stop, self.followed_buffers = postponed_stop, followed
+
+    def remember_epoch(self, hooked: bool) -> None:
+        """Keep the generators' states before the first hook of an epoch, which a resumed run calls again."""
+        self.epoch_rng = rng_state(self.strategy.device) if hooked else None
+
+    def draw_loaders_from(self, rng: dict[str, Any] | None) -> None:
+        """Make the loaders of a resumed run with the random numbers with which they were made before."""
+        self.loaders_rng = rng
+        if rng is not None:
+            set_rng_state(rng, self.strategy.device)
 
     def take_weights(self) -> None:
         """Let users gather, change and save weights from now on."""

@@ -43,7 +43,7 @@ from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
 from trainer.optimizers import SchedulerConfig
-from trainer.seed import global_seed, rng_state, set_rng_state
+from trainer.seed import global_seed, rng_state
 from trainer.settings import Settings
 from trainer.strategy import synchronize_buffers
 
@@ -393,9 +393,8 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     if changes is not None:
         run.hook_changes.load_state_dict(changes)
     rng, followed = None if rank is None else checkpoint["rng"][rank], checkpoint.get("followed_buffers", ())
-    run.resume(rng, checkpoint.get("postponed_stop"), followed)
-    of_epoch = None if rank is None or "epoch_rng" not in checkpoint else checkpoint["epoch_rng"][rank]
-    run.epoch_rng = (of_epoch and of_epoch["hook"]) or None
+    of_epoch = None if rank is None or "epoch_rng" not in checkpoint else checkpoint["epoch_rng"][rank]["hook"] or None
+    run.resume(rng, of_epoch, checkpoint.get("postponed_stop"), followed)
     _restore_place_in_data(run, checkpoint, rank)
     last_step = run.settings.max_steps
     if last_step is not None and -1 < last_step <= run.progress.step and not run.settings.fast_dev_run:
@@ -433,9 +432,7 @@ def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[N
         yield
         return
     made, device = run.epoch_of_loaders(run.progress.epoch) == of_all[rank]["epoch"], run.strategy.device
-    run.loaders_rng = of_all[rank]["loaders"] or None if made else checkpoint["rng"][rank]
-    if run.loaders_rng is not None:
-        set_rng_state(run.loaders_rng, device)
+    run.draw_loaders_from(of_all[rank]["loaders"] or None if made else checkpoint["rng"][rank])
     yield
     if not made:  # the run goes on with what they have left
         checkpoint["rng"][rank] = rng_state(device)
