@@ -128,8 +128,16 @@ class DDPStrategy(DistributedStrategy):
         else:
             self.processes.broadcast([*module.parameters(), *module.buffers()])
 
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+        if self.wrapped is not None and self._flags() != self._wrapped_flags:  # by configure_optimizers
+            self.parameters_changed("", optimizers)
+        return super().setup_optimizers(optimizers, config)
+
+    def _flags(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.module.parameters()]
+
     def _wrap(self) -> None:
-        self._first_window = True
+        self._first_window, self._wrapped_flags = True, self._flags()
         forward: Any = _DDPForward(self.module)
         named = forward.named_parameters()
         apart = {name: p for name, p in named if is_quantized(p) or (p.is_floating_point() and p.itemsize == 1)}

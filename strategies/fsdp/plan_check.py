@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from trainer.data.transfer import map_leaves
-from trainer.errors import ConfigError, first_of
+from trainer.errors import ConfigError, first_of, printable
 from trainer.model.blocks import class_of, without_caches
 from trainer.strategies.fsdp.adapters import FullInputs
 from trainer.strategies.fsdp.context import gather
@@ -125,8 +125,16 @@ class PlanCheck:
 
         try:
             found = Reference(block, device, in_full, gradients=torch.is_grad_enabled()).compare(by_plan)
-        except (RuntimeError, ValueError, TypeError):
-            return  # The forward itself raises it, or the block works with parts of the features only.
+        except (RuntimeError, ValueError, TypeError) as cause:
+            # The forward itself raises it, too, or the block works with parts of the features only.
+            log.warning(
+                "tensor_parallel: %s cannot be computed with full layers (%s), and nothing compares its plan: write "
+                "view(..., -1, head_size) in place of a process's number of heads, or compare the first losses with "
+                "those of one process",
+                name,
+                printable(str(cause).partition("\n")[0]),
+            )
+            return
         if OUTPUT not in found:
             return
         output, of_gradients = found.pop(OUTPUT), [result for result in found if result.startswith(GRADIENT)]

@@ -6,6 +6,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,6 +108,27 @@ def test_a_batch_that_fits_stays_as_it_is_to_the_last_bit() -> None:
     _, sizes = fit(auto, "auto")
     assert sizes.sizes == [12, 12, 12, 8] * 2
     assert auto.calls == 8  # the trial was a copy's
+    assert_same_bits(auto.state_dict(), plain.state_dict())
+
+
+class Drawing(Rows):
+    """Rows with noise of generators of their own, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numpy, self.torch, self.count = np.random.default_rng(5), torch.Generator().manual_seed(2), 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.count += 1
+        row = super().__getitem__(index)
+        noise = self.numpy.random() + float(torch.rand((), generator=self.torch)) + self.count / 100
+        return {**row, "x": row["x"] + noise}
+
+
+def test_the_batches_of_the_trial_change_nothing_of_the_data() -> None:
+    plain, auto = Hungry(), Hungry()
+    for module, window in ((plain, 1), (auto, "auto")):
+        quiet(max_epochs=2, accumulate_grad_batches=window).fit(module, DataLoader(Drawing(), BATCH, shuffle=True))
     assert_same_bits(auto.state_dict(), plain.state_dict())
 
 

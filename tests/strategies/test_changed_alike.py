@@ -68,9 +68,24 @@ class Normalized(Base):
         return self.scale(x)
 
 
+class Frozen(Base):
+    """A part is frozen where the optimizer is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(x)
+
+    def configure_optimizers(self) -> Any:
+        self.scale.requires_grad_(False)
+        return super().configure_optimizers()
+
+
 def _train(name: str, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for kind in (ActNorm, MaxNorm, Normalized):
+    for kind in (ActNorm, MaxNorm, Normalized, Frozen):
         torch.manual_seed(1)
         data = DataLoader(TensorDataset(torch.randn(32, 4)), 4)
         trainer, module = WAYS[name].trainer(max_steps=3, default_root_dir=folder), kind()
@@ -96,5 +111,6 @@ def test_they_are_refused_in_the_first_step(name: str, found: dict[str, list[Any
             message, steps = rank[kind]
             assert message.startswith(f"{parameter} changed within the forward of a step, on each process by its own")
             assert steps == 0
-    one, other = (rank["Normalized"] for rank in found[name])
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    for kind in ("Normalized", "Frozen"):
+        one, other = (rank[kind] for rank in found[name])
+        assert all(torch.equal(one[key], other[key]) for key in one)

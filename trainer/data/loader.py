@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.sampler_state import OwnGenerator, own_generators
+from trainer.data.sampler_state import OwnGenerator, own_generators, plain_attributes, set_attributes
 from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError
+from trainer.seed import isolated_rng
 
 Divisor = float | torch.Tensor | None
 
@@ -242,6 +243,16 @@ class BatchLoader(ABC):
             yield
         finally:
             self.load_state_dict(before)
+
+    @contextmanager
+    def kept_data(self) -> Iterator[None]:
+        """Read in the block; afterwards place, generators and plain attributes of the user's data are as before."""
+        users = [one for name in ("dataset", "collate_fn") if (one := getattr(self._users, name, None)) is not None]
+        before = [(one, {name: value for name, (value,) in plain_attributes(one).items()}) for one in users]
+        with isolated_rng(generators=self.generators()), self.kept_place():
+            yield
+        for one, values in before:
+            set_attributes(one, values)
 
     def _none_error(self, number: int) -> ConfigError:
         """Return the error for a batch that is None: processes that skip different batches would lose each other."""

@@ -54,7 +54,7 @@ def find_fitting_batches(run: Run) -> None:
     if run.settings.accumulate_grad_batches != "auto" or run.session.fitting_samples is not None:
         return
     loader = _loader(run)
-    with isolated_rng(), loader.kept_place():
+    with loader.kept_data():
         batches = list(islice(loader.iterate(run.progress.epoch), FIRST_BATCHES))
     largest = max(batches, key=lambda batch: bytes_of(batch.data))
     size = loader.batch_size

@@ -96,7 +96,7 @@ def sanity_check(run: Run) -> None:
         hooks = stage_hooks(run, "validation")
         with run.optimizer_averages.evaluated(), ExitStack() as places:
             for loader in run.val_loaders.values():
-                places.enter_context(loader.kept_place())
+                places.enter_context(loader.kept_data())
             leaving = Leaving(run)
             evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
         run.hooks.on_sanity_check_end()
