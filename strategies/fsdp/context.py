@@ -293,7 +293,7 @@ class ContextParallel:
             own_args, own_kwargs = self._parts_of(name, cast(args), cast(kwargs), guess)
             return {"output": first_tensor(block.forward(cast(own), *own_args, **own_kwargs))}
 
-        reference, found = Reference(block, own.device, in_full), []
+        reference, found = Reference(block, own.device, in_full, full=True), []
         for guess in (0, 1):
             failure, infinite = None, torch.full((2,), torch.inf, device=own.device)
             try:

@@ -48,13 +48,17 @@ class Reference:
         device: of the block.
         right: the way that is right.
         gradients: enable gradients, if it computes in float32.
+        full: both ways compute with this process's full weights, and not with parts of them.
 
     Raises:
         Exception: it fails.
     """
 
-    def __init__(self, block: nn.Module, device: torch.device, right: Compute, gradients: bool = False) -> None:
+    def __init__(
+        self, block: nn.Module, device: torch.device, right: Compute, gradients: bool = False, full: bool = False
+    ) -> None:
         self._block, self._device, self._gradients, self._in_float32 = block, device, gradients, True
+        self._full = full
         try:
             self._expected = self._run(right)
         except (RuntimeError, ValueError, TypeError):
@@ -71,7 +75,7 @@ class Reference:
         return {name: self._difference(name, found[name]) for name in same_shape}
 
     def _run(self, compute: Compute, change: float = 0.0) -> dict[str, torch.Tensor]:
-        with rehearsal(self._block, self._device, self._in_float32, change, self._gradients):
+        with rehearsal(self._block, self._device, self._in_float32, change, self._gradients, self._full):
             found = compute(_in_float32 if self._in_float32 else lambda arguments: arguments)
             return {name: one.detach().float() for name, one in found.items()}
 
@@ -105,10 +109,12 @@ def rehearsal(
     in_float32: bool = False,
     change: float = 0.0,
     gradients: bool = False,
+    full: bool = False,
 ) -> Iterator[None]:
     """Run a block in eval mode; its buffers, attributes and random numbers are put back on exit.
 
-    A little is added to all parameters, because a branch that begins with zeros would hide what it computes.
+    A little is added to all parameters, because a branch that begins with zeros would hide what it computes; to `full`
+    ones another value each, because a table that begins with equal rows would hide which of them it takes.
 
     Args:
         in_float32: compute in float32 what the run computes in fewer bits.
@@ -124,7 +130,7 @@ def rehearsal(
             _gathered(block),
         ]
         contexts += [_computing_in_float32(block, device)] if in_float32 else []
-        for context in (*contexts, _other_weights(block, in_float32, change, gradients)):
+        for context in (*contexts, _other_weights(block, in_float32, change, gradients, full)):
             stack.enter_context(context)
         yield
 
@@ -191,10 +197,13 @@ class _Float32Casts(TorchDispatchMode):
 
 
 @contextmanager
-def _other_weights(block: nn.Module, in_float32: bool, change: float, gradients: bool) -> Iterator[None]:
+def _other_weights(block: nn.Module, in_float32: bool, change: float, gradients: bool, full: bool) -> Iterator[None]:
     def other(parameter: nn.Parameter) -> nn.Parameter:
         value = parameter.detach()
         value = (value.float() if in_float32 and _is_low(value) else value) + 0.02
+        if full and not hasattr(value, "placements"):
+            waves = torch.arange(value.numel(), device=value.device).sin().view(value.shape)
+            value = value + 0.01 * waves.to(value.dtype)
         if change:
             # Up or down by the value itself, so alike on all processes, of full weights and of parts.
             value = value * (1 + change * torch.sin(1e6 * value.abs()).sign())

@@ -226,6 +226,17 @@ class OwnPositions(Attending):
         return super().forward(x + torch.arange(x.shape[1])[:, None] / 10)
 
 
+class OwnTable(Attending):
+    """Positions from a table of the block's own, which begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(64, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.table[: x.shape[1]])
+
+
 class TorchAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -999,6 +1010,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "LBFGS with parts of sequences": (CP, ClosedPlan, Attending, "LBFGS with context_parallel=2: it evaluates"),
     "LBFGS with stages": (PP, ClosedPlan, Attending, "LBFGS with pipeline_parallel=2: it evaluates the loss"),
     "positions inside of blocks": (CP, Small, OwnPositions, "positions as arguments"),
+    "positions from a table of zeros": (CP, Small, OwnTable, "positions as arguments"),
     "positions inside of compiled blocks": (CP, Compiled, OwnPositions, "positions as arguments"),
     "torch's attention": (CP, Small, TorchAttention, "blocks.0.attention is of class MultiheadAttention"),
     "attention that begins with zeros": (CP, Small, Zeros, "blocks.0.attention is of class MultiheadAttention"),
