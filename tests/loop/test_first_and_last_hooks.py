@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.toy import Toy, loader, quiet
@@ -203,12 +202,14 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 @pytest.mark.parametrize(("kind", "batches"), [("shuffled", 2), ("shuffled", 0.5), ("stream", 2), ("plain stream", 2)])
 def test_each_epoch_of_overfitting_is_the_first_one_after_a_resume_too(kind: str, batches: float, step: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
     def run(folder: str, *callbacks: Callback) -> Any:
         data = Subset()
         data.indices = [*range(24)]
         loaders = {
-            "shuffled": lambda: StatefulDataLoader(data, 4, shuffle=True),
-            "stream": lambda: StatefulDataLoader(Stream(), 4),
+            "shuffled": lambda: stateful(data, 4, shuffle=True),
+            "stream": lambda: stateful(Stream(), 4),
             "plain stream": lambda: DataLoader(Stream(), 4),
         }
         module = Seen()
