@@ -228,7 +228,7 @@ def constructor_arguments(
 
     Args:
         argument: the argument that takes all of them in one; None: they are arguments themselves.
-        kinds: those that `kinds_of_hyperparameters` has returned of the values; None: they are told by the annotations.
+        kinds: those that `kinds_of_hyperparameters` has returned of the values; None: the annotations say them.
 
     Raises:
         CheckpointError: an argument is missing or unknown, or a value's class is not there any more.

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -221,3 +222,17 @@ def test_each_epoch_of_overfitting_is_the_first_one_after_a_resume_too(kind: str
     assert [whole.seen[number] for number in sorted(whole.seen)][:2] == first
     assert {**whole.seen, **resumed.seen} == whole.seen
     assert_same_bits(resumed.state_dict(), whole.state_dict())
+
+
+@dataclass
+class Unhashable(Callback):
+    epochs: int = 0
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.epochs += 1
+
+
+def test_a_callback_without_a_hash_has_its_first_hook() -> None:
+    callback = Unhashable()
+    quiet(max_epochs=2, callbacks=[callback]).fit(Toy(), loader(2))
+    assert callback.epochs == 2

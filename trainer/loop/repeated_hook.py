@@ -25,8 +25,8 @@ def begins_epochs(run: Run) -> bool:
 
 
 def _users_callbacks(run: Run) -> list[Callback]:
-    hooks = {one: one.on_train_epoch_start for one in run.callbacks}  # None: left out
-    return [one for one, hook in hooks.items() if hook is not None and not hook.__module__.startswith("trainer.")]
+    hooks = [(one, one.on_train_epoch_start) for one in run.callbacks]  # None: left out
+    return [one for one, hook in hooks if hook is not None and not hook.__module__.startswith("trainer.")]
 
 
 @contextmanager
