@@ -153,9 +153,9 @@ class DistributedBatchSampler:
         restored = self._sizes or {}
         self.batch_size, self.drop_last, _, _ = _public(self._loader)
         if restored.get("first_batch_size") == self._first_batch_size:
-            self.batch_size = restored["batch_size"]
+            self.batch_size = restored.get("batch_size", self.batch_size)
         sizes = None if self.has_batch_sampler or self._keeps_part else sizes_of(self.sampler)
-        if sizes is not None and "samples" in restored:
+        if sizes is not None and restored.keys() >= {"samples", "size"}:
             there, sizes = sizes[1], (restored["samples"], restored["size"])
             if sizes[1] > there:
                 raise ConfigError(
