@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -123,6 +124,31 @@ def stop_gathering(steps: nn.Module) -> None:
     for module in steps.modules():
         if hasattr(module._parameters, "_in_forward"):
             module._parameters._in_forward = False
+
+
+def keep_lists() -> Callable[[], None]:
+    """Have the hooks of stage 3 put their tensors into a module's own list arguments, as they do with dicts.
+
+    They call the module with copies, so that what it writes into a list would be lost. Returns a function that undoes
+    it.
+    """
+    from deepspeed.runtime.zero import parameter_offload, utils
+
+    apply = utils.apply_to_tensors_only
+
+    def apply_within(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
+        applied = apply(function, value, warning_msg_fn)
+        if type(value) is not list:
+            return applied
+        value[:] = applied
+        return value
+
+    def put(function: Callable[..., Any]) -> None:
+        for place in (utils, parameter_offload):
+            place.apply_to_tensors_only = function
+
+    put(apply_within)
+    return partial(put, apply)
 
 
 def hooks_of(engine: Any) -> list[RemovableHandle]:

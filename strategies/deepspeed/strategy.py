@@ -46,6 +46,7 @@ from trainer.strategies.deepspeed.engine import (
     hooks_of,
     import_deepspeed,
     in_full_precision,
+    keep_lists,
     local_rank_env,
     low_precision,
     stop_gathering,
@@ -345,6 +346,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             if self.processes.world_size > 1:
                 self._order.watch(layers)
             self._refusing.begin()
+            self._copy_lists = keep_lists()
             # The module's own forward need not be called, and may be: it gives back only what this does not hold.
             for parameter in self.module.parameters(recurse=False):
                 self.deepspeed.zero.register_external_parameter(steps, parameter)
@@ -584,6 +586,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             del self.master_weights.optimizer.param_groups[len(self.groups) :]
         end_engine(engine, self.stage)
         if self.stage == 3:
+            self._copy_lists()
             keep_only_shards(self.module, self.master_weights)
         if self.master_weights is not None:
             cast_parameters(self.module, torch.float32)

@@ -21,8 +21,8 @@ from trainer.strategies.fsdp.first_batch import (
     refuse_left_in_evaluation,
     refuse_left_tensors,
     refuse_outer_checkpoint,
-    tensors_in,
 )
+from trainer.strategies.fsdp.reachable import tensors_in
 from trainer.strategies.fsdp.refusals import without_graph
 from trainer.strategies.fsdp.rehearsal import Difference, Reference
 
@@ -293,7 +293,7 @@ class ContextParallel:
             own_args, own_kwargs = self._parts_of(name, cast(args), cast(kwargs), guess)
             return {"output": first_tensor(block.forward(cast(own), *own_args, **own_kwargs))}
 
-        reference, found = Reference(block, own.device, in_full, full=True), []
+        reference, found = Reference(block, own.device, in_full, full=True, inputs=(args, kwargs)), []
         for guess in (0, 1):
             failure, infinite = None, torch.full((2,), torch.inf, device=own.device)
             try:

@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
+from trainer.strategies.fsdp.reachable import objects_behind, places, tensors_in
 from trainer.strategies.fsdp.rehearsal import rehearsal
 
 
@@ -32,31 +33,40 @@ class FirstBatch:
         within = tuple(f"{name}." for name in blocks)
         self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
         """Names of those that are outside of the blocks."""
-        self._checked = self._loss_checked = False
-        """True after the first forward, and after the first forward of a training step."""
+        self._checked = False
+        """True after the first forward."""
+        self.has_trained = False
+        """True after the first forward of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
-        """The outputs of blocks of earlier stages, until the first training step has ended."""
+        """The outputs of blocks of earlier stages."""
+        self._passed.register_hook(self._refuse_gradient)
 
     def end_forward(self, training: bool) -> None:
         """Stop checking forwards; after one in training, stop checking losses, too."""
         self._checked = True
-        self._loss_checked = self._loss_checked or training
+        self.has_trained = self.has_trained or training
 
     def passer(self) -> Callable[..., Any]:
         """Return the forward of a block of an earlier stage: its input, as NaN, to find what else depends on it.
 
-        In training this is known after the first step; in evaluation it stays NaN, and what is computed from it too.
-        The input is no NaN by itself where the weights before the blocks are tied to others of this stage.
+        In a later step its gradient is refused. The input is no NaN by itself where the weights before the blocks are
+        tied to others of this stage.
         """
 
         def pass_by(*args: Any, **kwargs: Any) -> Any:
             hidden = first_argument(args, kwargs)
-            known = self._loss_checked and torch.is_grad_enabled()
-            if known or not (isinstance(hidden, torch.Tensor) and (hidden.is_floating_point() or hidden.is_complex())):
+            if not (isinstance(hidden, torch.Tensor) and (hidden.is_floating_point() or hidden.is_complex())):
                 return hidden
             return hidden + self._passed.to(hidden.device, hidden.dtype)
 
         return pass_by
+
+    def _refuse_gradient(self, gradient: torch.Tensor) -> None:
+        raise ConfigError(
+            f"pipeline_parallel: in this step stage {self._stage} computes from the output of a block of an earlier "
+            "stage, which it does not have: between stages only the blocks' first argument travels. Compute what comes "
+            "after the blocks from the last one's output; or use another strategy."
+        )
 
     def block_checker(self, name: str) -> Callable[..., Any]:
         """Return a forward hook for a block.
@@ -83,7 +93,7 @@ class FirstBatch:
         waiting = [True]
 
         def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not self._loss_checked:
+            if not self.has_trained:
                 refuse_left_tensors("pipeline_parallel", name, block, (args, kwargs))
             if waiting and not block.training and not torch.compiler.is_compiling():
                 waiting.clear()
@@ -126,7 +136,7 @@ class FirstBatch:
 
     def check_loss(self, outputs: Any) -> None:
         """Raise ConfigError if the loss depends on other stages' parameters."""
-        if self._loss_checked:
+        if self.has_trained:
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and not torch.isfinite(loss.detach()).all() and self._stand_ins_in([loss]):
@@ -141,17 +151,17 @@ def refuse_left_tensors(option: str, name: str, block: nn.Module, inputs: Any) -
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    begins = {torch.autograd.graph.get_gradient_edge(one).node for one in tensors_in(inputs) if one.requires_grad}
-    for path, child in block.named_modules() if begins else ():
-        for attribute, value in vars(child).items():
-            kept = [one for one in tensors_in(value) if one.grad_fn is not None]
-            if attribute not in ("_parameters", "_buffers") and any(_comes_from(one.grad_fn, begins) for one in kept):
-                place = ".".join(filter(None, (name, path, attribute)))
-                raise ConfigError(
-                    f"{option}: {place} is a tensor with a gradient that {name} ({class_of(block).__name__}) keeps, "
-                    "and only what a block returns goes on to other processes: what is computed from it, such as a "
-                    "loss, would be wrong. Keep it with detach() if it is only logged; or use another strategy."
-                )
+    trained = [one for one in (*tensors_in(inputs), *block.parameters()) if one.requires_grad]
+    begins = {torch.autograd.graph.get_gradient_edge(one).node for one in trained}
+    seen: set[int] = set()
+    for place, value in places(name, block, inputs):
+        tensors = [one for one in objects_behind(value, seen) if isinstance(one, torch.Tensor)]
+        if any(_comes_from(one.grad_fn, begins) for one in tensors if one.grad_fn is not None):
+            raise ConfigError(
+                f"{option}: {place} is a tensor with a gradient that {name} ({class_of(block).__name__}) keeps, "
+                "and only what a block returns goes on to other processes: what is computed from it, such as a "
+                "loss, would be wrong. Keep it with detach() if it is only logged; or use another strategy."
+            )
 
 
 def refuse_left_in_evaluation(
@@ -164,7 +174,7 @@ def refuse_left_in_evaluation(
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             tensor.requires_grad_(True)
     args, kwargs = torch.utils._pytree.tree_unflatten(tensors, structure)
-    with rehearsal(block, tensors_in(inputs)[0].device), torch.enable_grad():
+    with rehearsal(block, tensors_in(inputs)[0].device, inputs=inputs), torch.enable_grad():
         try:
             block.forward(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError):
@@ -247,9 +257,3 @@ def _refuse_generate(option: str, name: str, *args: Any, **kwargs: Any) -> None:
         "tensor_parallel (trainer checkpoint export writes a folder for from_pretrained); here compute losses or "
         "logits of given tokens."
     )
-
-
-def tensors_in(nested: Any) -> list[torch.Tensor]:
-    """Return the tensors in any nesting of dicts, lists, tuples and the like."""
-    leaves, _ = torch.utils._pytree.tree_flatten(nested)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

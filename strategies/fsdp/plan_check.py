@@ -18,8 +18,9 @@ from trainer.errors import ConfigError, first_of, printable
 from trainer.model.blocks import class_of, without_caches
 from trainer.strategies.fsdp.adapters import FullInputs
 from trainer.strategies.fsdp.context import gather
-from trainer.strategies.fsdp.first_batch import first_argument, refuse_outer_checkpoint, tensors_in
+from trainer.strategies.fsdp.first_batch import first_argument, refuse_outer_checkpoint
 from trainer.strategies.fsdp.plan import HOW_GRADIENTS, SharedByHeads
+from trainer.strategies.fsdp.reachable import containers, content, tensors_in
 from trainer.strategies.fsdp.rehearsal import Difference, Reference, replaced_parameters
 
 log = logging.getLogger("trainer")
@@ -124,7 +125,8 @@ class PlanCheck:
             return _computed(block, cast((args, kwargs)), not split)
 
         try:
-            found = Reference(block, device, in_full, gradients=torch.is_grad_enabled()).compare(by_plan)
+            trains, inputs = torch.is_grad_enabled(), (args, kwargs)
+            found = Reference(block, device, in_full, gradients=trains, inputs=inputs).compare(by_plan)
         except (RuntimeError, ValueError, TypeError) as cause:
             # The forward itself raises it, too, or the block works with parts of the features only.
             log.warning(
@@ -154,13 +156,13 @@ class PlanCheck:
             )
         if other.of_rounding > 1:
             error = self._error(f"{wrong} {worst} is {other.describe()} (only logged: detach() it)", split)
-            block.register_forward_hook(self._refuser(worst, error))
+            block.register_forward_hook(self._refuser(worst, error), with_kwargs=True)
 
     def _refuser(self, name: str, error: ConfigError) -> Any:
-        """Return a forward hook that raises `error` if a loss may be computed from what a block returns or keeps."""
+        """Return a forward hook that raises `error` if a loss may be computed from a result of `_results`."""
 
-        def refuse(block: nn.Module, args: Any, output: Any) -> None:
-            result = _results(block, output).get(name)
+        def refuse(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            result = _results(block, output, (args, kwargs)).get(name)
             if result is not None and result.requires_grad:
                 raise error
 
@@ -201,7 +203,7 @@ def _computed(block: nn.Module, arguments: tuple[Any, Any], of_arguments: bool) 
 
     parameters = len(leaves)
     args, kwargs = map_leaves(arguments, as_leaf)
-    results = _results(block, block.forward(*args, **kwargs))
+    results = _results(block, block.forward(*args, **kwargs), (args, kwargs))
     if OUTPUT not in results or not results[OUTPUT].requires_grad:
         return results
     output = results[OUTPUT]
@@ -216,10 +218,12 @@ def _computed(block: nn.Module, arguments: tuple[Any, Any], of_arguments: bool) 
     return results | {f"{GRADIENT}{name}": one for name, one in found.items() if float(one.norm()) > least}
 
 
-def _results(block: nn.Module, output: Any) -> dict[str, torch.Tensor]:
-    """Return the numbers that a block has returned, and those that it keeps, by words for them."""
+def _results(block: nn.Module, output: Any, arguments: tuple[Any, Any]) -> dict[str, torch.Tensor]:
+    """Return the numbers that a block has returned, written into its arguments, or keeps, by words for them."""
     first, *others = map(_own, tensors_in(output))
+    written = map(_own, tensors_in([[*content(one).values()] for one in containers(arguments)]))
     found = {OUTPUT: first, **{f"its output {number}": other for number, other in enumerate(others, start=2)}}
+    found |= {f"tensor {number} in lists and dicts that it gets": one for number, one in enumerate(written, start=1)}
     for path, child in block.named_modules():
         for attribute, value in vars(child).items():
             if attribute not in ("_parameters", "_buffers"):

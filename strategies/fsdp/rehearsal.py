@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.data.transfer import map_leaves
 from trainer.float8.conversion import layers_in_8_bits
 from trainer.seed import isolated_rng
+from trainer.strategies.fsdp.reachable import content, fill, is_container, objects_behind, places, same_content
 from trainer.strategies.swapped_parameters import without_hooks
 from trainer.strategy import eval_mode
 
@@ -49,16 +50,23 @@ class Reference:
         right: the way that is right.
         gradients: enable gradients, if it computes in float32.
         full: both ways compute with this process's full weights, and not with parts of them.
+        inputs: what the block is called with, in which objects may hold what it writes.
 
     Raises:
         Exception: it fails.
     """
 
     def __init__(
-        self, block: nn.Module, device: torch.device, right: Compute, gradients: bool = False, full: bool = False
+        self,
+        block: nn.Module,
+        device: torch.device,
+        right: Compute,
+        gradients: bool = False,
+        full: bool = False,
+        inputs: Any = (),
     ) -> None:
         self._block, self._device, self._gradients, self._in_float32 = block, device, gradients, True
-        self._full = full
+        self._full, self._inputs = full, inputs
         try:
             self._expected = self._run(right)
         except (RuntimeError, ValueError, TypeError):
@@ -75,7 +83,8 @@ class Reference:
         return {name: self._difference(name, found[name]) for name in same_shape}
 
     def _run(self, compute: Compute, change: float = 0.0) -> dict[str, torch.Tensor]:
-        with rehearsal(self._block, self._device, self._in_float32, change, self._gradients, self._full):
+        options = self._in_float32, change, self._gradients, self._full
+        with rehearsal(self._block, self._device, *options, inputs=self._inputs):
             found = compute(_in_float32 if self._in_float32 else lambda arguments: arguments)
             return {name: one.detach().float() for name, one in found.items()}
 
@@ -110,8 +119,9 @@ def rehearsal(
     change: float = 0.0,
     gradients: bool = False,
     full: bool = False,
+    inputs: Any = (),
 ) -> Iterator[None]:
-    """Run a block in eval mode; its buffers, attributes and random numbers are put back on exit.
+    """Run a block in eval mode; its buffers and random numbers, and what it may write to, are put back on exit.
 
     A little is added to all parameters, because a branch that begins with zeros would hide what it computes; to `full`
     ones another value each, because a table that begins with equal rows would hide which of them it takes.
@@ -126,7 +136,7 @@ def rehearsal(
             torch.set_grad_enabled(gradients),
             eval_mode(block),
             isolated_rng(device),
-            _state_kept(block),
+            _state_kept(block, inputs),
             _gathered(block),
         ]
         contexts += [_computing_in_float32(block, device)] if in_float32 else []
@@ -136,13 +146,19 @@ def rehearsal(
 
 
 @contextmanager
-def _state_kept(block: nn.Module) -> Iterator[None]:
+def _state_kept(block: nn.Module, inputs: Any) -> Iterator[None]:
     kept = [(child, dict(child._buffers), dict(vars(child))) for child in block.modules()]
+    seen: set[int] = set()
+    behind = [one for _, place in places("", block, inputs) for one in objects_behind(place, seen) if is_container(one)]
+    held = [(one, content(one)) for one in behind]
     for child, buffers, _ in kept:
         child._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
     try:
         yield
     finally:
+        for container, entries in held:
+            if not same_content(content(container), entries):
+                fill(container, entries)
         for child, buffers, attributes in kept:
             child._buffers.update(buffers)
             now = vars(child)

@@ -41,8 +41,11 @@ from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
 from trainer.strategies.fsdp.first_batch import refuse_collecting
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
+from trainer.strategies.fsdp.one_reader import refuse_different_batches
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
+from trainer.strategies.fsdp.reachable import shared_objects
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
+from trainer.strategies.fsdp.side_outputs import SideOutputs
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
     has_compiled,
@@ -160,6 +163,8 @@ class FSDPStrategy(DistributedStrategy):
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
         self._experts: dict[str, nn.Module] = {}  # that are split
+        self._shared: list[Any] = []
+        """What several blocks of a pipeline can write to."""
         self._loss_parallel = False
         self._plan_check: PlanCheck | None = None
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
@@ -515,6 +520,7 @@ class FSDPStrategy(DistributedStrategy):
             assert self._mesh is not None
             mesh = self._mesh
             groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
+            self._shared = shared_objects(blocks)
             self.pipeline = Pipeline(module, blocks, *groups)
             here = self.pipeline.blocks
             lines.append(self.pipeline.describe())
@@ -596,11 +602,15 @@ class FSDPStrategy(DistributedStrategy):
         root = _FSDPForward(module)
         for unit in (*blocks.values(), root):
             unit.register_forward_hook(copy_views)
+        split = f"{self.layout}" if self.layout.pipeline * self.layout.context > 1 else ""
+        beside = [(SideOutputs(name, block, split, self._shared), block) for name, block in blocks.items()]
         # Inner ones first: a layer that is gathered apart may be within a block, or have blocks in it.
         depth = {layer: name.count(".") for name, layer in module.named_modules()}
         for unit in sorted((*apart, *experts, *blocks.values()), key=depth.__getitem__, reverse=True):
             own = {**options, "mesh": self._mesh.expert_shards} if unit in experts else options
             fully_shard(unit, reshard_after_forward=False if unit in apart else reshard, **own)
+        for one, block in beside:
+            one.wrap(block)
         # What is in no block stays gathered: its backward comes right after its forward.
         wrapped = fully_shard(root, reshard_after_forward=False if blocks else reshard, **options)
         if blocks:
@@ -710,12 +720,21 @@ class FSDPStrategy(DistributedStrategy):
 
     def call_step(self, step: str, *args: Any) -> Any:
         with self._explaining.paused(), self._uncompiled_once(step), self._order.of(step):
+            if self.layout.processes > 1 and args[1:2] == (0,):
+                refuse_different_batches(step, args[0], self._groups_of_model(), self.device)
             if self._context is None:
                 return self._call_step(step, *args)
             self._context.begin()
             outputs = self._call_step(step, *args)
             self._context.end(outputs)
             return outputs
+
+    def _groups_of_model(self) -> Iterator[Any]:
+        """Yield the groups through this process that compute one model, along each way in which it is split."""
+        assert self._mesh is not None
+        yield from (self._mesh.group(name) for name in ("stage", "context"))
+        if self.layout.tensor > 1:
+            yield self._mesh.tensor.get_group()
 
     def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
         """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call.

@@ -15,6 +15,7 @@ from tests.helpers.fuzzing import ACCEPTED, REFUSED, WrongError, called, try_eac
 from tests.helpers.project import USERS_FILE
 from tests.tiers import Inputs
 from trainer.callbacks import CALLBACKS
+from trainer.config.types import wants_text
 from trainer.settings import ARGUMENTS, Settings
 from trainer.strategies import STRATEGIES
 
@@ -368,7 +369,8 @@ def check_accepted(path: Path) -> None:
     for name, value in (tree.get("trainer") or {}).items() if isinstance(tree.get("trainer", {}), dict) else ():
         known = parameters(Settings)
         comparable = name in known and name not in OBJECTS and isinstance(value, (int, list))
-        if comparable and not conforms(value, known[name].annotation):
+        text = comparable and wants_text(value, known[name].annotation)  # `name: true` is the text "true"
+        if comparable and not text and not conforms(value, known[name].annotation):
             raise WrongError(f"trainer.{name}={value!r} was taken, annotated {known[name].annotation}")
 
 

@@ -90,7 +90,7 @@ class Counting:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        self.position = int(state["position"])
 
 
 class StopAfter(Callback):

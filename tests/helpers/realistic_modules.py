@@ -601,6 +601,54 @@ class BackwardWithin(Realistic):
         yield mse_loss(self.net(x), x.roll(1, 1))
 
 
+class Collecting(Realistic):
+    """Blocks that write into arguments: a loss of their own into a list, what the next block reads into a dict."""
+
+    blocks = ("CollectingBlock",)
+
+    def build(self) -> None:
+        self.net = Net(block=CollectingBlock)
+
+    def losses(self, x: torch.Tensor, tokens: torch.Tensor, kind: int, number: int) -> Losses:
+        own: list[torch.Tensor] = []
+        shared: dict[str, Any] = {"scales": [x.new_ones(())]}
+        hidden = 0.5 * self.net.scale * x
+        for block in self.net.blocks:
+            hidden = block(hidden, own, notes=shared)
+        loss = mse_loss(self.net.head(hidden), x.roll(1, 1)) + sum(own)
+        yield loss + 0.1 * shared["latest"].square().mean() * len(shared["scales"])
+
+
+class CollectingBlock(Block):
+    def forward(self, x: torch.Tensor, own: list[torch.Tensor], notes: dict[str, Any]) -> torch.Tensor:
+        before = notes.pop("latest", x)
+        output = super().forward(x + 0.5 * before * notes["scales"][-1])
+        own.append(self.second(torch.tanh(output)).square().mean())
+        notes["latest"] = self.first(x)
+        notes["scales"].append(0.5 * notes["scales"][-1])
+        return output
+
+
+class Keeping(Realistic):
+    """Blocks that keep a loss of their own in an attribute."""
+
+    blocks = ("KeepingBlock",)
+
+    def build(self) -> None:
+        self.net = Net(block=KeepingBlock)
+
+    def losses(self, x: torch.Tensor, tokens: torch.Tensor, kind: int, number: int) -> Losses:
+        loss = mse_loss(self.net(x), x.roll(1, 1))
+        yield loss + sum(block.own for block in self.net.blocks)
+
+
+class KeepingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.own = self.second(torch.tanh(output)).square().mean()
+        return output
+
+
 class Language(Realistic):
     """A transformer with tied weights."""
 
@@ -630,6 +678,7 @@ MODULES: dict[str, type[Realistic]] = {
         *(Plain, PlainManual, GAN, Penalty, PenaltyManual, Distillation, Teaching, Heads, HeadsManual, Experts, Depth),
         *(Queue, Tied, Sparse, Recurrent, WeightNorm, SpectralNorm, Complex, HalfFrozen, Views, DoubleBackward),
         *(Sharpness, LBFGS, LBFGSManual, Backward, BackwardTwice, BackwardWithin, BackwardByHand),
-        *(BackwardByHandInPart, ByHand, ByModule, Inputs, Clamped, Discarded, Masked, MaskedLate, Language, Mixture),
+        *(BackwardByHandInPart, ByHand, ByModule, Inputs, Clamped, Discarded, Masked, MaskedLate, Collecting, Keeping),
+        *(Language, Mixture),
     )
 }

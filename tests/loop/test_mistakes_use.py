@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam
 from tests.helpers.drawn_values import Level, raising
 from tests.helpers.mistakes import Net, fit, loader, net, net_that, quiet, refused
 from trainer import Callback, CheckpointError, Trainer, TrainModule
+from trainer.callbacks import ModelCheckpoint
 
 # -- self.log ----------------------------------------------------------------------------------------------------------
 
@@ -142,6 +143,26 @@ def test_by_hand_what_the_trainer_does(does: Any, part: str) -> None:
 def test_an_epoch_without_a_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
     fit(by_hand(lambda self, loss: self.manual_backward(loss)))
     assert "stepped no optimizer in an epoch: call self.optimizers().step()" in caplog.text
+
+
+def test_steps_before_a_resume_count_as_steps_of_the_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def step(self: Any, loss: torch.Tensor) -> None:
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+    class Fails(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+            raise RuntimeError("at the end of the epoch")
+
+    saved: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": True, "max_epochs": 1}
+    data = loader(4)
+    with pytest.raises(RuntimeError, match="at the end"):
+        quiet(callbacks=[Fails(), ModelCheckpoint(every_n_train_steps=1)], **saved).fit(by_hand(step), data)
+    caplog.clear()
+    trainer = quiet(**saved)
+    trainer.fit(by_hand(step), data, ckpt_path="last")
+    assert trainer.global_step == len(data)
+    assert "stepped no optimizer" not in caplog.text
 
 
 # -- hyperparameters ---------------------------------------------------------------------------------------------------

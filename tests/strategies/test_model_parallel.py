@@ -1293,12 +1293,12 @@ def test_what_models_collect_from_their_blocks_is_refused_and_so_is_generating()
         module["net"].generate(tokens)
 
 
-def test_outputs_of_earlier_stages_stay_nan_in_evaluation() -> None:
+def test_outputs_of_earlier_stages_stay_nan() -> None:
     first = FirstBatch(nn.Linear(1, 1), 1, set(), [])
     pass_by, hidden = first.passer(), torch.ones(2)
     assert pass_by(hidden).isnan().all()
     first.end_forward(training=True)
-    assert pass_by(hidden) is hidden
+    assert pass_by(hidden).isnan().all()
     with torch.no_grad():
         assert pass_by(hidden).isnan().all()
 
@@ -1360,7 +1360,7 @@ NOT_SENT: dict[str, tuple[type[Small], type[nn.Module], str]] = {
 def train_without_sending(name: str) -> None:
     kind, block, _ = NOT_SENT[name]
     trainer = Trainer(strategy=FSDPStrategy(**PP), devices=2, accelerator="cpu", max_steps=1, **QUIET)
-    loader = DataLoader(TensorDataset(torch.randn(4, 8, 8)), 4)
+    loader = DataLoader(TensorDataset(torch.ones(4, 8, 8)), 4)
     trainer.fit(kind(block(), block()), loader, loader if issubclass(kind, ReadsKept) else None)
 
 
@@ -1641,7 +1641,7 @@ def leave_a_window() -> list[bool]:
         meshes.append(strategy._mesh)
         if leaves:
             strategy.setup_module(module, for_training=True)
-            strategy.call_step("training_step", [torch.randn(4, 8, 8)], 0)  # the first stage waits for a gradient
+            strategy.call_step("training_step", [torch.ones(4, 8, 8)], 0)  # the first stage waits for a gradient
         strategy.teardown()
     return [mesh is meshes[0] for mesh in meshes]
 

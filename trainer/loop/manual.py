@@ -34,8 +34,8 @@ class ManualOptimization:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.backwards = self.steps = 0
-        """Number of calls of `manual_backward` and of an optimizer's `step`."""
+        self.batches = self.backwards = self.steps = 0
+        """Number of calls of `training_step`, of `manual_backward` and of an optimizer's `step`."""
         self._loss_divisor: Divisor = None
         self._wrapped: list[ManualOptimizer] = []
         self._stepped: dict[int, int] = {}
@@ -69,6 +69,7 @@ class ManualOptimization:
             return None, None, []
         if run.trainable is not None:
             run.trainable.follow(run.metrics.window)
+        self.batches += 1
         steps = self.steps
         with self._refusing_direct_calls():
             outputs = run.forward("training_step", data, batch_idx)
@@ -161,7 +162,7 @@ class ManualOptimization:
             ConfigError: the processes called `manual_backward` or `step` different numbers of times: the weights
                 differ.
         """
-        if self.steps == 0:
+        if self.steps == 0 < self.batches:
             log.warning("training_step stepped no optimizer in an epoch: call self.optimizers().step() in it")
         self._check_calls(f"the end of epoch {self.run.progress.epoch}")
 

@@ -1,0 +1,136 @@
+"""What a block can write to beside its output: containers among its arguments, attributes, and objects of its hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.data.sampler_state import attributes, is_filled
+
+_OPAQUE = (np.ndarray, type, ModuleType, str, bytes, int, float, complex, NoneType)
+_LARGEST = 1000
+"""Items of a container that is looked through: larger ones are data."""
+
+
+def tensors_in(nested: Any) -> list[torch.Tensor]:
+    """Return the tensors in any nesting of dicts, lists, tuples and the like."""
+    leaves, _ = torch.utils._pytree.tree_flatten(nested)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """Return the lists, dicts and dataclasses among the arguments of a call, the outer ones first."""
+    args, kwargs = arguments
+    found: list[Any] = []
+    waiting = [*args, *kwargs.values()]
+    for one in waiting:
+        if isinstance(one, torch.Tensor):
+            continue
+        if isinstance(one, tuple):
+            waiting += one
+        elif isinstance(one, (list, deque, dict)) or _is_dataclass(one):
+            found.append(one)
+            waiting += content(one).values()
+    return found
+
+
+def content(container: Any) -> dict[Any, Any]:
+    """Return the entries of a dict by key, of a list or set by number, of an object by attribute."""
+    if isinstance(container, dict):
+        return dict(container)
+    return dict(enumerate(container)) if isinstance(container, (list, deque, set)) else dict(vars(container))
+
+
+def fill(container: Any, entries: dict[Any, Any]) -> None:
+    """Replace what is in a container by the entries that `content` has returned of one."""
+    owner = container if isinstance(container, (list, deque, set, dict)) else vars(container)
+    owner.clear()
+    if isinstance(owner, (list, deque)):
+        owner.extend(entries.values())
+    else:
+        owner.update(entries.values() if isinstance(owner, set) else entries)
+
+
+def same_content(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether the same objects are in two results of `content`."""
+    return one.keys() == other.keys() and all(value is other[key] for key, value in one.items())
+
+
+def is_container(one: Any) -> bool:
+    """Whether an object is one that `content` takes, and small."""
+    if isinstance(one, (list, deque, set, dict)):
+        return len(one) <= _LARGEST
+    return hasattr(one, "__dict__") and not isinstance(one, (torch.Tensor, *_OPAQUE, FunctionType, MethodType, partial))
+
+
+def _is_dataclass(one: Any) -> bool:
+    return dataclasses.is_dataclass(one) and not isinstance(one, type) and hasattr(one, "__dict__")
+
+
+def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what a block may write to, with words for it: attributes, objects among its inputs, what its hooks know."""
+    for path, child in block.named_modules():
+        place = ".".join(filter(None, (name, path)))
+        for attribute, value in vars(child).items():
+            if not attribute.startswith("_"):  # the others are torch's
+                yield f"{place}.{attribute}", value
+        for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
+            yield f"what a hook of {place} writes to", hook
+    leaves, _ = torch.utils._pytree.tree_flatten(inputs)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            yield f"what is in a {type(leaf).__name__} among the arguments", leaf
+
+
+def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield an object and what is in it, in any nesting of containers, objects and what functions enclose, each once.
+
+    What belongs to this package or to a library is not looked into.
+    """
+    of = value if isinstance(value, FunctionType) else type(value)
+    is_package = str(of.__module__).partition(".")[0] in ("trainer", "torch", "transformers")
+    if id(value) in seen or (not isinstance(value, torch.Tensor) and (isinstance(value, _OPAQUE) or is_package)):
+        return
+    seen.add(id(value))
+    yield value
+    for one in _inside(value):
+        yield from objects_behind(one, seen)
+
+
+def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
+    """Return the containers and objects that several blocks have in attributes, or their hooks know."""
+    found: dict[int, Any] = {}
+    times: Counter[int] = Counter()
+    for block in blocks.values():
+        seen: set[int] = set()
+        of_block = [one for _, place in places("", block) for one in objects_behind(place, seen) if is_container(one)]
+        found.update({id(one): one for one in of_block})
+        times.update(map(id, of_block))
+    return [found[key] for key, number in times.items() if number > 1]
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return []
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        several = len(value) <= _LARGEST
+        return [*(value.values() if isinstance(value, dict) else value)] if several else []
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, CellType):
+        return [value.cell_contents] if is_filled(value) else []
+    if isinstance(value, FunctionType):
+        known = value.__globals__
+        return [*(value.__closure__ or ()), *(known.get(name) for name in value.__code__.co_names)]
+    # Of a module its own attributes, which a hook may write; its parts are asked for by themselves.
+    return [one for key, one in attributes(value).items() if not isinstance(value, nn.Module) or key[:1] != "_"]

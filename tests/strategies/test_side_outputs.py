@@ -1,0 +1,320 @@
+"""What blocks give to others beside their output, and what the processes of one model have to have in common."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.helpers.compare import QUIET
+from tests.helpers.processes import once_per_module, run_distributed
+from tests.helpers.strategy_runs import SINGLE, WAYS
+from trainer import TrainModule
+from trainer.errors import ConfigError
+
+STEPS = 4
+
+
+class Layer(nn.Module):
+    """Each token by itself, so that it can be split in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(TrainModule):
+    tensor_parallel_plan: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    layer: ClassVar[type[nn.Module]] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.blocks, self.head = nn.Linear(8, 8), nn.ModuleList(), nn.Linear(8, 8)
+        self.blocks.extend(self.layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return mse_loss(self(batch[0]), batch[0].roll(1, -1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+class WritesLoss(Layer):
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor] | None = None) -> torch.Tensor:
+        output = super().forward(x)
+        if losses is not None:
+            losses.append(output.square().mean())
+        return output
+
+
+class WithLosses(Stack):
+    layer = WritesLoss
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x, losses)
+        return mse_loss(self.head(x), batch[0].roll(1, -1)) + sum(losses)
+
+
+class WritesPart(Layer):
+    """A loss of split features."""
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        losses.append(self.up(x).square().mean())
+        return super().forward(x)
+
+
+class WithParts(WithLosses):
+    layer = WritesPart
+
+
+class State:
+    """An object that is neither a container nor a dataclass."""
+
+    latest: Any = None
+    calls = 0
+
+
+class WritesObject(Layer):
+    def forward(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        before = x if state.latest is None else state.latest
+        state.latest = super().forward(x) + 0.1 * before
+        return state.latest
+
+
+class WithObject(Stack):
+    layer = WritesObject
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        state, x = State(), self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x, state)
+        return mse_loss(self.head(x), batch[0].roll(1, -1)) + 0.1 * state.latest.square().mean()
+
+
+class CountsAll(Layer):
+    """Multiplies by the number of the call among those of all blocks."""
+
+    state: State
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.calls += 1
+        return super().forward(x) * (1 + self.state.calls % 2)
+
+
+class WithCounter(Stack):
+    layer = CountsAll
+
+    def __init__(self) -> None:
+        super().__init__()
+        state = State()
+        for block in self.blocks:
+            block.state = state  # type: ignore[assignment]
+
+
+class WithHooks(Stack):
+    """Takes features of the blocks by hooks."""
+
+    place: ClassVar[str] = "down"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[torch.Tensor] = []
+        for block in self.blocks:
+            layer = block.get_submodule(self.place)
+            layer.register_forward_hook(lambda layer, args, output: self.features.append(output))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx) + sum(one.square().mean() for one in self.features)
+        self.features.clear()
+        return loss
+
+
+class WithHooksOfBlocks(WithHooks):
+    place = ""
+
+
+class Remembers(Layer):
+    """Keeps the means of its outputs, without their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.means.append(float(output.detach().mean()))
+        return output * (1 + len(self.means) % 2)
+
+
+class WithMeans(Stack):
+    layer = Remembers
+
+
+class LateSkip(Stack):
+    """From the third step on, the head reads the first block, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        first = self.blocks[0](self.embed(batch[0]))
+        last = self.blocks[1](first)
+        return mse_loss(self.head(last + first if batch_idx >= 2 else last), batch[0])
+
+
+class NoiseAfter(Stack):
+    """Draws from a generator of its own behind the blocks, and before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0] + 0.1 * torch.randn(8, generator=self.noise)
+        return mse_loss(self(x), batch[0] + 0.1 * torch.randn(8, generator=self.noise))
+
+
+class NoiseBefore(NoiseAfter):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = (batch[0] + 0.1 * torch.randn(8, generator=self.noise) for _ in range(2))
+        return mse_loss(self(x), y)
+
+
+class CountsAfter(Stack):
+    """Counts its steps behind the blocks, and reads the number before them."""
+
+    count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = mse_loss(self(batch[0] * (1 + self.count)), batch[0])
+        self.count += 1
+        return loss
+
+
+class CountsBefore(Stack):
+    count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.count += 1
+        return mse_loss(self(batch[0] * self.count), batch[0])
+
+
+class Unseeded(Dataset[tuple[torch.Tensor]]):
+    """Each process draws other samples."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.randn(6, 8, generator=self.generator),)
+
+
+def samples() -> TensorDataset:
+    return TensorDataset(torch.randn(8 * STEPS, 6, 8, generator=torch.Generator().manual_seed(2)))
+
+
+def train(way: str, kind: type[Stack], data: Callable[[], Dataset[Any]] = samples) -> Any:
+    module = kind()
+    trainer = WAYS[way].trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(data(), WAYS[way].micro_batch))
+    return trainer.full_state_dict(everywhere=True)
+
+
+def attempt(*case: Any) -> Any:
+    """Return the weights after a training, or the error with which all its processes end."""
+    try:
+        return train(*case)
+    except ConfigError as error:
+        return f"refused: {error}"
+    except Exception:
+        return traceback.format_exc()
+
+
+TRAINED: dict[str, tuple[str, type[Stack]]] = {
+    "losses in a list, full features": ("TP x2", WithLosses),
+    "an object": ("TP x2", WithObject),
+    "an object that counts": ("CP x2", WithCounter),
+    "features of hooks": ("TP x2", WithHooksOfBlocks),
+    "lists in blocks, and split layers": ("TP x2", WithMeans),
+    "lists in blocks, and sequences": ("CP x2", WithMeans),
+    "lists in blocks of a pipeline": ("PP x2", WithMeans),
+    "a generator before the blocks": ("PP x2", NoiseBefore),
+    "a counter before the blocks": ("PP x2", CountsBefore),
+    "losses in a list, FSDP": ("FSDP x2", WithLosses),
+    "an object, FSDP": ("FSDP x2", WithObject),
+    "losses in a list, ZeRO-3": ("ZeRO-3 x2", WithLosses),
+}
+WRITES = "writes into a list that others read, too"
+REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
+    "losses in a list": ("CP x2", WithLosses, samples, WRITES),
+    "losses in a list, split features": ("TP x2", WithParts, samples, "tensor 1 in lists and dicts that it gets"),
+    "an object": ("CP x2", WithObject, samples, "what is in a State among the arguments is a tensor with a gradient"),
+    "features of hooks": ("CP x2", WithHooks, samples, "what a hook of blocks.0.down writes to is a tensor with"),
+    "a generator behind the blocks": ("PP x2", NoiseAfter, samples, "leaves other values in noise on the stages"),
+    "a counter behind the blocks": ("PP x2", CountsAfter, samples, "leaves other values in count on the stages"),
+    **{f"other batches, {way}": (way, Stack, Unseeded, "different batches") for way in ("TP x2", "CP x2", "PP x2")},
+}
+"""What all processes find."""
+ENDS: dict[str, tuple[type[Stack], str]] = {
+    "losses in a list": (WithLosses, WRITES),
+    "an object": (WithObject, "what is in a State among the arguments is a tensor with a gradient"),
+    "an object that counts": (WithCounter, "writes into a State that others read, too"),
+    "features of hooks": (WithHooks, "what a hook of blocks.0.down writes to is a tensor with"),
+    "a late skip": (LateSkip, "in this step stage 1 computes from the output of a block of an earlier stage"),
+}
+"""What one stage of a pipeline finds, while the other one waits for it."""
+
+
+def train_all() -> dict[str, Any]:
+    return {name: attempt(*case) for name, case in TRAINED.items()}
+
+
+def refuse_all() -> dict[str, Any]:
+    return {name: attempt(*case[:3]) for name, case in REFUSED.items()}
+
+
+trained = once_per_module(lambda: run_distributed(train_all, 2, timeout=120.0))
+refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=120.0))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_trains_as_on_one_process(name: str, trained: Any) -> None:
+    expected = train(SINGLE, TRAINED[name][1])
+    for of_rank in trained:
+        assert not isinstance(of_rank[name], str), of_rank[name]
+        torch.testing.assert_close(of_rank[name], expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_other_processes_would_not_get_is_refused(name: str, refusals: Any) -> None:
+    for of_rank in refusals:
+        assert isinstance(of_rank[name], str), "it trains"
+        assert of_rank[name].startswith("refused: "), of_rank[name]
+        assert REFUSED[name][3] in of_rank[name]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_a_stage_writes_for_others_ends_the_run(name: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        run_distributed(train, 2, "PP x2", ENDS[name][0], timeout=90.0)
+    assert ENDS[name][1] in str(error.value)
