@@ -7,6 +7,7 @@ numpy's numbers and tuples in place of lists, or converts "3" to 3.
 from __future__ import annotations
 
 import builtins
+import collections.abc
 import functools
 import hashlib
 import inspect
@@ -16,6 +17,7 @@ import operator
 import os
 import sys
 import types
+import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -269,7 +271,8 @@ def hints_of(init: Any, cls: type) -> dict[str, Any]:
         return get_type_hints(init, include_extras=True)
     except Exception:  # a name known to type checkers only: take the annotations one by one
         hints = {}
-        names = _Names({**vars(builtins), **vars(sys.modules[cls.__module__]), cls.__name__: cls})
+        known = {**vars(builtins), **vars(typing), **vars(collections.abc), **vars(sys.modules[cls.__module__])}
+        names = _Names({**known, cls.__name__: cls})
         for name, annotation in getattr(init, "__annotations__", {}).items():
             try:
                 hints[name] = eval(annotation, {}, names) if isinstance(annotation, str) else annotation

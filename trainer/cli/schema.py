@@ -58,7 +58,9 @@ def schema() -> dict[str, Any]:
     names = [*precisions(), *SHORT_PRECISIONS]
     numbers = [int(name) for name in names if name.isdecimal()]
     properties["precision"] = {"anyOf": [{"enum": [*names, *numbers]}, REFERENCE]} | _words(properties["precision"])
-    properties["strategy"] = _choice(available_strategies(), ["auto"]) | _words(properties["strategy"])
+    strategy = _choice(available_strategies(), ["auto"])
+    named = {"type": "object", "properties": {"name": {"enum": [*available_strategies()]}}, "required": ["name"]}
+    properties["strategy"] = {"anyOf": [*strategy["anyOf"], named]} | _words(properties["strategy"])
     for name, table in (("callbacks", callbacks), ("logger", loggers)):
         chosen = _choice(table)
         others = [{"type": "boolean"}] if name == "logger" else [NULL]
@@ -67,6 +69,7 @@ def schema() -> dict[str, Any]:
     for name in NONE_IS_DEFAULT:
         properties[name] = _or_null(properties[name])
     own = {"anyOf": [OWN_CLASS, _object(OWN_CLASS, {"type": "object"})]}
+    properties["profiler"] = {"anyOf": [properties["profiler"], own]} | _words(properties["profiler"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of trainer fit, validate, test and predict",
@@ -116,7 +119,8 @@ def _type_schema(annotation: Any) -> dict[str, Any]:
         return {}
     try:
         adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-        return adapter.json_schema()
+        found = adapter.json_schema()
+        return {} if {"anyOf": []} in (found, *found.get("anyOf", ())) else found
     except PydanticUserError:
         return {}
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer.arguments import LISTS, MAPPINGS, options_of
 from trainer.callback import Callback, available_callbacks
 from trainer.config.classes import find_class, one_line_error
 from trainer.config.read import INVALID, Values
 from trainer.config.tree import (
+    Diagnostics,
     KeyPath,
     Node,
     Problem,
@@ -29,9 +33,11 @@ from trainer.config.tree import (
 )
 from trainer.config.types import (
     TypeMismatchError,
+    callables_in,
     classes_in,
     constructor_parameters,
-    items_of,
+    holds_objects,
+    is_structured,
     objects_in,
     takes_mapping,
 )
@@ -48,40 +54,54 @@ from trainer.trainer import Trainer
 
 @dataclass
 class ClassSpec:
-    """A class with arguments that fit its signature; among them may be other specs."""
+    """A class, or a function, with arguments that fit its signature; among them may be other specs."""
 
-    cls: type
+    cls: Any
     arguments: dict[str, Any]
     source: Source
     path: str
     sources: dict[str, Source] = field(default_factory=dict)
     """The source of each argument."""
+    provided: Sequence[str] = ()
+    """Arguments that no file can hold, such as an optimizer's parameters."""
+    bases: tuple[type, ...] = (object,)
+    """The classes of one of which the object has to be."""
+    is_factory: bool = False
+    """What is wanted makes such objects when it is called."""
 
     def build(self, **provided: Any) -> Any:
         """Return the object.
 
         Args:
-            provided: arguments that no file can hold, such as an optimizer's parameters.
+            provided: the values of arguments that no file can hold.
 
         Raises:
             ConfigError: the constructor refused its arguments, or failed: says what, and where in the user's code.
         """
-        arguments = provided | {name: instantiate(value) for name, value in self.arguments.items()}
+        arguments = {name: value for name, value in provided.items() if name in self.provided}
+        arguments |= {name: instantiate(value, **provided) for name, value in self.arguments.items()}
+        if self.is_factory:
+            return partial(self.cls, **arguments) if arguments else self.cls
         try:
-            return self.cls(**arguments)
+            made = self.cls(**arguments)
+            if not isinstance(made, self.bases):
+                raise TypeError(f"it returned a {type(made).__name__}")
+            return made
         except TrainerError as error:
             source, message = named_source(str(error), self.sources) or self.source, f"{self.path}: {error}"
             raise ConfigError(str(Problem(source, message))) from error
         except Exception as error:
-            message = f"{self.path}: making {self.cls.__name__} failed: {one_line_error(error)}"
+            message = f"{self.path}: making {self.cls.__qualname__} failed: {one_line_error(error)}"
             raise ConfigError(str(Problem(self.source, message))) from error
 
 
-def instantiate(value: Any) -> Any:
-    """Return a value with the objects that its specs describe."""
+def instantiate(value: Any, **provided: Any) -> Any:
+    """Return a value with the objects that its specs describe; `provided` as in `ClassSpec.build`."""
     if isinstance(value, ClassSpec):
-        return value.build()
-    return [instantiate(item) for item in value] if isinstance(value, list) else value
+        return value.build(**provided)
+    if type(value) in (list, tuple):
+        return type(value)(instantiate(item, **provided) for item in value)
+    return {key: instantiate(item, **provided) for key, item in value.items()} if type(value) is dict else value
 
 
 class Checker(Values):
@@ -175,13 +195,20 @@ class Checker(Values):
                 words += f" Elements of a list are numbered: {dotted((*path[:2], 0))}.NAME."
             self.findings.add(node.source, words)
             return None
-        cls = self.named_class(name, bases, table, path)
-        return None if cls is None else self.spec_of(cls, nested, path, node.source, name.source, provided)
+        functions = path[0] != "trainer" and path not in (("module",), ("data",))
+        made_by = self.named_class(name, bases, table, path, functions)
+        if made_by is None:
+            return None
+        if path[0] == "lr_scheduler" and LRScheduler in bases:  # also one of several in a SequentialLR
+            provided = ("optimizer",)
+        return replace(self.spec_of(made_by, nested, path, node.source, name.source, provided), bases=bases)
 
-    def named_class(self, node: Node, bases: tuple[type, ...], table: Mapping[str, type], path: KeyPath) -> type | None:
-        """Return the class with a name (see `find_class`); None if there is no such class."""
+    def named_class(
+        self, node: Node, bases: tuple[type, ...], table: Mapping[str, type], path: KeyPath, functions: bool = False
+    ) -> Any:
+        """Return the class, or function, with a name (see `find_class`); None if there is no such class."""
         try:
-            found = find_class(str(node.value), bases, table, node.source)
+            found = find_class(str(node.value), bases, table, node.source, functions)
         except ConfigError as error:
             self.findings.add(node.source, f"{dotted(path)}: {error}", error)
             return None
@@ -190,7 +217,7 @@ class Checker(Values):
 
     def spec_of(
         self,
-        cls: type,
+        cls: Any,
         node: Node | None,
         path: KeyPath,
         source: Source,
@@ -205,7 +232,33 @@ class Checker(Values):
             needs = f"needs the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
             fix = f"give it in the file under init_args, or --{dotted((*path, missing[0]))} VALUE."
             self.findings.add(named_at, f"{dotted(path)} ({cls.__name__}) {needs}: {fix}")
-        return ClassSpec(cls, arguments, source, dotted(path), sources_of(node))
+        takes = [name for name in provided if name in constructor_parameters(cls).named]
+        return ClassSpec(cls, arguments, source, dotted(path), sources_of(node), takes)
+
+    def callable_spec(self, node: Node, signature: Any, path: KeyPath) -> Any:
+        """Return a function, an object that can be called, or what makes objects of the class that a call returns."""
+        name = entries(node).get("class_path")
+        if name is None:
+            return self.class_spec(node, (object,), path) or INVALID
+        made_by = self.named_class(name, (object,), {}, path, functions=True)
+        if made_by is None:
+            return INVALID
+        takes, returns = get_args(signature) or (..., Any)
+        if not isinstance(made_by, type) or (
+            isinstance(returns, type) and returns is not Any and issubclass(made_by, returns)
+        ):
+            names = [*constructor_parameters(made_by).named]
+            called_with = names if takes is ... or not isinstance(made_by, type) else names[: len(takes)]
+            nested = entries(node).get("init_args")
+            return replace(
+                self.spec_of(made_by, nested, path, node.source, name.source, called_with), is_factory=True, provided=()
+            )
+        if not any("__call__" in vars(cls) for cls in made_by.__mro__):
+            wanted = f", or one that makes {returns.__name__}" if isinstance(returns, type) else ""
+            words = f"objects of {made_by.__qualname__} cannot be called: name a function{wanted}."
+            self.findings.add(name.source, f"{dotted(path)}: {words}")
+            return INVALID
+        return self.class_spec(node, (object,), path) or INVALID
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -213,27 +266,91 @@ class Checker(Values):
         """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
         if path == ("trainer", "strategy"):
             return self.strategy(node)
-        objects, items = tuple(objects_in(annotation)), items_of(annotation)
-        if isinstance(node.value, dict) and objects:
-            structured = next((cls for cls in objects if dataclasses.is_dataclass(cls)), None)
-            if "class_path" in node.value or (structured is None and not takes_mapping(annotation)):
-                node.value = canonical_class(node, path, self.findings).value
-                return self.class_spec(node, objects, path) or INVALID
-            if structured is not None:
-                return self.spec_of(structured, node, path, node.source, node.source)
-        if isinstance(node.value, list) and items is not None:
-            return [self.value(item, items, (*path, index)) for index, item in enumerate(node.value)]
+        if annotation is Any and "class_path" in entries(node) and entries(node).keys() <= {"class_path", "init_args"}:
+            return self.class_spec(node, (object,), path) or INVALID
+        if isinstance(node.value, (dict, list)) and holds_objects(annotation):
+            ways = self._ways(node, annotation, path)
+            if len(ways) > 1:  # the first one that fits
+                before, tried = self.findings, []
+                for way in ways:
+                    self.findings = Diagnostics()
+                    tried.append((way(copy.deepcopy(node)), len(self.findings.problems)))
+                self.findings = before
+                ways = [ways[min(range(len(ways)), key=lambda number: tried[number][1])]]
+            for way in ways:
+                return way(node)
         return super().value(node, annotation, path)
+
+    def _ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
+        """Return the ways to read a mapping or a list in which objects may be, by the members of a union."""
+        objects, calls, options = tuple(objects_in(annotation)), callables_in(annotation), options_of(annotation)
+        if isinstance(node.value, list):
+            lists = [option for option in options if get_origin(option) in (*LISTS, tuple) and holds_objects(option)]
+            return [partial(self._items, annotation=option, path=path) for option in lists]
+        mappings: list[Callable[[Node], Any]] = [
+            partial(self._entries, annotation=option, path=path)
+            for option in options
+            if (get_origin(option) in MAPPINGS and holds_objects(option)) or is_typeddict(option)
+        ]
+        structured = [cls for cls in objects if is_structured(cls)]
+        chosen = "class_path" in node.value and (objects or calls)
+        if chosen or not (mappings or structured or takes_mapping(annotation)):
+            node.value = canonical_class(node, path, self.findings).value
+            if calls:
+                return [lambda node: self.callable_spec(node, calls[0], path)]
+            return [lambda node: self.class_spec(node, objects, path) or INVALID]
+        return [
+            *(partial(self._structured, cls=cls, path=path) for cls in structured),
+            *mappings,
+        ]
+
+    def _structured(self, node: Node, cls: type, path: KeyPath) -> Any:
+        return self.spec_of(cls, node, path, node.source, node.source)
+
+    def _items(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        assert isinstance(node.value, list)
+        of_each, several = get_args(annotation), get_origin(annotation) is not tuple or ... in get_args(annotation)
+        if not several and len(of_each) != len(node.value):
+            reason = f"{len(of_each)} of them, and there are {len(node.value)}"
+            return self.coerce(node, annotation, path, TypeMismatchError((), reason))
+        annotations = of_each[:1] * len(node.value) if several else of_each
+        pairs = zip(node.value, annotations, strict=True)
+        values = [self.value(item, one, (*path, index)) for index, (item, one) in enumerate(pairs)]
+        kind: Any = {tuple: tuple, set: set, frozenset: frozenset}.get(get_origin(annotation), list)
+        return values if has_spec(values) and kind is not tuple else kind(values)
+
+    def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        if is_typeddict(annotation):
+            hints, given = get_type_hints(annotation), entries(node)
+            missing = sorted(annotation.__required_keys__ - given.keys())
+            for name in (*missing, *(key for key in given if key not in hints)):
+                problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"
+                self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
+            return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
+        of_key, of_value = get_args(annotation)
+        keys = {key: self.value(Node(key, child.source), of_key, path) for key, child in entries(node).items()}
+        return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return the class that a text names, or what was typed as text; if it is neither, report the mismatch."""
-        objects, classes = tuple(objects_in(annotation)), tuple(classes_in(annotation))
-        if isinstance(node.value, str) and objects:
+        objects, classes, calls = tuple(objects_in(annotation)), tuple(classes_in(annotation)), callables_in(annotation)
+        for kind in (kind for kind in FROM_TEXT if kind in objects and isinstance(node.value, str)):
+            with suppress(RuntimeError, AttributeError):
+                return FROM_TEXT[kind](str(node.value))
+        if isinstance(node.value, str) and (objects or calls):
             node.value = {"class_path": Node(node.value, node.source, node.text)}
-            return self.class_spec(node, objects, path) or INVALID
+            spec = self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
+            return INVALID if spec is None else spec
         if isinstance(node.value, str) and classes:
             return self.named_class(node, classes, {}, path) or INVALID
         return super().coerce(node, annotation, path, mismatch)
+
+
+FROM_TEXT: dict[type, Callable[[str], Any]] = {
+    torch.dtype: lambda text: getattr(torch, text.removeprefix("torch.")),
+    torch.device: torch.device,
+}
+"""Classes whose objects a file holds as texts: `float16`, `cuda:0`."""
 
 
 def table_of(bases: tuple[type, ...]) -> dict[str, type]:
@@ -258,4 +375,5 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
 
 def has_spec(value: Any) -> bool:
     """Whether an object is still to be made for this value (or it is an invalid one)."""
-    return value is INVALID or isinstance(value, ClassSpec) or (isinstance(value, list) and any(map(has_spec, value)))
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return value is INVALID or isinstance(value, ClassSpec) or any(map(has_spec, inside))

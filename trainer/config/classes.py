@@ -11,13 +11,14 @@ import sys
 import traceback
 import zlib
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.arguments import local_path
+from trainer.arguments import hints_of, local_path
 from trainer.config.projects import is_installed, project
 from trainer.config.tree import Source
 from trainer.errors import ConfigError, did_you_mean, missing_package_advice, unknown_name_error
@@ -25,9 +26,9 @@ from trainer.errors import ConfigError, did_you_mean, missing_package_advice, un
 
 @dataclass(frozen=True)
 class ResolvedClass:
-    """A class, and the name under which it is found from any folder."""
+    """A class, or a function, and the name under which it is found from any folder."""
 
-    cls: type
+    cls: Any
     name: str
 
 
@@ -43,12 +44,15 @@ def _extend_sys_path(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], source: Source) -> ResolvedClass:
+def find_class(
+    name: str, bases: tuple[type, ...], table: Mapping[str, type], source: Source, functions: bool = False
+) -> ResolvedClass:
     """Return the class that `name` means, which must be derived from one of `bases` and be complete.
 
     Args:
         table: short names that are known for this kind of class.
         source: where the name was written; files are looked for in that folder first.
+        functions: also a function, or a method of a class, that returns such an object.
 
     Raises:
         ConfigError: there is no such class; or the import failed: then with the first line of the error.
@@ -67,8 +71,11 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
         if ":" in name:  # folder:package.module.Class
             folder = local_path(location)
             location, _, attribute = attribute.rpartition(".")
-        module, where = _from_package(location, name, folder, source)
-    return ResolvedClass(_require_class(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
+        module, where, attribute = _from_package(location, attribute, name, folder, source)
+    found = _attribute(module, attribute, bases, where)
+    if functions and callable(found) and not isinstance(found, type):
+        return ResolvedClass(_require_returned(found, bases), f"{where}{attribute}")
+    return ResolvedClass(_require_class(found, bases), f"{where}{attribute}")
 
 
 def check_short_name(
@@ -94,8 +101,9 @@ def _names(classes: tuple[type, ...]) -> str:
 
 def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: str) -> Any:
     try:
-        if name and hasattr(module, name):
-            return getattr(module, name)
+        with suppress(AttributeError):
+            if name:
+                return attrgetter(name)(module)
     except Exception as error:  # of the module's own __getattr__
         raise ConfigError(f"{where}{name} cannot be taken: {one_line_error(error)}") from error
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
@@ -103,7 +111,17 @@ def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: st
     has = f" It has: {', '.join(sorted(here))}." if here else f" It defines no {_names(bases)}."
     if not name:
         raise ConfigError(f"{where.rstrip(':.')} is a file: write file.py:Class.{has}")
-    raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{did_you_mean(name, here)}{has}")
+    raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{did_you_mean(name, [*vars(module)])}{has}")
+
+
+def _require_returned(function: Any, bases: tuple[type, ...]) -> Any:
+    """Return the function itself, unless it says that it returns something else than an object of the `bases`."""
+    returned = hints_of(function, function).get("return", Any)
+    if isinstance(returned, type) and returned is not Any and not issubclass(returned, bases):
+        raise ConfigError(
+            f"{function.__qualname__} returns {returned.__name__}, which is not derived from {_names(bases)}."
+        )
+    return function
 
 
 def _require_class(cls: Any, bases: tuple[type, ...]) -> type:
@@ -179,7 +197,10 @@ def _origin(name: str) -> Path | None:
     return Path(os.path.abspath(spec.origin)) if spec is not None and spec.origin else None
 
 
-def _from_package(location: str, name: str, folder: Path | None, source: Source) -> tuple[ModuleType, str]:
+def _from_package(
+    location: str, attribute: str, name: str, folder: Path | None, source: Source
+) -> tuple[ModuleType, str, str]:
+    """Return a module, the text in front of its attributes' names, and the attribute, which may be `Class.method`."""
     if folder is not None:
         if not folder.is_dir():
             raise ConfigError(
@@ -192,9 +213,15 @@ def _from_package(location: str, name: str, folder: Path | None, source: Source)
     folders = [source.folder, Path.cwd()] if folder is None else [folder]
     homes = [home for home in folders if home is not None and ((home / top).is_dir() or (home / f"{top}.py").is_file())]
     with project(Path(os.path.abspath(homes[0]))) if homes else nullcontext():
-        module = _import(location, name)
+        try:
+            module = _import(location, name)
+        except ConfigError:
+            package, _, cls = location.rpartition(".")
+            if not isinstance(getattr(sys.modules.get(package), cls, None), type):
+                raise
+            module, location, attribute = sys.modules[package], package, f"{cls}.{attribute}"
     root = folder or _user_folder(module)
-    return module, f"{root}:{location}." if root is not None else f"{location}."
+    return module, f"{root}:{location}." if root is not None else f"{location}.", attribute
 
 
 def _import(module: str, name: str) -> ModuleType:

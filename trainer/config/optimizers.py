@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ def with_optimizer(module: ClassSpec, optimizer: ClassSpec | None, scheduler: Cl
     """Return the module's spec; with an optimizer, the module that it builds has a `configure_optimizers`."""
     if optimizer is None:
         return module
-    fields = {name: getattr(module, name) for name in ("cls", "arguments", "source", "path", "sources")}
+    fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(module)}
     return _ModuleWithOptimizer(**fields, optimizer=optimizer, scheduler=scheduler)
 
 
@@ -39,7 +40,7 @@ class _ModuleWithOptimizer(ClassSpec):
 
 def _require_monitor(scheduler: ClassSpec) -> None:
     """Raise a ConfigError for a scheduler that needs the value of a metric, and is given the name of none."""
-    if not issubclass(scheduler.cls, ReduceLROnPlateau) or scheduler.arguments.get("monitor") is not None:
+    if scheduler.cls is not ReduceLROnPlateau or scheduler.arguments.get("monitor") is not None:
         return
     kind = scheduler.cls.__name__
     words = (
@@ -56,5 +57,5 @@ def configured_optimizers(module: TrainModule, optimizer: ClassSpec, scheduler: 
         return {"optimizer": made}
     own = {name: value for name, value in scheduler.arguments.items() if name not in SCHEDULER_OPTIONS}
     options = {name: value for name, value in scheduler.arguments.items() if name in SCHEDULER_OPTIONS}
-    spec = ClassSpec(scheduler.cls, own, scheduler.source, scheduler.path, scheduler.sources)
-    return {"optimizer": made, "lr_scheduler": {"scheduler": spec.build(optimizer=made), **options}}
+    made_scheduler = dataclasses.replace(scheduler, arguments=own).build(optimizer=made)
+    return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, **options}}

@@ -44,6 +44,7 @@ from trainer.config.types import (
     allowed,
     constructor_parameters,
     item_annotations,
+    member_named,
     reads_as_number,
     validate,
     wants_text,
@@ -249,7 +250,8 @@ class Values:
         self.findings.add(
             part.source,
             f"{dotted(inner)}: given {repr_value(part)}{unseen_type(part.value)}, "
-            f"allowed{inside}: {allowed(annotation)}.{quotes_hint(node, annotation)}",
+            f"allowed{inside}: {allowed(annotation)}{mismatch.reason and f' ({mismatch.reason})'}."
+            f"{quotes_hint(node, annotation)}",
         )
         return INVALID
 
@@ -284,6 +286,8 @@ def take_texts(node: Node, annotation: Any) -> None:
     """Let a value, and all that it holds, be as it was written where its annotation wants a text."""
     if node.text is not None and wants_text(node.plain(), annotation):
         node.value, node.text, node.unreadable = node.text, None, None
+    elif isinstance(node.value, str) and (member := member_named(node.value, annotation)) is not None:
+        node.value = member.value
     elif isinstance(node.value, (dict, list)):
         items = [*(node.value.values() if isinstance(node.value, dict) else node.value)]
         for item, of_item in zip(items, item_annotations(node.value, annotation), strict=True):
@@ -320,6 +324,8 @@ def quotes_hint(node: Node, annotation: Any) -> str:
         return " Remove the quotes." if node.text is None else ""
     if node.text is None and type(node.value) in (int, float) and str in options_of(annotation):
         return " Put it in quotes."
+    if isinstance(node.value, float) and node.value.is_integer() and int in options_of(annotation):
+        return f" Write {int(node.value)}."
     return ""
 
 

@@ -231,7 +231,10 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         _note_left_out(below, above, findings, path)
         return above
-    if "class_path" in {**below.value, **above.value}:  # also of an argument, which has no canonical form yet
+    if below.value and "class_path" in {
+        **below.value,
+        **above.value,
+    }:  # also of an argument, which has no canonical form yet
         below, above = canonical_class(below, path, findings), canonical_class(above, path, findings)
     old, new = entries(below), entries(above)
     if _other_class(below, above):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import inspect
 import json
+import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from os import PathLike
 from pathlib import Path, PurePath
 from types import NoneType
-from typing import Any, Literal, Never, get_args, get_origin
+from typing import Any, Generic, Literal, Never, get_args, get_origin, is_typeddict
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
@@ -33,38 +36,92 @@ class Parameters:
 
 
 class TypeMismatchError(Exception):
-    """A value does not fit; `path` leads to the part of it that does not."""
+    """A value does not fit; `path` leads to the part of it that does not, and `reason` is pydantic's, if it has one."""
 
-    def __init__(self, path: tuple[str | int, ...]) -> None:
+    def __init__(self, path: tuple[str | int, ...] = (), reason: str = "") -> None:
         super().__init__(path)
-        self.path = path
+        self.path, self.reason = path, reason
 
 
-def constructor_parameters(cls: type) -> Parameters:
-    """Return the arguments that a class takes by name."""
-    constructor: Any = cls.__init__  # type: ignore[misc]  # of this very class
-    hints = hints_of(constructor, cls)
+def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
+    """Return the arguments that a class, or a function, takes by name.
+
+    Those of a base class are among them, if the constructor hands its `**kwargs` on to it and uses them nowhere else.
+    """
+    of: Any = made_by.__init__ if isinstance(made_by, type) else made_by  # type: ignore[misc]  # of this very class
+    hints = hints_of(of, made_by)
     named = {}
     takes_more = False
-    for name, parameter in inspect.signature(cls).parameters.items():
+    try:
+        signature = inspect.signature(made_by)
+    except ValueError:  # one of torch's own functions in C
+        return Parameters({}, open=True)
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_more = hints.get(name) is not Never
         elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            named[name] = parameter.replace(annotation=hints.get(name, Any))
-    return Parameters(named, takes_more)
+            hint = hints.get(name, Any)
+            named[name] = parameter.replace(annotation=hint.type if isinstance(hint, dataclasses.InitVar) else hint)
+    call = _call_of_base(of) if takes_more and isinstance(made_by, type) else None
+    if call is None:
+        return Parameters(named, takes_more)
+    owner = next(place for place, cls in enumerate(made_by.__mro__) if "__init__" in vars(cls))
+    of_base = constructor_parameters(made_by.__mro__[owner + 1])
+    given = {word.arg for word in call.keywords} | {*[*of_base.named][: len(call.args)]}
+    return Parameters({**{name: p for name, p in of_base.named.items() if name not in given}, **named}, of_base.open)
+
+
+def _call_of_base(constructor: Any) -> ast.Call | None:
+    """Return the call of the base class to which a constructor hands its `**kwargs`; None: it does something else."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(constructor))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
+        return None
+    kwargs = function.args.kwarg.arg
+    uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == kwargs]
+    for call in ast.walk(function):
+        spread = [word.value for word in call.keywords if word.arg is None] if isinstance(call, ast.Call) else []
+        if spread and spread == uses and re.fullmatch(r"super\(.*\)\.__init__", ast.unparse(call.func)):
+            return call
+    return None
 
 
 def objects_in(annotation: Any) -> list[type]:
-    """Return the classes of a union whose objects a file describes by class_path and init_args, or as a dataclass."""
-    return [option for option in options_of(annotation) if isinstance(option, type) and is_object(option)]
+    """Return the classes of a union whose objects a file describes by class_path and init_args, or as a dataclass.
 
-
-def items_of(annotation: Any) -> Any:
-    """Return the annotation of the items where a union has a list of objects; else None."""
+    Of a generic class, such as `Dataset[int]`, it is the class itself.
+    """
+    found = []
     for option in options_of(annotation):
-        if get_origin(option) in LISTS and get_args(option) and objects_in(get_args(option)[0]):
-            return get_args(option)[0]
-    return None
+        origin = get_origin(option)
+        cls = origin if isinstance(origin, type) and issubclass(origin, Generic) else option  # type: ignore[arg-type]
+        if isinstance(cls, type) and is_object(cls):
+            found.append(cls)
+    return found
+
+
+def holds_objects(annotation: Any) -> bool:
+    """Whether objects, or classes, may be anywhere in the values of an annotation, or anything is in a container."""
+    options = options_of(annotation)
+    inside = [part for option in options if not _is_callable(option) for part in get_args(option)]
+    here = [*objects_in(annotation), *classes_in(annotation), *callables_in(annotation), *filter(is_typeddict, options)]
+    return bool(here) or any(part is Any or holds_objects(part) for part in inside)
+
+
+def callables_in(annotation: Any) -> list[Any]:
+    """Return the members `Callable` and `Callable[..., X]` of a union."""
+    return [option for option in options_of(annotation) if _is_callable(option)]
+
+
+def _is_callable(option: Any) -> bool:
+    return option is Callable or get_origin(option) is Callable
+
+
+def is_structured(cls: Any) -> bool:
+    """Whether a mapping of arguments stands for an object of a class: one of dataclasses or attrs."""
+    return dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
 
 
 def classes_in(annotation: Any) -> list[type]:
@@ -79,9 +136,9 @@ def classes_in(annotation: Any) -> list[type]:
 @cache
 def is_object(cls: type) -> bool:
     """Whether a file cannot hold values of a class as they are, as it does numbers, text, paths, enums..."""
-    if dataclasses.is_dataclass(cls):
+    if is_structured(cls):
         return True
-    if get_origin(cls) is not None or issubclass(cls, enum.Enum):
+    if get_origin(cls) is not None or issubclass(cls, enum.Enum) or is_typeddict(cls):
         return False
     try:
         TypeAdapter(cls)
@@ -112,7 +169,10 @@ def validate(value: Any, annotation: Any) -> Any:
     try:  # what JSON has no type for (tuples, paths, enums) may be written as a list or text
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        raise TypeMismatchError(error.errors(include_url=False)[0]["loc"]) from None
+        first = error.errors(include_url=False)[0]
+        inside = any(isinstance(step, str) for step in first["loc"])  # of a pydantic model
+        known = first["type"].endswith(("_type", "_parsing", "literal_error", "enum", "_of", "needs_python_object"))
+        raise TypeMismatchError(first["loc"], first["msg"] if inside or not known else "") from None
 
 
 def wants_text(value: Any, annotation: Any) -> bool:
@@ -124,6 +184,14 @@ def wants_text(value: Any, annotation: Any) -> bool:
         plain = (*SCALARS, Literal, *(LISTS if isinstance(value, dict) else MAPPINGS))
         return all((get_origin(option) or option) in plain for option in others)
     return isinstance(value, str) or not any(_fits(value, option) for option in others)
+
+
+def member_named(text: str, annotation: Any) -> enum.Enum | None:
+    """Return the member of an enumeration with this name, as LightningCLI writes them, where no value is like that."""
+    for option in options_of(annotation):
+        if isinstance(option, type) and issubclass(option, enum.Enum) and text in option.__members__:
+            return None if _fits(text, annotation) else option[text]
+    return None
 
 
 def _fits(value: Any, option: Any) -> bool:

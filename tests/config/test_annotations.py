@@ -1,0 +1,314 @@
+"""Annotations of arguments, and what a file's YAML makes of them: beside LightningCLI 2.6.6 with jsonargparse 4.53."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers import annotated
+from trainer.config.check import Checker, instantiate
+from trainer.config.files import read_file, to_yaml
+from trainer.config.tree import Diagnostics, entries
+
+REFUSED = "refused"
+CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
+    ("float", "1e-4", "float: '0.0001'"),
+    ("float", "3E8", "float: '300000000.0'"),
+    ("float", "1", "float: '1.0'"),
+    ("int", "1e6", "refused"),
+    ("int", "1_000", "int: '1000'"),
+    ("int", "010", "int: '10'", "int: '8'"),
+    ("int", "3.0", "refused"),
+    ("int", "true", "refused"),
+    ("bool", "yes", "refused", "bool: 'True'"),
+    ("bool", "on", "refused", "bool: 'True'"),
+    ("str", "yes", "str: 'yes'", "refused"),
+    ("str", "no", "str: 'no'", "refused"),
+    ("str", "12", "str: '12'", "refused"),
+    ("str", "2024-01-01", "str: '2024-01-01'"),
+    ("str", "12:30:00", "str: '12:30:00'", "refused"),
+    ("str", "null", "refused", "NoneType: 'None'"),
+    ("Optional[str]", "null", "NoneType: 'None'"),
+    ("Optional[int]", "None", "refused"),
+    ("float", ".inf", "float: 'inf'"),
+    ("float", "inf", "refused"),
+    ("float", ".nan", "float: 'nan'"),
+    ("Union[int, str]", "5", "int: '5'"),
+    ("Union[int, str]", "abc", "str: 'abc'"),
+    ("Union[int, str]", "'5'", "str: '5'", "int: '5'"),
+    ("Union[float, list[float]]", "[1, 2.5]", "list: '[1.0, 2.5]'"),
+    ("Literal['a', 'b', 1]", "b", "str: 'b'"),
+    ("Literal['a', 'b', 1]", "1", "int: '1'"),
+    ("Literal['a', 'b', 1]", "c", "refused"),
+    ("Color", "red", "Color: 'Color.RED'", "refused"),
+    ("Color", "RED", "Color: 'Color.RED'"),
+    ("Num", "2", "Num: 'Num.TWO'", "refused"),
+    ("Num", "TWO", "Num: 'Num.TWO'"),
+    ("IntE", "2", "IntE: '2'", "refused"),
+    ("list[Color]", "[red, blue]", "list: \"[<Color.RED: 'red'>, <Color.BLUE: 'blue'>]\"", "refused"),
+    ("dict[str, Color]", "{a: red}", "dict: \"{'a': <Color.RED: 'red'>}\"", "refused"),
+    ("Path", "data/x", "PosixPath: 'data/x'"),
+    ("Optional[Path]", "data/x", "PosixPath: 'data/x'"),
+    ("Union[str, Path]", "data/x", "str: 'data/x'"),
+    ("list[Path]", "[a, b]", "list: \"[PosixPath('a'), PosixPath('b')]\""),
+    ("tuple[int, int]", "[1, 2]", "tuple: '(1, 2)'"),
+    ("tuple[int, ...]", "[1, 2, 3]", "tuple: '(1, 2, 3)'"),
+    ("tuple[str, float]", "[a, 1]", "tuple: \"('a', 1.0)\""),
+    ("tuple[int, int]", "[1, 2, 3]", "refused"),
+    ("set[int]", "[1, 2]", "set: '{1, 2}'"),
+    ("Sequence[int]", "[1, 2]", "list: '[1, 2]'"),
+    ("list[int]", "3", "refused"),
+    ("dict[int, str]", "{1: a}", "dict: \"{1: 'a'}\""),
+    ("dict", "{a: {b: 1}}", "dict: \"{'a': {'b': 1}}\""),
+    ("Dict[str, Any]", "{a: {b: 1}, class_path: x}", "dict: \"{'a': {'b': 1}, 'class_path': 'x'}\""),
+    ("Inner", "{depth: 3}", "Inner: \"Inner(depth=3, act='relu')\""),
+    (
+        "Outer",
+        "{name: y, inner: {depth: 5}, inners: [{depth: 1}, {act: gelu}], p: q}",
+        "Outer: \"Outer(name='y', inner=Inner(depth=5, act='relu'), inners=[Inner(depth=1, act='relu'), "
+        "Inner(depth=2, act='gelu')], p=PosixPath('q'))\"",
+    ),
+    ("Optional[Inner]", "{depth: 3}", "Inner: \"Inner(depth=3, act='relu')\""),
+    ("Optional[Inner]", "null", "NoneType: 'None'"),
+    ("list[Inner]", "[{depth: 3}]", "list: \"[Inner(depth=3, act='relu')]\""),
+    ("dict[str, Inner]", "{a: {depth: 3}}", "dict: \"{'a': Inner(depth=3, act='relu')}\""),
+    (
+        "tuple[Inner, Inner]",
+        "[{depth: 3}, {depth: 4}]",
+        "tuple: \"(Inner(depth=3, act='relu'), Inner(depth=4, act='relu'))\"",
+    ),
+    ("Inner", "{dept: 3}", "refused"),
+    (
+        "Inner",
+        "{class_path: tests.helpers.annotated.Inner, init_args: {depth: 3}}",
+        "Inner: \"Inner(depth=3, act='relu')\"",
+    ),
+    ("GenDC[int]", "{item: 3}", "GenDC: 'GenDC(item=3)'"),
+    ("PM", "{a: 1, b: [1.5]}", "PM: 'a=1 b=[1.5]'"),
+    ("PM", "{a: x}", "refused"),
+    ("Optional[PM]", "{a: 1}", "PM: 'a=1 b=[]'"),
+    ("list[PM]", "[{a: 1}]", "list: '[PM(a=1, b=[])]'"),
+    ("TD", "{a: 1}", "dict: \"{'a': 1}\""),
+    ("TD", "{a: x}", "refused"),
+    ("NT", "{x: 1}", "NT: 'NT(x=1, y=2)'"),
+    ("NT", "[1, 2]", "NT: 'NT(x=1, y=2)'"),
+    ("nn.Module", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'"),
+    (
+        "nn.Module",
+        "{class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 3}}",
+        "Linear: 'Linear(in_features=2, out_features=3, bias=True)'",
+    ),
+    ("Optional[nn.Module]", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'"),
+    ("nn.Module", "torch.nn.ReLU", "ReLU: 'ReLU()'"),
+    (
+        "list[nn.Module]",
+        "[{class_path: torch.nn.ReLU}, {class_path: torch.nn.GELU}]",
+        "list: \"[ReLU(), GELU(approximate='none')]\"",
+    ),
+    ("dict[str, nn.Module]", "{a: {class_path: torch.nn.ReLU}}", "dict: \"{'a': ReLU()}\""),
+    (
+        "tuple[nn.Module, nn.Module]",
+        "[{class_path: torch.nn.ReLU}, {class_path: torch.nn.GELU}]",
+        "tuple: \"(ReLU(), GELU(approximate='none'))\"",
+    ),
+    ("tuple[nn.Module, ...]", "[{class_path: torch.nn.ReLU}]", "tuple: '(ReLU(),)'"),
+    ("Sequence[nn.Module]", "[{class_path: torch.nn.ReLU}]", "list: '[ReLU()]'"),
+    (
+        "nn.Module",
+        "{class_path: tests.helpers.annotated.Net, init_args: {width: 3, act: {class_path: torch.nn.Tanh}}}",
+        "Net: 'Net(\\n  (act): Tanh()\\n)'",
+    ),
+    ("Any", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'"),
+    ("Any", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'"),
+    ("list", "[{class_path: torch.nn.ReLU}]", "list: \"[{'class_path': 'torch.nn.ReLU'}]\""),
+    ("Union[nn.Module, str]", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'"),
+    ("Union[nn.Module, str]", "resnet18", "str: 'resnet18'"),
+    ("Union[str, nn.Module]", "torch.nn.ReLU", "str: 'torch.nn.ReLU'", "ReLU: 'ReLU()'"),
+    ("Base", "{class_path: tests.helpers.annotated.Sub, init_args: {a: 3, b: 4}}", "Sub: 'Sub()'"),
+    ("Base", "{class_path: tests.helpers.annotated.Sub, init_args: {zz: 3}}", "refused"),
+    ("Base", "{class_path: tests.helpers.annotated.Sub, init_args: {a: x}}", "refused"),
+    ("Base", "{class_path: torch.nn.ReLU}", "refused"),
+    ("Net", "{init_args: {width: 3}}", "refused", "Net: 'Net()'"),
+    ("Net", "{width: 3}", "refused", "Net: 'Net()'"),
+    ("type[nn.Module]", "torch.nn.ReLU", "type: \"<class 'torch.nn.modules.activation.ReLU'>\""),
+    ("torch.optim.Optimizer", "torch.optim.SGD", "refused"),
+    ("Callable", "torch.nn.functional.relu", "function: '<function relu>'"),
+    ("Callable[[Tensor], Tensor]", "torch.nn.functional.relu", "function: '<function relu>'"),
+    ("Callable[[Tensor], Tensor]", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'", "refused"),
+    (
+        "Callable[[Iterable], torch.optim.Optimizer]",
+        "torch.optim.AdamW",
+        "type: \"<class 'torch.optim.adamw.AdamW'>\"",
+        "partial: 'functools.partial(<function call_without_instantiate_context>, <jsonargp'",
+    ),
+    (
+        "Callable[[Iterable], torch.optim.Optimizer]",
+        "{class_path: torch.optim.AdamW, init_args: {lr: 0.1}}",
+        "partial: \"functools.partial(<class 'torch.optim.adamw.AdamW'>, lr=0.1)\"",
+        "partial: 'functools.partial(<function call_without_instantiate_context>, <jsonargp'",
+    ),
+    (
+        "Callable[[], nn.Module]",
+        "torch.nn.CrossEntropyLoss",
+        "type: \"<class 'torch.nn.modules.loss.CrossEntropyLoss'>\"",
+        "partial: 'functools.partial(<function call_without_instantiate_context>, <jsonargp'",
+    ),
+    ("Union[str, Callable]", "relu", "str: 'relu'"),
+    ("torch.dtype", "torch.float16", "dtype: 'torch.float16'"),
+    ("torch.dtype", "float16", "dtype: 'torch.float16'", "refused"),
+    ("torch.device", "cpu", "device: 'cpu'", "refused"),
+    ("timedelta", "'01:30:00'", "timedelta: '1:30:00'"),
+    ("timedelta", "PT1H", "timedelta: '1:00:00'", "refused"),
+    ("timedelta", "30", "refused"),
+    ("timedelta", "{hours: 1}", "refused"),
+    ("datetime", "2024-01-01T10:00:00", "datetime: '2024-01-01 10:00:00'", "refused"),
+    ("complex", "1+2j", "complex: '(1+2j)'"),
+    ("bytes", "abc", "bytes: \"b'abc'\"", "refused"),
+    ("range", "[0, 3]", "refused"),
+    ("Decimal", "1.5", "Decimal: '1.5'"),
+    ("torch.Tensor", "[1.0, 2.0]", "refused"),
+    ("np.ndarray", "[1.0, 2.0]", "refused"),
+    ("'Later'", "{class_path: tests.helpers.annotated.Later}", "Later: '<Later object>'"),
+    ("Box[int]", "{class_path: tests.helpers.annotated.Box, init_args: {x: 1}}", "Box: '<Box object>'"),
+    ("Proto", "{class_path: tests.helpers.annotated.Impl}", "Impl: '<Impl object>'"),
+    ("Abs", "{class_path: tests.helpers.annotated.AbsImpl}", "AbsImpl: '<AbsImpl object>'"),
+    ("Abs", "{class_path: tests.helpers.annotated.Abs}", "refused"),
+    ("UserId", "3", "int: '3'"),
+    ("Annotated[int, 'x']", "3", "int: '3'"),
+    ("Annotated[int, pydantic.Field(gt=0)]", "-3", "refused"),
+    ("PositiveInt", "-3", "refused"),
+    ("Alias", "[1]", "list: '[1]'"),
+    ("T", "3", "int: '3'"),
+    ("int | float | None", "2.5", "float: '2.5'"),
+    ("list[int | None] | None", "[1, null]", "list: '[1, None]'"),
+    ("list[list[float]]", "[[1], [2.5]]", "list: '[[1.0], [2.5]]'"),
+    ("dict[str, list[int]]", "{a: [1, 2]}", "dict: \"{'a': [1, 2]}\""),
+    ("dict[str, tuple[int, int]]", "{a: [1, 2]}", "dict: \"{'a': (1, 2)}\""),
+    ("Union[int, tuple[int, int]]", "[3, 3]", "tuple: '(3, 3)'"),
+    (
+        "Union[Inner, Outer]",
+        "{name: z}",
+        "Outer: \"Outer(name='z', inner=Inner(depth=2, act='relu'), inners=[], p=None)\"",
+    ),
+    ("Union[Net, Base]", "{class_path: tests.helpers.annotated.Base, init_args: {a: 3}}", "Base: 'Base()'"),
+    ("dict[str, Any]", "{a: {class_path: torch.nn.ReLU}}", "dict: \"{'a': ReLU()}\""),
+    ("nn.Module", "{class_path: tests.helpers.annotated.make_net, init_args: {width: 3}}", "Net: 'Net()'"),
+    ("nn.Module", "{class_path: tests.helpers.annotated.Net.small}", "Net: 'Net()'"),
+    ("torch.utils.data.Dataset", "{class_path: tests.helpers.annotated.DS, init_args: {n: 3}}", "DS: 'DS(3)'"),
+    ("PosOnly", "{class_path: tests.helpers.annotated.PosOnly, init_args: {a: 1}}", "refused"),
+    ("nn.Module", "{class_path: torch.nn.Sequential, init_args: {}}", "Sequential: 'Sequential()'"),
+    ("NewCls", "{class_path: tests.helpers.annotated.NewCls, init_args: {a: 1}}", "NewCls: '<NewCls object>'"),
+    ("At", "{a: 1}", "At: 'At(a=1)'"),
+    ("IV", "{a: 1, b: 2}", "IV: 'IV(a=1)'"),
+    ("KW", "{a: 1}", "KW: 'KW(a=1)'"),
+    ("NoInit", "{a: 1, c: 5}", "refused"),
+    (
+        "Inner",
+        "{class_path: tests.helpers.annotated.InnerSub, init_args: {depth: 1, extra: 2}}",
+        "InnerSub: \"InnerSub(depth=1, act='relu', extra=2)\"",
+        "refused",
+    ),
+    ("Req", "{class_path: tests.helpers.annotated.Req}", "refused"),
+    ("str", "|\n  a\n  b", "str: 'a\\nb\\n'"),
+    ("int", "0x1F", "int: '31'"),
+    ("int", "-3", "int: '-3'"),
+    ("int", "+3", "int: '3'"),
+    ("str", "'a: b'", "str: 'a: b'"),
+    ("Optional[str]", "~", "NoneType: 'None'"),
+    ("Path", "~/x", "PosixPath: '~/x'"),
+    ("Optional[str]", "", "NoneType: 'None'"),
+    ("list[int]", "[]", "list: '[]'"),
+    # Of these jsonargparse 4.53 was not asked.
+    (
+        "dict[str, nn.Module] | None",
+        "{a: torch.nn.ReLU, b: {class_path: torch.nn.GELU}}",
+        "dict: \"{'a': ReLU(), 'b': GELU(approximate='none')}\"",
+    ),
+    ("Mapping[str, DS]", "{a: {class_path: tests.helpers.annotated.DS, n: 3}}", "dict: \"{'a': DS(3)}\""),
+    ("tuple[nn.Module, int]", "[torch.nn.ReLU, 3]", "tuple: '(ReLU(), 3)'"),
+    ("tuple[str, nn.Module]", "[a, {class_path: torch.nn.ReLU}]", "tuple: \"('a', ReLU())\""),
+    ("tuple[Inner, ...]", "[{depth: 3}]", "tuple: \"(Inner(depth=3, act='relu'),)\""),
+    ("tuple[Inner, Inner]", "[{depth: 3}]", REFUSED),
+    ("list[list[nn.Module]]", "[[torch.nn.ReLU], []]", "list: '[[ReLU()], []]'"),
+    ("list[type[nn.Module]]", "[torch.nn.ReLU]", "list: \"[<class 'torch.nn.modules.activation.ReLU'>]\""),
+    ("set[type[nn.Module]]", "[torch.nn.ReLU]", "set: \"{<class 'torch.nn.modules.activation.ReLU'>}\""),
+    ("list[nn.Module | str]", "[{class_path: torch.nn.ReLU}, relu]", "list: \"[ReLU(), 'relu']\""),
+    ("nn.Module | dict[str, Any]", "{a: 1}", "dict: \"{'a': 1}\""),
+    ("nn.Module | dict[str, Any]", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'"),
+    ("Dataset[int]", "{class_path: tests.helpers.annotated.DS, init_args: {n: 3}}", "DS: 'DS(3)'"),
+    ("list[Dataset[int]]", "[{class_path: tests.helpers.annotated.DS}]", "list: '[DS(2)]'"),
+    ("Iterable[nn.Module]", "[torch.nn.ReLU]", "list: '[ReLU()]'"),
+    (
+        "Options",
+        "{net: torch.nn.ReLU, sets: {a: tests.helpers.annotated.DS}}",
+        "Options: \"Options(net=ReLU(), sets={'a': DS(2)})\"",
+    ),
+    ("nn.Module", "tests.helpers.annotated.make_net", "Net: 'Net()'"),
+    ("nn.Module", "tests.helpers.annotated.make_text", REFUSED),
+    ("nn.Module", "tests.helpers.annotated.make_anything", REFUSED),
+    ("Callable[[int], float]", "tests.helpers.annotated.Impl", REFUSED),
+    ("Callable[..., nn.Module]", "{class_path: tests.helpers.annotated.Net, width: 3, depth: 1}", REFUSED),
+    ("Callable[[int], nn.Module]", "{class_path: tests.helpers.annotated.Req2}", REFUSED),
+    ("torch.dtype", "float17", REFUSED),
+    ("torch.device", "nowhere", REFUSED),
+    ("Color | None", "BLUE", "Color: 'Color.BLUE'"),
+    ("Union[Color, str]", "RED", "str: 'RED'"),
+    ("dict[Color, int]", "{red: 1}", "dict: \"{<Color.RED: 'red'>: 1}\""),
+    ("TD2", "{b: x}", REFUSED),
+    ("list[TD]", "[{a: 1}, {c: 1}]", REFUSED),
+    ("Kept", "{class_path: tests.helpers.annotated.Kept, init_args: {anything: 3}}", "Kept: \"Kept({'anything': 3})\""),
+    ("Positional", "{class_path: tests.helpers.annotated.Positional, init_args: {a: 1}}", REFUSED),
+    (
+        "Positional",
+        "{class_path: tests.helpers.annotated.Positional, init_args: {b: 1}}",
+        "Positional: 'Positional(5, 1)'",
+    ),
+]
+"""The annotation, the YAML, the value here, and LightningCLI's where that is another one."""
+
+
+def value_of(annotation: str, text: str, folder: Path) -> tuple[str, str]:
+    """Return what the YAML becomes, or the problem; and the YAML that a run would keep of it."""
+    file, found = folder / "case.yaml", Diagnostics()
+    file.write_text("v: " + text.replace("\n", "\n  ") + "\n")
+    tree = read_file(str(file), found)
+    assert tree is not None
+    node = entries(tree)["v"]
+    value = Checker(found).value(node, annotated.evaluated(annotation), ("module", "v"))
+    if not found.problems:
+        try:
+            made = instantiate(value)
+        except Exception as error:
+            return REFUSED, str(error)
+        shown = re.sub(r"\btests\.helpers\.annotated\.| at 0x\w+", "", f"{type(made).__name__}: {str(made)!r}")
+        return shown, to_yaml({"v": node.plain()})
+    for problem in found.problems:
+        assert str(problem).startswith(f"{file}:1: module.v"), problem
+        assert 30 < len(str(problem)) < 1000
+    return REFUSED, str(found.problems[0])
+
+
+@pytest.mark.parametrize(("annotation", "text", "expected"), [case[:3] for case in CASES])
+def test_a_value_is_what_its_annotation_says(annotation: str, text: str, expected: str, tmp_path: Path) -> None:
+    shown, kept = value_of(annotation, text, tmp_path)
+    assert shown == expected, kept
+    if shown != REFUSED:
+        again = yaml.safe_dump(yaml.safe_load(kept)["v"], default_flow_style=True).strip().removesuffix("\n...")
+        if "Path" not in annotation and annotation != "Outer":  # which are absolute then
+            assert value_of(annotation, again, tmp_path)[0] == expected
+
+
+def test_what_lightning_takes_is_taken_or_refused_in_words() -> None:
+    """Where LightningCLI makes another value of a text, YAML 1.2 or the annotation says ours."""
+    others = {(case[0], case[1]) for case in CASES if len(case) == 4 and case[2] != REFUSED != case[3]}
+    assert others == {
+        ("int", "010"),
+        ("Union[int, str]", "'5'"),
+        ("Union[str, nn.Module]", "torch.nn.ReLU"),
+        ("Callable[[Iterable], torch.optim.Optimizer]", "torch.optim.AdamW"),
+        ("Callable[[Iterable], torch.optim.Optimizer]", "{class_path: torch.optim.AdamW, init_args: {lr: 0.1}}"),
+        ("Callable[[], nn.Module]", "torch.nn.CrossEntropyLoss"),
+    }
