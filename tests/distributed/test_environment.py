@@ -6,7 +6,22 @@ import sys
 
 import pytest
 
-from tests.helpers.launcher_variables import ALLOCATION, BATCH, HYDRA, KUBEFLOW, MVAPICH, OPEN_MPI, SRUN, TORCHRUN
+from tests.helpers.launcher_variables import (
+    ALLOCATION,
+    BATCH,
+    DEEPSPEED,
+    FLUX,
+    HOROVODRUN,
+    HYDRA,
+    JSRUN,
+    KUBEFLOW,
+    MVAPICH,
+    OLD_SRUN,
+    OPEN_MPI,
+    PALS,
+    SRUN,
+    TORCHRUN,
+)
 from tests.helpers.processes import ROOT
 from trainer import Trainer
 from trainer.distributed.environment import SOURCES, Environment, detect_environment
@@ -76,6 +91,13 @@ def test_no_processes_at_all(zero: str) -> None:
         (HYDRA, "mpirun (PMI)", (1, 1, 2, 2, 0, 1, "127.0.0.1")),
         (KUBEFLOW, "Kubeflow", (2, 0, 4, 1, 2, 4, "job-master-0")),
         ({**TORCHRUN, "RAY_JOB_ID": "0100"}, "Ray Train", (5, 1, 8, 4, 1, 2, "localhost")),
+        (JSRUN, "jsrun", (3, 1, 4, 2, 1, 2, "node1")),
+        (HOROVODRUN, "horovodrun", (1, 1, 2, 2, 0, 1, "127.0.0.1")),
+        (PALS, "mpiexec (PALS)", (3, 1, 4, 2, 1, 2, "node1")),
+        (FLUX, "flux run", (3, 1, 4, 2, 1, 2, "node1")),
+        (DEEPSPEED, "deepspeed", (3, 1, 4, 2, 1, 2, "node1")),
+        # A Slurm that does not set SLURM_STEP_NUM_TASKS.
+        (OLD_SRUN, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
         # The innermost launcher decides: torchrun in a step of srun, mpirun in an allocation.
         ({**TORCHRUN, **SRUN}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
         ({**BATCH, **OPEN_MPI}, "mpirun (Open MPI)", (3, 1, 4, 2, 1, 2, "node1")),
@@ -184,7 +206,7 @@ def test_all_processes_of_a_step_have_one_port_and_other_steps_another() -> None
 
 
 def test_every_source_says_when_it_decides() -> None:
-    assert len({source.name for source in SOURCES}) == len(SOURCES) == 7
+    assert len({source.name for source in SOURCES}) == len(SOURCES) == 12
     assert all(source.decides and source.variables for source in SOURCES)
 
 
@@ -204,6 +226,14 @@ NO_LOCAL = "MPI_LOCALRANKID or PMI_LOCAL_RANK, MPI_LOCALNRANKS or PMI_LOCAL_SIZE
         ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE=4 set, but not MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_LOCAL"),
         ({name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")}, "but not MPI_LOCALNRANKS or"),
         ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE='x' is not an integer"),
+        ({name: PALS[name] for name in PALS if name != "PMI_SIZE"}, "but not PMI_SIZE: one of several processes"),
+        ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"}, "but not JSM_NAMESPACE_LOCAL_RANK, JSM_NAMESPACE_"),
+        ({**FLUX, "FLUX_JOB_SIZE": "5"}, "Flux started 5 tasks on 2 nodes: give each node as many"),
+        ({name: FLUX[name] for name in FLUX if name != "MASTER_ADDR"}, "flux run started 4 processes, 2 of them here"),
+        (
+            {name: TORCHRUN[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
+            "but not LOCAL_WORLD_SIZE.*in Azure ML under environment_variables",
+        ),
         # As in a batch script, where Slurm does not set these variables.
         ({**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"}, f"but not {NO_LOCAL}"),
     ],

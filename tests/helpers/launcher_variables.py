@@ -44,3 +44,22 @@ KUBEFLOW = {
     "MASTER_ADDR": "job-master-0",
     "MASTER_PORT": "23456",
 }
+
+_OF_RANK_3 = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+_NODE1 = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+JSRUN = {"LSB_JOBID": "7", **{f"JSM_NAMESPACE_{name}": value for name, value in _OF_RANK_3.items()}, **_NODE1}
+HOROVODRUN = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
+PALS = {
+    "PALS_RANKID": "3",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+    **_NODE1,
+}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2", **_NODE1}
+DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_SIZE": "2", **_NODE1}
+OLD_SRUN = {
+    name.replace("_STEP_NUM_TASKS", "_NTASKS").replace("_STEP_TASKS_PER", "_TASKS_PER"): value
+    for name, value in SRUN.items()
+}

@@ -107,4 +107,5 @@ def _own_class(name: str) -> type:
     from trainer.config.tree import COMMAND_LINE
 
     extend_sys_path([])
-    return find_class(name, (object,), {}, COMMAND_LINE).cls
+    cls: type = find_class(name, (object,), {}, COMMAND_LINE).cls
+    return cls

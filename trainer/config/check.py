@@ -293,7 +293,7 @@ class Checker(Values):
             if (get_origin(option) in MAPPINGS and holds_objects(option)) or is_typeddict(option)
         ]
         structured = [cls for cls in objects if is_structured(cls)]
-        chosen = "class_path" in node.value and (objects or calls)
+        chosen = "class_path" in entries(node) and (objects or calls)
         if chosen or not (mappings or structured or takes_mapping(annotation)):
             node.value = canonical_class(node, path, self.findings).value
             if calls:

@@ -88,7 +88,8 @@ def chosen_class(tree: Node, key: str) -> type:
     if name is None:
         raise ConfigError(f"no {key} is chosen: give a configuration, or --{key} file.py:Class, before --{key}.help.")
     base = {"module": TrainModule, "data": DataModule}[key]
-    return find_class(str(name.value), (base,), {}, name.source).cls
+    cls: type = find_class(str(name.value), (base,), {}, name.source).cls
+    return cls
 
 
 def load(tree: Node, findings: Diagnostics) -> Configuration:

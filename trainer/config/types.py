@@ -62,8 +62,8 @@ def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
         elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             hint = hints.get(name, Any)
             named[name] = parameter.replace(annotation=hint.type if isinstance(hint, dataclasses.InitVar) else hint)
-    call = _call_of_base(of) if takes_more and isinstance(made_by, type) else None
-    if call is None:
+    call = _call_of_base(of) if takes_more else None
+    if call is None or not isinstance(made_by, type):
         return Parameters(named, takes_more)
     owner = next(place for place, cls in enumerate(made_by.__mro__) if "__init__" in vars(cls))
     of_base = constructor_parameters(made_by.__mro__[owner + 1])
@@ -81,8 +81,8 @@ def _call_of_base(constructor: Any) -> ast.Call | None:
         return None
     kwargs = function.args.kwarg.arg
     uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == kwargs]
-    for call in ast.walk(function):
-        spread = [word.value for word in call.keywords if word.arg is None] if isinstance(call, ast.Call) else []
+    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        spread = [word.value for word in call.keywords if word.arg is None]
         if spread and spread == uses and re.fullmatch(r"super\(.*\)\.__init__", ast.unparse(call.func)):
             return call
     return None
@@ -96,7 +96,7 @@ def objects_in(annotation: Any) -> list[type]:
     found = []
     for option in options_of(annotation):
         origin = get_origin(option)
-        cls = origin if isinstance(origin, type) and issubclass(origin, Generic) else option  # type: ignore[arg-type]
+        cls = origin if isinstance(origin, type) and issubclass(origin, Generic) else option
         if isinstance(cls, type) and is_object(cls):
             found.append(cls)
     return found

@@ -95,26 +95,33 @@ def _incomplete_torchrun(environ: Mapping[str, str]) -> list[str]:
     alone = given.get("WORLD_SIZE") == "1" and given.get("RANK", "0") == "0"
     if (alone and not given.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) or not given.keys() & set(_PLACE[:3]):
         return []
-    return [f"{_list(given)} set, but not {', '.join(name for name in _REQUIRED if name not in given)}. {_HOW}"]
+    missing = [name for name in _REQUIRED if name not in given]
+    how = _HOW
+    if missing == ["LOCAL_WORLD_SIZE"]:  # as in Azure ML
+        how += " Or set LOCAL_WORLD_SIZE, the number of processes on this machine, for the job (in Azure ML under "
+        how += "environment_variables)."
+    return [f"{_list(given)} set, but not {', '.join(missing)}. {how}"]
 
 
 def _incomplete_mpirun(environ: Mapping[str, str]) -> list[str]:
-    """Report mpirun's variables for several processes if those for the local ranks are missing."""
+    """Report the variables of one of several processes of mpirun and the like if some of them are missing."""
     problems = []
     for mpi in _MPI:
         number = _Numbers(environ)
-        size_name = mpi.names[1][0]
+        size_name, in_pals = mpi.names[1][0], bool(environ.get("PALS_RANKID"))
         size = number(size_name, default=1)
         # Slurm's own PMI sets these too, and Slurm was asked: this is an interactive shell in a step.
         of_slurm = environ.get("SLURM_STEP_ID") and environ.get("SLURM_STEP_NUM_TASKS") == environ.get(size_name)
         missing = [" or ".join(choice) for choice in mpi.names if not any(environ.get(name) for name in choice)]
         problems += number.problems
-        if size > 1 and missing and not (size_name.startswith("PMI_") and of_slurm):
+        others = size_name == "PMI_SIZE" and (of_slurm or (mpi.name == "PALS") != in_pals)
+        unknown = in_pals and mpi.name == "PALS" and not environ.get(size_name)
+        if (size > 1 or unknown) and missing and not others:
             given = {name: environ[name] for choice in mpi.names for name in choice if environ.get(name)}
             problems.append(
-                f"{_list(given)} set, but not {', '.join(missing)}: one of {size} processes, and nothing says which "
-                f"of this machine. Start with {mpi.start}, which sets all of them, or with torchrun, or unset them "
-                f"(unset {' '.join(given)}) to run as a single process."
+                f"{_list(given)} set, but not {', '.join(missing)}: one of {'several' if unknown else size} processes, "
+                f"and nothing says which of this machine. Start with {mpi.start}, which sets all of them, or with "
+                f"torchrun, or unset them (unset {' '.join(given)}) to run as a single process."
             )
     return problems
 
@@ -213,7 +220,7 @@ def _ray(environ: Mapping[str, str]) -> Environment | str:
 
 @dataclass(frozen=True)
 class _Mpi:
-    """An implementation of MPI, and the names of its variables: the first one set counts."""
+    """An implementation of MPI or the like, and the names of its variables: the first one set counts."""
 
     name: str
     start: str
@@ -235,7 +242,8 @@ class _Mpi:
         if not address:
             number.add(
                 f"{self.start} started {size} processes, {local_size} of them here, and MASTER_ADDR is not set: give "
-                "the name of the machine with rank 0, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`."
+                "the name of the machine with rank 0, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`, or "
+                "export both before."
             )
         number.check()
         if size == 1:
@@ -253,21 +261,22 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
         return "in an allocation, but not started by srun (no SLURM_STEP_ID): not a task of a step"
     if number("SLURM_STEP_ID") >= _FIRST_RESERVED_STEP:
         return "the shell of an interactive step, not a task of srun"
-    size = number("SLURM_STEP_NUM_TASKS", 1)
+    tasks_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"  # of old ones
+    size = number(tasks_name, 1)
     if size == 1 and not number.problems:
         return "a step of one task (SLURM_STEP_NUM_TASKS=1): a single process"
     # A step started from such a shell inherits the variable, but not the terminal.
     if environ.get("SLURM_PTY_PORT") and at_a_terminal():
         return "an interactive shell (SLURM_PTY_PORT, and a terminal): not a task of a step"
     rank, local_rank, node = map(number, ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
-    number.below("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size)
+    number.below("SLURM_PROCID", tasks_name)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(size)
     # Compared before it is written out: 2(x1000000000000) would fill the memory.
     too_many = re.search(r"\d{7}", tasks) or sum(map(int, re.findall(r"\(x(\d+)\)", tasks))) > size
     counts = [] if too_many else slurm.tasks_per_node(tasks)
     if node >= len(counts) or sum(counts) != size:
         number.add(
-            f"SLURM_NODEID={node} and SLURM_STEP_NUM_TASKS={size} do not fit SLURM_STEP_TASKS_PER_NODE={tasks}: they "
+            f"SLURM_NODEID={node} and {tasks_name}={size} do not fit SLURM_STEP_TASKS_PER_NODE={tasks}: they "
             "are not of one step. Start with srun, which sets all of them."
         )
     elif rank != sum(counts[:node]) + local_rank:
@@ -282,6 +291,15 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
     return Environment(
         rank, local_rank, size, counts[node], node, len(counts), "Slurm", address, port, "--ntasks-per-node"
     )
+
+
+def _flux(environ: Mapping[str, str]) -> Environment | str:
+    size, nodes = environ.get("FLUX_JOB_SIZE", ""), environ.get("FLUX_JOB_NNODES", "")
+    if not (environ.get("FLUX_TASK_RANK") and size.isdecimal() and nodes.isdecimal() and int(nodes)):
+        return "no FLUX_TASK_RANK, FLUX_JOB_SIZE and FLUX_JOB_NNODES"
+    if int(size) % int(nodes):
+        raise ConfigError(f"Flux started {size} tasks on {nodes} nodes: give each node as many (flux run -N -n).")
+    return _FLUX.read({**environ, "FLUX_LOCAL_SIZE": str(int(size) // int(nodes))})
 
 
 def _kubeflow(environ: Mapping[str, str]) -> Environment | str:
@@ -324,9 +342,22 @@ _OF_TORCHRUN = ("torchrun", "Ray Train")
 
 
 _PLACE_OF_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_FLUX = _Mpi(
+    "Flux", "flux run", (("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), ("FLUX_LOCAL_SIZE",))
+)
+_DEEPSPEED = _Mpi(
+    "DeepSpeed's launcher", "deepspeed", tuple((name,) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+)
 _MPI = (
     _Mpi("Open MPI", "mpirun (Open MPI)", tuple((f"OMPI_COMM_WORLD_{name}",) for name in _PLACE_OF_MPI)),
     _Mpi("MVAPICH", "mpirun (MVAPICH)", tuple((f"MV2_COMM_WORLD_{name}",) for name in _PLACE_OF_MPI)),
+    _Mpi("LSF", "jsrun", tuple((f"JSM_NAMESPACE_{name}",) for name in _PLACE_OF_MPI)),
+    _Mpi("Horovod", "horovodrun", tuple((f"HOROVOD_{name}",) for name in _PLACE_OF_MPI)),
+    _Mpi(
+        "PALS",
+        "mpiexec (PALS)",
+        (("PALS_RANKID",), ("PMI_SIZE",), ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",)),
+    ),
     _Mpi(
         "MPICH",
         "mpirun (PMI)",
@@ -340,6 +371,7 @@ SOURCES = (
         "torchrun", f"{', '.join(_REQUIRED)} are all set", (*_REQUIRED, "GROUP_RANK", "GROUP_WORLD_SIZE"), _torchrun
     ),
     ProcessSource("Kubeflow", "PET_NNODES > 1", ("PET_NNODES", "PET_NPROC_PER_NODE", "RANK", "WORLD_SIZE"), _kubeflow),
+    ProcessSource("Flux", "FLUX_TASK_RANK is set, and FLUX_JOB_SIZE > 1", ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), _flux),
     *(
         ProcessSource(
             mpi.name,
@@ -347,7 +379,7 @@ SOURCES = (
             tuple(name for choice in mpi.names for name in choice),
             mpi.read,
         )
-        for mpi in _MPI
+        for mpi in (_DEEPSPEED, *_MPI)
     ),
     ProcessSource(
         "Slurm",
