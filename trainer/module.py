@@ -389,7 +389,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         """Build the module from a checkpoint's hyperparameters, call its `on_load_checkpoint`, and load its weights.
 
         Args:
-            checkpoint_path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../best`.
+            checkpoint_path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../best`;
+                or a run directory, for its last one.
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
                 record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
             hparams_file: a file of hyperparameters, YAML or JSON, which replace those of the checkpoint.

@@ -293,12 +293,16 @@ def versions(root: PathT) -> list[PathT]:
 def locate(path: str | StoragePath) -> StoragePath:
     """Find a checkpoint by its path, which may end in a pointer: `checkpoints/last`, `checkpoints/best`.
 
+    A run directory stands for its last checkpoint.
+
     Raises:
         CheckpointError: there is no such checkpoint; the message lists the existing ones.
     """
     given = as_storage_path(path)
     with reading(given):
         wanted = given.name if given.name in POINTERS and not given.exists() else given
+        if (given / CHECKPOINTS).is_dir():
+            return CheckpointDirectory(given / CHECKPOINTS).resolve("last")
     return CheckpointDirectory(given.parent).resolve(wanted)
 
 

@@ -100,6 +100,11 @@ def run_command(
         if prepare is not None:
             prepare(configuration)
         _in_named_run(configuration, options.config, command)
+        if command != "fit" and configuration.ckpt_path is not None:
+            from trainer.config.from_checkpoint import take_hyperparameters
+
+            for line in take_hyperparameters(configuration):
+                _print_note(line)
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
         return _with_traceback(error, 2) if traced else usage_error(str(error))

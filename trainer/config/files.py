@@ -88,14 +88,20 @@ def yaml_for(encoding: str, text: str) -> str:
     return text
 
 
-OTHER_PROGRAMS = {
+TRANSLATED = {
     "an Accelerate configuration": ("compute_environment", "distributed_type", "num_machines", "mixed_precision"),
     "a DeepSpeed configuration": (
         *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"),
         *("gradient_accumulation_steps", "gradient_clipping", "zero_allow_untested_optimizer"),
     ),
 }
-"""Configurations of other programs, and keys by which they are known."""
+"""Configurations of other programs that `trainer config` translates, and keys by which they are known."""
+OTHER_PROGRAMS = {
+    **TRANSLATED,
+    "a configuration of LightningCLI": ("model", "seed_everything"),
+    "a configuration of Hydra": ("defaults", "hydra"),
+}
+"""The same, with those that `trainer migrate` rewrites."""
 
 
 def read_file(name: str, findings: Diagnostics) -> Node | None:
@@ -104,15 +110,15 @@ def read_file(name: str, findings: Diagnostics) -> Node | None:
     kind = None if tree is None else other_program(tree)
     if kind is None:
         return tree
-    fix = f"Translate it with: trainer config --from {shlex.quote(name)}"
-    findings.add(Source(name), f"this is {kind}, not one of ours. {fix}")
+    fix = f"trainer config --from {shlex.quote(name)}" if kind in TRANSLATED else f"trainer migrate {shlex.quote(name)}"
+    findings.add(Source(name), f"this is {kind}, not one of ours. Translate it with: {fix}")
     return None
 
 
 def other_program(tree: Node) -> str | None:
     """Return the key of OTHER_PROGRAMS for a file that was written for one of them, else None."""
     names = set(tree.value) if isinstance(tree.value, dict) else set()
-    if names & {"module", "data", "trainer", "ckpt_path", "allow_changes"}:
+    if names & {"module", "allow_changes"} or (names & {"data", "trainer", "ckpt_path"} and not names & {"model"}):
         return None
     return next((kind for kind, known in OTHER_PROGRAMS.items() if names & set(known)), None)
 
@@ -123,7 +129,9 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
     source = Source(name, folder=path.absolute().parent)
     findings.files.append(name)
     kind = KINDS.get(path.suffix.lower())
-    if not path.is_file():
+    if path.is_fifo():  # --config <(command)
+        kind = "YAML"
+    elif not path.is_file():
         findings.add(source, _why_no_file(path))
         return None
     if kind is None:

@@ -221,6 +221,8 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         ConfigError: samples would be used twice in an epoch, or never; a scheduler is of another class; or a buffer or
             parameter cannot hold the checkpoint's values. The names in `allowed` are exempt.
     """
+    if run.stage != "fit" and checkpoint is not None:
+        _report_other_hyperparameters(run, checkpoint)
     if run.stage != "fit" or checkpoint is None:
         return
     saved = (checkpoint.get("facts") or {}) | _facts_of_call(checkpoint["seed"], checkpoint.get("hyperparameters"))
@@ -278,6 +280,16 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     problem = run.strategy.processes.broadcast_object(problem)
     if problem is not None:
         raise ConfigError(problem)
+
+
+def _report_other_hyperparameters(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Log the hyperparameters that a module which is evaluated has otherwise than the checkpoint says."""
+    saved = flat_names(checkpoint.get("hyperparameters", {}).get("module", {}))
+    now = flat_names(run.hyperparameters().get("module", {}))
+    if run.strategy.processes.is_global_zero:
+        for name in (name for name, value in saved.items() if name in now and now[name] != value):
+            words = f"module.{name}: {saved[name]!r} in the checkpoint; the module keeps its own, {now[name]!r}"
+            log.warning("%s", printable(words))
 
 
 def _facts_now(run: Run, loader: BatchLoader) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from trainer.arguments import kept_path, local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory, temporary_path_for
 from trainer.checkpoint.manifest import is_committed, read_manifest
-from trainer.checkpoint.storage import StoragePath, as_storage_path, reading
+from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
@@ -45,13 +45,9 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         return None
     if ckpt_path not in ("last", "best"):
         given = as_storage_path(ckpt_path)
-        inside = given / CHECKPOINTS
-        with reading(inside):
-            is_run_directory = inside.is_dir()
-        if not is_run_directory:
-            return locate(given)
-        found = CheckpointDirectory(inside).resolve("last")
-        log.info("%s is a run directory: its last checkpoint is %s", printable(str(given)), printable(found.name))
+        found = locate(given)
+        if found.parent == given / CHECKPOINTS:
+            log.info("%s is a run directory: its last checkpoint is %s", printable(str(given)), printable(found.name))
         return found
     folders = checkpoint_dirs(run)
     for folder in folders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 What is rewritten: imports of `lightning`, `lightning.pytorch`, `pytorch_lightning`; LightningModule and
-LightningDataModule; arguments of earlier versions that only have another name; `class_path:` and `_target_:` in YAML.
+LightningDataModule; arguments of earlier versions that only have another name; `class_path:` and `_target_:` in YAML;
+`model:`, `seed_everything:` and `dict_kwargs:` of LightningCLI's files; the cells of notebooks.
 What changes in meaning stands in docs/migrating.md.
 
 examples:
@@ -36,6 +38,8 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "ven
 MENTIONED = re.compile(rb"\b(pytorch_lightning|lightning|lightning_fabric|trainer)\b")
 REQUIREMENT = re.compile(r"(?<![\w.\-/])(pytorch[-_]lightning|lightning)(\[[\w,-]+\])?\s*(?=[=<>~!;,\s\"']|$)")
 REQUIREMENTS = re.compile(r"(.*requirements.*\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)")
+CLASSES = re.compile(rb"^(model|data|seed_everything|trainer|optimizer|lr_scheduler)\s*:", re.MULTILINE)
+"""Keys of LightningCLI, in whose files neither of these words need be."""
 EXPORTED = re.compile(rb"^\s*from\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 
@@ -66,7 +70,11 @@ def run(arguments: list[str]) -> int:
     sources = {  # those that name Lightning or this package
         file: source
         for file, source in contents.items()
-        if MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name)
+        if MENTIONED.search(source)
+        or REQUIREMENTS.fullmatch(file.name)
+        or (
+            file.suffix in YAML and CLASSES.search(source) and (b"class_path" in source or b"seed_everything" in source)
+        )
     }
     changed, places = 0, [f"{file}:1: {NAMESAKE}" for file in files if _is_namesake(file)]
     for file, source in sources.items():
@@ -148,9 +156,7 @@ def _migrated(file: Path, source: bytes, kept: Collection[str]) -> tuple[bytes, 
     if file.suffix == ".py":
         new, found = _python(source, kept if file.name != "__init__.py" else ("LightningModule", "LightningDataModule"))
     elif file.suffix == ".ipynb":
-        if b"lightning" in source:
-            words = "a notebook is not rewritten: replace the imports by hand, or `jupyter nbconvert --to script` it"
-            found = [Finding(1, "notebook", words)]
+        new, found = _notebook(source, kept) if b"lightning" in source else (source, [])
     elif file.suffix in YAML:
         new, found = _yaml(source)
     if REQUIREMENTS.fullmatch(file.name):
@@ -176,6 +182,37 @@ def _python(source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding]]
         raise ValueError(f"not in its encoding ({error}); save it as UTF-8; left as it is") from None
     except RecursionError:
         raise ValueError("nested too deeply to be read; left as it is") from None
+
+
+def _notebook(source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding]]:
+    """Rewrite the cells of a notebook as one file, so that an import in one cell counts in the others."""
+    try:
+        notebook = json.loads(source)
+        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        texts = ["".join(cell["source"]) for cell in cells]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"not a notebook ({error}); left as it is") from None
+    masked = "".join(f"{_CELL}{number}\n{_MAGIC.sub(_masked, text)}\n" for number, text in enumerate(texts))
+    new, found = _python(masked.encode(), kept)
+    parts = re.split(rf"^{_CELL}\d+\n", new.decode(), flags=re.MULTILINE)[1:]
+    for cell, before, part in zip(cells, texts, parts, strict=True):
+        after = _MASKED.sub(r"\1\2", part.removesuffix("\n"))
+        if after != before:
+            cell["source"] = after.splitlines(keepends=True) if isinstance(cell["source"], list) else after
+    lines = masked.splitlines()
+    of_cell = [sum(line.startswith(_CELL) for line in lines[: one.line]) for one in found]
+    found = [one._replace(what=f"cell {number}: {one.what}") for one, number in zip(found, of_cell, strict=True)]
+    same = new.decode() == masked
+    return source if same else (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode(), found
+
+
+_CELL = "# -- cell "
+_MAGIC, _MASKED = re.compile(r"^(\s*)([%!?].*)$", re.MULTILINE), re.compile(r"^(\s*)pass  # ([%!?].*)$", re.MULTILINE)
+"""Lines of IPython, which are no Python, and what stands for them while a notebook is read."""
+
+
+def _masked(line: re.Match[str]) -> str:
+    return f"{line[1]}pass  # {line[2]}"
 
 
 def _yaml(source: bytes) -> tuple[bytes, list[Finding]]:

@@ -157,6 +157,9 @@ class _DecisionFinder(cst.CSTVisitor):
         if called.rpartition(".")[2] in ("dict", "OrderedDict") or called.endswith(".update"):
             for arg in node.args:
                 self._report_key(arg, arg.keyword.value if arg.keyword else "")
+        if called.endswith(".link_arguments"):
+            words = "a reference in the configuration, ${data.NAME}, which takes the value that is written there"
+            self._add(node, "link_arguments", f"use {words}")
         path = self._path(node.func)
         kind = path.rpartition(".")[2] if path else ""
         words = argument_words(kind)

@@ -11,11 +11,14 @@ from yaml.constructor import SafeConstructor
 from trainer.cli.migrate.decisions import Finding
 from trainer.cli.migrate.names import ARGUMENTS, VALUES, lightning_root, name_here
 from trainer.compat.answers import argument_words, is_default
+from trainer.config.plug_names import callbacks, optimizers, schedulers, strategies
+from trainer.config.tree import KEYS
 
 CLASS_KEYS = ("class_path", "_target_")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
 SEED = "'seed:' under 'trainer:', with a number"
 MODULE = "'module:' for 'trainer fit', with the class as 'class_path:'"
+UNKNOWN = "no key of a configuration here: a value for several places is a reference, ${KEY.NAME}, to one of them"
 Change = tuple[int, int, str]
 """The start of a text, its length, and the text in its place."""
 
@@ -41,6 +44,12 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
 def _rewrite_class(mapping: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
     """Rewrite a class that is written with its arguments."""
     entries = {key.value: value for key, value in mapping.value if isinstance(key, yaml.ScalarNode)}
+    if "class_path" in entries:
+        _move_dict_kwargs(mapping, changes, findings)
+        path = entries["class_path"]
+        if isinstance(path, yaml.ScalarNode) and not {".", ":"} & {*path.value} and path.value not in known_classes():
+            todo = f"give it with its module, package.module.{path.value}, or as file.py:{path.value}"
+            findings.append(Finding(_line(path), f"class_path: {path.value}", todo))
     for key in CLASS_KEYS:
         path = entries.get(key)
         if not isinstance(path, yaml.ScalarNode) or not (
@@ -64,20 +73,60 @@ def _rewrite_cli_keys(document: yaml.MappingNode, changes: list[Change], finding
     """Rewrite the top of a file of LightningCLI."""
     entries = {key.value: (key, value) for key, value in document.value if isinstance(key, yaml.ScalarNode)}
     _, settings = entries.get("trainer", (None, None))
-    if not isinstance(settings, yaml.MappingNode) or "_target_" in {key.value for key, _ in settings.value}:
+    key, value = entries.get("model", (None, None))
+    keys = {one.value for one, _ in value.value} if isinstance(value, yaml.MappingNode) else set()
+    of_cli = "class_path" in keys or "seed_everything" in entries
+    if isinstance(settings, yaml.MappingNode):
+        if "_target_" in {key.value for key, _ in settings.value}:
+            return
+        _rewrite_arguments("Trainer", settings, changes, findings)
+    elif not of_cli and not any(_is_class(value) for _, value in entries.values()):
         return
-    _rewrite_arguments("Trainer", settings, changes, findings)
     if "seed_everything" in entries:
         seed, number = entries["seed_everything"]
         if not _move_seed(seed, number, document, settings, changes):
             findings.append(Finding(_line(seed), "seed_everything", f"use {SEED}"))
-    key, value = entries.get("model", (None, None))
-    if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.MappingNode) and "module" not in entries:
-        keys = {one.value for one, _ in value.value}
+    if isinstance(key, yaml.ScalarNode) and "module" not in entries:
         if "class_path" in keys:
             changes.append(_scalar(key, "module"))
-        elif "_target_" not in keys and "seed_everything" in entries:
+        elif "_target_" not in keys and of_cli:
             findings.append(Finding(_line(key), "model", f"use {MODULE}"))
+    for name in (name for name in entries if of_cli and name not in (*KEYS, "model", "seed_everything")):
+        findings.append(Finding(_line(entries[name][0]), name, UNKNOWN))
+
+
+def known_classes() -> set[str]:
+    """Return the classes that a configuration names without their modules."""
+    return {*callbacks("Callback"), *callbacks("Logger"), *optimizers(), *schedulers(), *strategies()}
+
+
+def _is_class(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.MappingNode) and "class_path" in {key.value for key, _ in node.value}
+
+
+def _move_dict_kwargs(mapping: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
+    """Have the arguments of a class's `**kwargs`, which jsonargparse keeps apart, be among the others."""
+    names = [key.value for key, _ in mapping.value]
+    if "dict_kwargs" not in names:
+        return
+    at = names.index("dict_kwargs")
+    key, value = mapping.value[at]
+    before, others = mapping.value[at - 1] if at else (None, None)
+    if "init_args" not in names:
+        changes.append(_scalar(key, "init_args"))
+    elif (
+        before is not None
+        and before.value == "init_args"
+        and isinstance(others, yaml.MappingNode)
+        and isinstance(value, yaml.MappingNode)
+        and not (mapping.flow_style or others.flow_style or value.flow_style)
+        and {one[0].start_mark.column for one in (*others.value, *value.value)} == {value.start_mark.column}
+    ):
+        start = key.start_mark.index - key.start_mark.column
+        line = _text(key)[start:].splitlines(keepends=True)[0]
+        changes.append((start, len(line), ""))
+    else:
+        findings.append(Finding(_line(key), "dict_kwargs", "write these arguments among those of init_args"))
 
 
 def _rewrite_arguments(kind: str, arguments: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
@@ -109,11 +158,17 @@ def _same_meaning(key: yaml.ScalarNode, value: yaml.Node, given: Collection[str]
 
 
 def _move_seed(
-    key: yaml.Node, value: yaml.Node, document: yaml.MappingNode, settings: yaml.MappingNode, changes: list[Change]
+    key: yaml.Node, value: yaml.Node, document: yaml.MappingNode, settings: yaml.Node | None, changes: list[Change]
 ) -> bool:
     """Move the line of a seed into the settings of the trainer; return False if that is not possible."""
     lines = _text(key)[key.start_mark.index :].splitlines(keepends=True)
     number = _plain(value)
+    if settings is None and type(number) is int and not document.flow_style:
+        moved = lines[0].replace("seed_everything", "  seed", 1)
+        changes.append((key.start_mark.index, len(lines[0]), f"trainer:\n{moved}"))
+        return True
+    if not isinstance(settings, yaml.MappingNode):
+        return False
     in_block = not document.flow_style and not settings.flow_style and settings.value
     if type(number) is not int or not in_block or "seed" in {one.value for one, _ in settings.value}:
         return False

@@ -1,0 +1,195 @@
+"""`trainer migrate` on files of LightningCLI as projects have them, and on notebooks: rewritten, or listed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.project import Command
+from trainer.config.read import merged
+from trainer.config.tree import Diagnostics
+from trainer.errors import ConfigError
+
+MODEL = "model:\n  class_path: my.nets.Classifier\n  init_args:\n    lr: 0.1\n"
+DATA = "data:\n  class_path: my.data.EuroSAT\n  init_args:\n    batch_size: 64\n"
+SHORT = "model:\n  class_path: Classifier\n"
+FILES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
+    "no trainer": (MODEL + DATA, (MODEL + DATA).replace("model:", "module:"), ()),
+    "data alone": (DATA, DATA, ()),
+    "short names": (
+        "model:\n  class_path: ClassificationTask\ndata:\n  class_path: EuroSATDataModule\n",
+        "module:\n  class_path: ClassificationTask\ndata:\n  class_path: EuroSATDataModule\n",
+        ("1.yaml:2: class_path: ClassificationTask: give it", "1.yaml:4: class_path: EuroSATDataModule: give it"),
+    ),
+    "dict_kwargs after init_args": (
+        MODEL + DATA + "  dict_kwargs:\n    root: data/eurosat\n    download: true\n",
+        (MODEL + DATA).replace("model:", "module:") + "    root: data/eurosat\n    download: true\n",
+        (),
+    ),
+    "dict_kwargs alone": (
+        MODEL + "data:\n  class_path: my.data.EuroSAT\n  dict_kwargs:\n    root: x\n",
+        MODEL.replace("model:", "module:") + "data:\n  class_path: my.data.EuroSAT\n  init_args:\n    root: x\n",
+        (),
+    ),
+    "dict_kwargs before": (
+        "data:\n  class_path: my.Data\n  dict_kwargs:\n    root: x\n  init_args:\n    n: 1\n",
+        "data:\n  class_path: my.Data\n  dict_kwargs:\n    root: x\n  init_args:\n    n: 1\n",
+        ("1.yaml:3: dict_kwargs: write these arguments among those of init_args",),
+    ),
+    "dict_kwargs in braces": (
+        "data: {class_path: my.Data, init_args: {n: 1}, dict_kwargs: {root: x}}\n",
+        None,
+        ("1.yaml:1: dict_kwargs: write these",),
+    ),
+    "dict_kwargs of a callback": (
+        "trainer:\n  callbacks:\n  - class_path: my.Stop\n    dict_kwargs:\n      n: 1\n",
+        "trainer:\n  callbacks:\n  - class_path: my.Stop\n    init_args:\n      n: 1\n",
+        (),
+    ),
+    "a seed without trainer": (
+        "seed_everything: 3  # mine\n" + MODEL,
+        "trainer:\n  seed: 3  # mine\n" + MODEL.replace("model:", "module:"),
+        (),
+    ),
+    "a seed that is true": (
+        "seed_everything: true\n" + MODEL,
+        "seed_everything: true\n" + MODEL.replace("model:", "module:"),
+        ("1.yaml:1: seed_everything: use 'seed:'",),
+    ),
+    "a trainer": (
+        "trainer:\n  gpus: 1\n" + MODEL,
+        "trainer:\n  accelerator: gpu\n  devices: 1\n" + MODEL.replace("model:", "module:"),
+        (),
+    ),
+    "an empty trainer": ("trainer:\n" + MODEL, "trainer:\n" + MODEL.replace("model:", "module:"), ()),
+    "arguments of a fixed class": (
+        "seed_everything: 1\nmodel:\n  lr: 0.1\n",
+        "trainer:\n  seed: 1\nmodel:\n  lr: 0.1\n",
+        ("1.yaml:2: model: use 'module:'",),
+    ),
+    "keys of a parser of its own": (
+        MODEL + "tags: [a]\n",
+        (MODEL + "tags: [a]\n").replace("model:", "module:"),
+        ("1.yaml:5: tags: no key of a configuration here",),
+    ),
+    "sections of commands": (
+        "seed_everything: 1\nfit:\n  model:\n    class_path: my.Net\n",
+        "trainer:\n  seed: 1\nfit:\n  model:\n    class_path: my.Net\n",
+        ("1.yaml:2: fit: no key of a configuration here",),
+    ),
+    "an optimizer": (
+        MODEL + "optimizer:\n  class_path: torch.optim.AdamW\n  init_args:\n    lr: 0.1\n",
+        (MODEL + "optimizer:\n  class_path: torch.optim.AdamW\n  init_args:\n    lr: 0.1\n").replace(
+            "model:", "module:"
+        ),
+        (),
+    ),
+    "known short names": (
+        MODEL + "trainer:\n  callbacks:\n  - class_path: EarlyStopping\n    init_args:\n      monitor: v\n",
+        (MODEL + "trainer:\n  callbacks:\n  - class_path: EarlyStopping\n    init_args:\n      monitor: v\n").replace(
+            "model:", "module:"
+        ),
+        (),
+    ),
+    "classes of lightning": (
+        MODEL + "trainer:\n  logger:\n    class_path: lightning.pytorch.loggers.CSVLogger\n",
+        (MODEL + "trainer:\n  logger:\n    class_path: trainer.loggers.CSVLogger\n").replace("model:", "module:"),
+        (),
+    ),
+    "nested short names": (
+        MODEL + "    net:\n      class_path: ResNet\n",
+        (MODEL + "    net:\n      class_path: ResNet\n").replace("model:", "module:"),
+        ("1.yaml:6: class_path: ResNet: give it with its module",),
+    ),
+    "windows' lines": (
+        (MODEL + DATA + "  dict_kwargs:\n    root: x\n").replace("\n", "\r\n"),
+        (MODEL + DATA + "    root: x\n").replace("model:", "module:").replace("\n", "\r\n"),
+        (),
+    ),
+    "comments": (
+        "# of my project\n" + MODEL.replace("lr: 0.1", "lr: 0.1  # large") + "# the end\n",
+        "# of my project\n" + MODEL.replace("lr: 0.1", "lr: 0.1  # large").replace("model:", "module:") + "# the end\n",
+        (),
+    ),
+    "two documents": (MODEL + "---\n" + DATA, (MODEL + "---\n" + DATA).replace("model:", "module:"), ()),
+}
+
+
+def migrated(command: Command, file: Path, content: str) -> tuple[str, str]:
+    """Return the new content of a file, and what has been listed."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content.encode())
+    code, out, err = command("migrate", str(file.parent), "--write")
+    assert (code, err) == (0, "")
+    new = file.read_bytes().decode()
+    assert command("migrate", str(file.parent))[1].count("\n---") == 0  # there is nothing more to do
+    return new, out
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_lightning_cli_is_rewritten_or_listed(name: str, command: Command, tmp_path: Path) -> None:
+    content, expected, listed = FILES[name]
+    new, out = migrated(command, tmp_path / "p" / "1.yaml", content)
+    assert new == (content if expected is None else expected)
+    for words in listed:
+        assert words in out, out
+    assert f"to decide by hand: {len(listed)}" in out
+    found = Diagnostics()
+    if not listed and name not in ("data alone", "two documents"):  # then it is one of this package's
+        merged([str(tmp_path / "p" / "1.yaml")], [], found)
+        assert found.problems == []
+
+
+def test_other_yaml_files_are_left_alone(command: Command, tmp_path: Path) -> None:
+    for number, text in enumerate(("model: resnet\ndata: x\n", "services:\n  a: {image: b}\n", "data:\n  url: x\n")):
+        new, out = migrated(command, tmp_path / f"p{number}" / "1.yaml", text)
+        assert new == text
+        assert "to decide by hand: 0" in out
+
+
+@pytest.mark.parametrize(
+    "content", [MODEL, "seed_everything: 1\n" + MODEL, "model: {class_path: my.Net}\ntrainer: {}\n"]
+)
+def test_fit_says_what_to_do_with_a_file_of_lightning_cli(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"is a configuration of LightningCLI, not one of ours.*trainer migrate "):
+        merged([str(file)], [], Diagnostics())
+
+
+def cell(*lines: str, kind: str = "code") -> dict[str, object]:
+    more = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    return {"cell_type": kind, "metadata": {}, "source": [*lines], **more}
+
+
+def test_cells_of_a_notebook_are_rewritten_as_one_file(command: Command, tmp_path: Path) -> None:
+    cells = [
+        cell("# Training with lightning\n", kind="markdown"),
+        cell("%load_ext tensorboard\n", "!pip install lightning\n", "import lightning.pytorch as pl"),
+        cell("class Net(pl.LightningModule):\n", "    pass\n", "if True:\n", "    %time x = 1"),
+        cell("net = Net()\n", "pl.Trainer(gpus=1).fit(net)\n", "parser.link_arguments('data.n', 'model.n')"),
+    ]
+    notebook = {"cells": cells, "metadata": {"kernelspec": {"name": "python3"}}, "nbformat": 4, "nbformat_minor": 5}
+    new, out = migrated(command, tmp_path / "p" / "1.ipynb", json.dumps(notebook, indent=1) + "\n")
+    texts = ["".join(one["source"]) for one in json.loads(new)["cells"]]
+    assert texts[0] == "# Training with lightning\n"
+    assert texts[1].startswith("%load_ext tensorboard\n!pip install lightning\nimport trainer")
+    assert "class Net(" in texts[2]
+    assert "LightningModule" not in texts[2]
+    assert texts[2].endswith("    pass\nif True:\n    %time x = 1")
+    assert "devices=1" in texts[3]
+    assert "cell 3: link_arguments: use a reference in the configuration" in out
+    assert {**json.loads(new), "cells": []} == {**notebook, "cells": []}
+
+
+def test_a_notebook_that_is_no_python_is_reported_and_left(command: Command, tmp_path: Path) -> None:
+    for number, text in enumerate((json.dumps({"cells": [cell("import lightning\n", "df?")]}), '{"lightning": 1}')):
+        file = tmp_path / f"{number}.ipynb"
+        file.write_text(text)
+        code, _, err = command("migrate", str(file), "--write")
+        assert code == 1
+        assert f"{number}.ipynb: " in err
+        assert "left as it is" in err
+        assert file.read_text() == text

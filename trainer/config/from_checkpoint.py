@@ -1,0 +1,62 @@
+"""Give the module of a configuration the hyperparameters of the checkpoint with which it is evaluated."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from trainer.arguments import local_path
+from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.storage import StoragePath
+from trainer.config.check import has_spec
+from trainer.config.load import Configuration
+from trainer.config.tree import COMMAND_LINE
+from trainer.config.types import constructor_parameters
+from trainer.errors import CheckpointError
+from trainer.hyperparameters import constructor_arguments
+from trainer.settings import Settings
+
+
+def take_hyperparameters(configuration: Configuration) -> list[str]:
+    """Let the module have the hyperparameters of the checkpoint, but for those that were typed.
+
+    Returns:
+        A line for each value of a file that another one took the place of.
+    """
+    module, lines = configuration.module, []
+    path = _checkpoint(configuration)
+    if path is None:
+        return []
+    kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
+    stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
+    needed = {name: None for name in module.arguments if name not in stored}
+    try:
+        arguments = constructor_arguments(module.cls, stored, kept.get("arguments", {}).get("module"), needed, kinds)
+    except CheckpointError:  # of another module, which is said where its weights are loaded
+        return []
+    parameters = constructor_parameters(module.cls).named
+    for name, value in arguments.items():
+        source = module.sources.get(name)
+        if name not in stored or source == COMMAND_LINE or has_spec(module.arguments.get(name)):
+            continue
+        given = module.arguments.get(name, parameters[name].default if name in parameters else None)
+        if source is not None and given != value:
+            lines.append(
+                f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have that, "
+                f"type --module.{name}"
+            )
+        module.arguments[name] = value
+    return lines
+
+
+def _checkpoint(configuration: Configuration) -> StoragePath | None:
+    """Return the checkpoint with which the command will begin, if there is one."""
+    which = configuration.ckpt_path
+    with suppress(CheckpointError):
+        if which is not None and which not in ("last", "best"):
+            return locate(which)
+        root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
+        for run_dir in reversed(versions(root)) if which is not None else ():
+            with suppress(CheckpointError):
+                return CheckpointDirectory(run_dir / CHECKPOINTS).resolve(which or "last")
+    return None
