@@ -52,12 +52,16 @@ from trainer.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAv
 from trainer.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 from trainer.logger import Logger as Logger
 from trainer.logger import Tracker as Tracker
+from trainer.plugins import Table
 
-CALLBACKS: dict[str, type[Callback]] = {
-    name: kind
-    for name, kind in list(globals().items())
-    if isinstance(kind, type) and issubclass(kind, Callback) and kind not in (Callback, Logger, Tracker)
-}
+CALLBACKS: Table[type[Callback]] = Table(
+    {
+        name: kind
+        for name, kind in list(globals().items())
+        if isinstance(kind, type) and issubclass(kind, Callback) and kind not in (Callback, Logger, Tracker)
+    },
+    "trainer.callbacks",
+)
 """Every callback and logger by the name of its class. All are imported with the first `Trainer`, so they import heavy
 packages inside the functions that need them."""
 

@@ -11,6 +11,7 @@ if __name__ != "trainer.strategies":
         "sys.path: run your script from its own folder."
     )
 
+from trainer.plugins import Table
 from trainer.strategies.ddp import DDPStrategy as DDPStrategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage1Strategy as DeepSpeedStage1Strategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage2OffloadStrategy as DeepSpeedStage2OffloadStrategy
@@ -24,11 +25,14 @@ from trainer.strategies.xla.strategy import XlaFsdpStrategy as XlaFsdpStrategy
 from trainer.strategies.xla.strategy import XlaStrategy as XlaStrategy
 from trainer.strategy import Strategy as Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind
-    for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, Strategy) and kind is not Strategy
-}
+STRATEGIES: Table[type[Strategy]] = Table(
+    {
+        kind.name: kind
+        for kind in list(globals().values())
+        if isinstance(kind, type) and issubclass(kind, Strategy) and kind is not Strategy
+    },
+    "trainer.strategies",
+)
 """Every strategy by the name that `Trainer(strategy=)` takes. All are imported with the first `Trainer`, so they import
 heavy packages, torch.distributed.fsdp too, inside the functions that need them."""
 

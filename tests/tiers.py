@@ -35,6 +35,7 @@ SLOW = (
     "cli/test_init_command.py",
     "cli/test_launch_command.py",
     "cli/test_plan_command.py",
+    "config/test_added_names.py",
     "data/test_lengths.py",
     "data/test_sampler_state.py",
     "data/test_worker_lifetime.py",

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS
 from trainer.errors import ConfigError, install_command, unknown_name_error
 from trainer.float8.conversion import convert_linear_layers, restore_linear_layers
+from trainer.plugins import Table
 
 NULL_CONTEXT = nullcontext()
 """A context that does nothing. Shared, because every step enters it."""
@@ -263,20 +264,23 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-PRECISIONS: dict[str, Precision] = {
-    precision.name: precision
-    for precision in (
-        Precision("32-true", torch.float32),
-        Precision("64-true", torch.float64),
-        Precision("16-true", torch.float16),
-        Precision("bf16-true", torch.bfloat16),
-        Precision("16-mixed", torch.float32, autocast=torch.float16, loss_scaling=True),
-        Precision("bf16-mixed", torch.float32, autocast=torch.bfloat16),
-        Precision("fp8", torch.float32, autocast=torch.bfloat16, float8="tensorwise"),
-        Precision("fp8-rowwise", torch.float32, autocast=torch.bfloat16, float8="rowwise"),
-        Precision("mxfp8", torch.float32, autocast=torch.bfloat16, float8="mx"),
-    )
-}
+PRECISIONS: Table[Precision] = Table(
+    {
+        precision.name: precision
+        for precision in (
+            Precision("32-true", torch.float32),
+            Precision("64-true", torch.float64),
+            Precision("16-true", torch.float16),
+            Precision("bf16-true", torch.bfloat16),
+            Precision("16-mixed", torch.float32, autocast=torch.float16, loss_scaling=True),
+            Precision("bf16-mixed", torch.float32, autocast=torch.bfloat16),
+            Precision("fp8", torch.float32, autocast=torch.bfloat16, float8="tensorwise"),
+            Precision("fp8-rowwise", torch.float32, autocast=torch.bfloat16, float8="rowwise"),
+            Precision("mxfp8", torch.float32, autocast=torch.bfloat16, float8="mx"),
+        )
+    },
+    "trainer.precisions",
+)
 
 
 def resolve_precision(precision: str | int | Precision) -> Precision:

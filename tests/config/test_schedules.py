@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRSc
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import TrainModule
-from trainer.config.load import load
+from trainer.config.loading import load
 from trainer.config.read import read
 from trainer.config.tree import Diagnostics
 from trainer.errors import ConfigError

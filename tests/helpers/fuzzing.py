@@ -34,7 +34,7 @@ WALL_S = 300.0
 
 IMPORTED = (
     "trainer.trainer",
-    "trainer.config.load",
+    "trainer.config.loading",
     "trainer.cli.run",
     "trainer.cli.dry_run",
     "torch.distributed.elastic.agent.server",

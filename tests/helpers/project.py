@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trainer.config.load import Configuration, load
+from trainer.config.loading import Configuration, load
 from trainer.config.read import read
 from trainer.config.tree import Diagnostics, Node
 

@@ -19,7 +19,7 @@ from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries
 from trainer.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
-    from trainer.config.load import Configuration
+    from trainer.config.loading import Configuration
     from trainer.data.loader import BatchLoader
     from trainer.distributed.process_group import SingleProcess
     from trainer.loop.resolved_config import ResolvedConfig
@@ -93,7 +93,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]
     accelerator = str(asked.value)
     if accelerator in ("gpu", "cuda", "mps", "tpu"):
         asked.value = "auto"
-    from trainer.config.load import load
+    from trainer.config.loading import load
 
     return given, load(tree, findings), accelerator
 

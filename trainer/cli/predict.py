@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainer.cli.run import Job, run_command
 
 if TYPE_CHECKING:
-    from trainer.config.load import Configuration
+    from trainer.config.loading import Configuration
 
 EXAMPLES = """\
   trainer predict --config runs/version_0/config.yaml --ckpt-path best

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, MissingPackageError, TrainerError, did_y
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from trainer.config.load import Configuration
+    from trainer.config.loading import Configuration
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from trainer.errors import (
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:
-    from trainer.config.load import Configuration
+    from trainer.config.loading import Configuration
     from trainer.data.datamodule import DataModule
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
@@ -82,7 +82,7 @@ def run_command(
             findings.report()
             tree = merged(options.config, options.overrides, findings)
             from trainer.cli.class_help import class_help
-            from trainer.config.load import chosen_class
+            from trainer.config.loading import chosen_class
 
             chosen = chosen_class(tree, options.help_of)
             print_fitted(class_help(chosen, options.help_of, help_width()))
@@ -124,7 +124,7 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
     from trainer.config.read import read
 
     tree = read(options.config, options.overrides, findings)
-    from trainer.config.load import load
+    from trainer.config.loading import load
 
     configuration = load(tree, findings)
     for note in [*collisions(), *configuration.notes]:

@@ -1,6 +1,51 @@
 """Turn configuration files and command-line options into objects."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import trainer
 from trainer.errors import refuse_other_package
 
+if TYPE_CHECKING:
+    from trainer.data.datamodule import DataModule
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
 refuse_other_package(trainer)
+
+
+class Objects(NamedTuple):
+    """What a configuration describes."""
+
+    trainer: Trainer
+    module: TrainModule
+    data: DataModule | None
+    ckpt_path: str | None
+    """As in the configuration: for `trainer.fit`."""
+
+
+def load(*files: str | Path, overrides: Mapping[str, Any] | None = None) -> Objects:
+    """Return the trainer, module and data of configuration files, as `trainer fit` makes them; nothing is run.
+
+    Args:
+        files: the later ones override the earlier ones.
+        overrides: values by dotted names, such as `{"trainer.max_epochs": 3}`, over all files: numbers, texts, lists
+            and dicts of these.
+
+    Raises:
+        ConfigError: lists all problems of the files, each with file and line, or what a constructor has refused.
+    """
+    import json
+
+    from trainer.config import loading
+    from trainer.config.files import read_value
+    from trainer.config.read import read
+    from trainer.config.tree import Diagnostics
+
+    findings = Diagnostics()
+    typed = [(name, read_value(json.dumps(value), name)) for name, value in (overrides or {}).items()]
+    configuration = loading.load(read([*map(str, files)], typed, findings), findings)
+    return Objects(*configuration.build(), configuration.ckpt_path)

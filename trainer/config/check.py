@@ -171,7 +171,7 @@ class Checker(Values):
         spec = self.class_spec(node, (Strategy,), ("trainer", "strategy"))
         if spec is None:
             return INVALID
-        return name.value if name and arguments is None and name.value in [*available_strategies()] else spec
+        return name.value if name and arguments is None and name.value in available_strategies() else spec
 
     # -- classes ------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Checker(Values):
         where = dotted(path)
         nested = entries(node).get("init_args")
         name = entries(node).get("class_path")
-        table = table_of(bases)
+        table = table_of(bases, "" if name is None else str(name.value))
         if name is None or not isinstance(name.value, str):
             example = next((key for key in entries(nested) if key in table), next(iter(table), "package.module.Class"))
             given = "no class_path" if isinstance(node.value, dict) and name is None else repr_value(name or node)
@@ -353,8 +353,8 @@ FROM_TEXT: dict[type, Callable[[str], Any]] = {
 """Classes whose objects a file holds as texts: `float16`, `cuda:0`."""
 
 
-def table_of(bases: tuple[type, ...]) -> dict[str, type]:
-    """Return the short names for classes of these kinds."""
+def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
+    """Return the short names for classes of these kinds; with `name`, if an installed package has added it."""
     table: dict[str, type] = {}
     if Strategy in bases:
         table.update(available_strategies())
@@ -370,6 +370,10 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
     for base in (Callback, Logger):
         if base in bases:
             table.update({name: cls for name, cls in available_callbacks().items() if issubclass(cls, base)})
+    if name not in table and Strategy in bases and name in available_strategies():
+        table[name] = available_strategies()[name]
+    elif name not in table and {Callback, Logger} & {*bases} and name in available_callbacks():
+        table[name] = available_callbacks()[name]
     return table
 
 

@@ -9,7 +9,7 @@ from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locat
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.storage import StoragePath
 from trainer.config.check import has_spec
-from trainer.config.load import Configuration
+from trainer.config.loading import Configuration
 from trainer.config.tree import COMMAND_LINE
 from trainer.config.types import constructor_parameters
 from trainer.errors import CheckpointError

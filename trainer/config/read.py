@@ -51,6 +51,7 @@ from trainer.config.types import (
 )
 from trainer.distributed.accelerators import accelerator_problem
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
+from trainer.plugins import added_names
 from trainer.settings import ARGUMENTS, NONE_IS_DEFAULT, Settings
 
 SCHEDULER_OPTIONS = {
@@ -123,7 +124,7 @@ def _check(tree: Node, findings: Diagnostics) -> None:
     problems = Settings(**valid).problems()
     precision = valid.get("precision", "32")
     known = [*precisions(), *SHORT_PRECISIONS]
-    if str(precision) not in known:
+    if str(precision) not in known and str(precision) not in added_names("trainer.precisions"):
         problems.append(str(unknown_name_error("precision", precision, known, OTHER_PRECISIONS)))
     problems += filter(None, [accelerator_problem(valid.get("accelerator"))])
     findings.problems += with_source(problems, sources_of(trainer))
@@ -171,7 +172,9 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     try:
         if (key := str(path[1] if path[0] == "trainer" else path[0])) in tables:
             kind, names = tables[key]
-            if known := list(names()):
+            added = {"strategy": "trainer.strategies", "callbacks": "trainer.callbacks", "logger": "trainer.callbacks"}
+            if (known := list(names())) and name.value not in known:
+                known += added_names(added.get(key, key))
                 of_class = {cls: repr(short) for cls, short in strategy_classes().items()}
                 others = {**of_class, **OTHER_STRATEGIES} if key == "strategy" else None
                 check_short_name(name.value, kind, known, others)

@@ -17,8 +17,8 @@ from trainer.errors import raise_problems
 Scalar: TypeAlias = "str | int | float | bool | None"
 KeyPath: TypeAlias = "tuple[str | int, ...]"
 
-KEYS = ("module", "data", "trainer", "optimizer", "lr_scheduler", "ckpt_path", "allow_changes", "weights")
-"""The keys of a configuration."""
+KEYS = ("module", "data", "trainer", "optimizer", "lr_scheduler", "ckpt_path", "allow_changes", "weights", "vars")
+"""The keys of a configuration; "vars" has values for references."""
 
 
 @dataclass(frozen=True)

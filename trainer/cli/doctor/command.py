@@ -26,7 +26,7 @@ from trainer.config.tree import Diagnostics
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from trainer.config.load import Configuration
+    from trainer.config.loading import Configuration
 
 EXAMPLES = """\
 examples:
@@ -89,7 +89,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration | Non
     from trainer.config.read import read
 
     tree = read(given.config, overrides, findings)
-    from trainer.config.load import load
+    from trainer.config.loading import load
 
     return given, load(tree, findings)
 

@@ -31,7 +31,7 @@ from trainer.model.memory import (
 )
 
 if TYPE_CHECKING:
-    from trainer.config.load import Configuration
+    from trainer.config.loading import Configuration
     from trainer.precision import Precision
 
 EXAMPLES = """\
@@ -225,7 +225,7 @@ def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], 
     # The training need not run on this machine.
     overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
     tree = read(given.config, overrides, findings)
-    from trainer.config.load import load
+    from trainer.config.loading import load
 
     return load(tree, findings)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainer.cli.estimate.report import EstimateInput
 from trainer.config.check import ClassSpec, instantiate
-from trainer.config.load import Configuration
+from trainer.config.loading import Configuration
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.loop.run import Run, Session
 from trainer.model.blocks import find_blocks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.cli.estimate.module import build_without_memory
-from trainer.config.load import Configuration
+from trainer.config.loading import Configuration
 from trainer.distributed.fake_process_group import fake_process_group
 from trainer.model.blocks import find_blocks
 from trainer.model.memory import Memory, ModelSize, Setup, StatePartitioning, Transformer, Weight, estimate_memory

@@ -158,8 +158,8 @@ class _DecisionFinder(cst.CSTVisitor):
             for arg in node.args:
                 self._report_key(arg, arg.keyword.value if arg.keyword else "")
         if called.endswith(".link_arguments"):
-            words = "a reference in the configuration, ${data.NAME}, which takes the value that is written there"
-            self._add(node, "link_arguments", f"use {words}")
+            instead = "a reference in the configuration, ${data.NAME}, which takes the value that is written there"
+            self._add(node, "link_arguments", f"use {instead}")
         path = self._path(node.func)
         kind = path.rpartition(".")[2] if path else ""
         words = argument_words(kind)

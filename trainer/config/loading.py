@@ -127,7 +127,7 @@ def _resolved(tree: Node) -> dict[str, Any]:
     """Return the checked tree as plain data. A class without arguments is given by its name alone; default_root_dir is
     always there, because its meaning depends on where the command was typed."""
     data = tree.plain()
-    resolved = {key: _single_name(data[key]) for key in KEYS if key in data}
+    resolved = {key: _single_name(data[key]) for key in KEYS if key in data and key != "vars"}
     trainer = resolved["trainer"] = resolved.get("trainer") or {}
     for name in ("strategy", "callbacks", "logger"):
         if isinstance(trainer.get(name), list):
