@@ -19,6 +19,7 @@ from trainer.compat.accelerate import launch_option_words
 from trainer.errors import ConfigError, did_you_mean, printable, raise_problems
 
 if TYPE_CHECKING:
+    from trainer.launchers.launcher import Logs
     from trainer.launchers.multinode import Machines
 
 EXAMPLES = """\
@@ -45,10 +46,8 @@ SBATCHS_OWN = {
 }
 """Options of sbatch that are passed on, and what their values are."""
 SLURM_ONLY = ("print", "gpus-per-node", "ntasks-per-node", *SBATCHS_OWN)
-_TERMINAL = "nothing: the output of all processes goes to this terminal"
 EQUIVALENTS = {
     **dict.fromkeys(("--master-addr", "--master-port"), "--rdzv HOST:PORT, the same on all machines"),
-    **dict.fromkeys(("--tee", "--redirects", "--log-dir"), _TERMINAL),
     **dict.fromkeys(("--no-python", "--module-name"), "a script, -m MODULE or a trainer command"),
     **dict.fromkeys(
         ("--nprocs", "--nproc", "--num-gpus", "--gpus", "--num-devices", "--devices"),
@@ -80,10 +79,29 @@ def run(arguments: list[str]) -> int:
         for note in collisions([Path.cwd() if options.module else local_path(command[0]).absolute().parent]):
             print(f"note: {printable(note)}", file=sys.stderr, flush=True)
     number, restarts = _number_of_processes(options.nproc_per_node), _restarts(options.max_restarts)
-    return _start(command, number, restarts, machines)
+    return _start(command, number, restarts, machines, _logs(options, number))
 
 
-def _start(command: list[str], number: int, restarts: int, machines: Machines | None) -> NoReturn:
+def _logs(options: argparse.Namespace, number: int) -> Logs:
+    """Return where the output of the processes goes."""
+    from trainer.launchers.launcher import Logs
+
+    problems = []
+    for name in ("redirects", "tee"):
+        if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", getattr(options, name)):
+            what = "3 for the output and errors of all processes (1: output, 2: errors), or 0:3,1:2 by local rank"
+            problems.append(f"--{name} {getattr(options, name)}: give {what}.")
+    shown = options.local_ranks_filter.split(",") if options.local_ranks_filter else []
+    if any((number if (given := whole_number(rank)) is None else given) >= number for rank in shown):
+        problems.append(
+            f"--local-ranks-filter {options.local_ranks_filter}: give ranks of this machine, 0 to {number - 1}."
+        )
+    raise_problems(problems, "the options")
+    ranks = frozenset(map(int, shown)) or None
+    return Logs(options.log_dir and str(local_path(options.log_dir)), options.redirects, options.tee, ranks)
+
+
+def _start(command: list[str], number: int, restarts: int, machines: Machines | None, logs: Logs) -> NoReturn:
     from trainer.launchers import parent_death
 
     with _quiet_torch():
@@ -93,8 +111,8 @@ def _start(command: list[str], number: int, restarts: int, machines: Machines | 
 
     dying_with_us = ["-I", "-S", str(Path(str(parent_death.__file__)).resolve()), *command]
     if machines is None:
-        launch_command(dying_with_us, number, restarts)
-    launch_on_machine(dying_with_us, number, restarts, machines)
+        launch_command(dying_with_us, number, restarts, logs)
+    launch_on_machine(dying_with_us, number, restarts, machines, logs)
 
 
 @contextmanager
@@ -134,6 +152,12 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     option("--rdzv-id", "distinguishes runs at one rendezvous", "none", "PET_RDZV_ID", "NAME")
     option("--rdzv-conf", "such as join_timeout=1200,keep_alive_interval=5", "", "PET_RDZV_CONF", "KEY=N,...")
     option("--max-restarts", "start all again after a failure (default: 0)", "0", "PET_MAX_RESTARTS")
+    option("--log-dir", "a folder for the files of --redirects and --tee (default: a new one in /tmp)", metavar="DIR")
+    option(
+        "--redirects", "write output (1), errors (2) or both (3) into files: 3, or 0:3,1:2 by rank", "0", metavar="STD"
+    )
+    option("--tee", "the same, and into this terminal too, with the rank before each line", "0", metavar="STD")
+    option("--local-ranks-filter", "show the output of these local ranks only: 0,1", metavar="RANKS")
     parser.add_argument("--standalone", action="store_true", help="one machine, which is the default")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module")
     slurm = parser.add_argument_group("for Slurm")
@@ -173,6 +197,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 def _unknown_option(option: str) -> str:
     name = option.partition("=")[0].replace("_", "-")
     known = ["--nnodes", "--nproc-per-node", "--rdzv", "--node-rank", "--rdzv-id", "--rdzv-conf", "--max-restarts"]
+    known += ["--log-dir", "--redirects", "--tee", "--local-ranks-filter"]
     more = ["--slurm", "--print", "--nodes", "--gpus-per-node", "--time"]
     of_accelerate = launch_option_words(name)
     equivalents = EQUIVALENTS if of_accelerate is None else {name: of_accelerate, **EQUIVALENTS}
@@ -207,7 +232,7 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
             f"--nnodes {options.nnodes} machines have to meet: give --rdzv HOST:PORT, the name of one of them and a "
             "free port of it, the same on all."
         )
-    elif options.rdzv and not (0 < (whole_number(port) or 0) < 65536 and host):
+    elif options.rdzv and not (0 < (whole_number(port) or (maximum == 1 and port == "0")) < 65536 and host):
         problems.append(f"--rdzv {options.rdzv}: give HOST:PORT, such as node1:29500.")
     node_rank = None if options.node_rank is None else whole_number(options.node_rank)
     if options.node_rank is not None and (node_rank is None or node_rank >= maximum):

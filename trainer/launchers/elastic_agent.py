@@ -14,9 +14,10 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from trainer.launchers.launcher import Logs
 from trainer.launchers.restarts import BEGUN, STOPPED
 
 _SHUTDOWN_TIMEOUT_S = 8
@@ -84,10 +85,22 @@ class Agent(LocalElasticAgent):
         store: shared by the agents of all machines and by all processes; outlives every attempt.
         holds_store: True if the store ends with this process.
         machines: description of the machines to wait for; empty for a single machine.
+        logs: where the output of the processes goes.
     """
 
-    def __init__(self, spec: WorkerSpec, store: Store, holds_store: bool = False, machines: str = "") -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        store: Store,
+        holds_store: bool = False,
+        machines: str = "",
+        logs: Logs = Logs(),  # noqa: B008
+    ) -> None:
+        folder = os.devnull if logs == Logs() else logs.log_dir
+        ways, shown = (Std.from_str(logs.redirects), Std.from_str(logs.tee)), logs.local_ranks_filter
+        super().__init__(spec, DefaultLogsSpecs(folder, *ways, None if shown is None else set(shown)))
+        if folder != os.devnull:
+            _print_message(f"the output of the processes: {self._logs_specs.root_log_dir}")
         self._stops = store
         self._holds_store = holds_store
         self._machines = machines

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.distributed.tpu import share_chips
@@ -33,6 +33,15 @@ if TYPE_CHECKING:  # torch's elastic agent is imported only by the process that 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _KILL_AFTER_S = 10.0
 """Seconds in which the processes have to end themselves after the third SIGTERM, with their stacks."""
+
+
+class Logs(NamedTuple):
+    """Where the output of the processes goes, in torchrun's words."""
+
+    log_dir: str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: frozenset[int] | None = None
 
 
 def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str = "cpu") -> NoReturn:
@@ -65,9 +74,14 @@ def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str
     launch_command(sys.orig_argv[1:], num_processes, max_restarts)
 
 
-def launch_command(command: Sequence[str], num_processes: int, max_restarts: int = 0) -> NoReturn:
+def launch_command(
+    command: Sequence[str],
+    num_processes: int,
+    max_restarts: int = 0,
+    logs: Logs = Logs(),  # noqa: B008
+) -> NoReturn:
     """Run `command`, the arguments of Python, as `launch_processes` runs this process."""
-    run_agents(lambda: _local_agent(command, num_processes, max_restarts), num_processes)
+    run_agents(lambda: _local_agent(command, num_processes, max_restarts, logs), num_processes)
 
 
 def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
@@ -238,14 +252,14 @@ class _SignalForwarder:
         return [worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None]
 
 
-def _local_agent(command: Sequence[str], num_processes: int, max_restarts: int) -> Agent:
+def _local_agent(command: Sequence[str], num_processes: int, max_restarts: int, logs: Logs) -> Agent:
     from trainer.launchers.elastic_agent import Agent, LocalRendezvous
 
     # Hosted by this process: it outlives every process that fails.
     store = loopback_store()
     rendezvous = LocalRendezvous(uuid.uuid4().hex, LOOPBACK, store)
     spec = worker_spec(command, num_processes, max_restarts, rendezvous, LOOPBACK, (LOOPBACK, store.port))
-    return Agent(spec, store)
+    return Agent(spec, store, logs=logs)
 
 
 def worker_spec(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.distributed.store import address_towards, connect, find_host, is_own_address, open_store
 from trainer.errors import TrainerError
-from trainer.launchers.launcher import run_agents, worker_spec
+from trainer.launchers.launcher import Logs, run_agents, worker_spec
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -45,7 +45,13 @@ class Machines:
         return f"{count} machines to come to {self.host}:{self.port}"
 
 
-def launch_on_machine(command: Sequence[str], num_processes: int, max_restarts: int, machines: Machines) -> NoReturn:
+def launch_on_machine(
+    command: Sequence[str],
+    num_processes: int,
+    max_restarts: int,
+    machines: Machines,
+    logs: Logs = Logs(),  # noqa: B008
+) -> NoReturn:
     """Run `command` (arguments of Python) in `num_processes` processes here, together with the other machines.
 
     See `launch_processes`. A machine whose launcher has died may rejoin while the others have restarts left, except
@@ -66,7 +72,7 @@ def launch_on_machine(command: Sequence[str], num_processes: int, max_restarts: 
     # torch's second store would need a second open port, and would end with the machine that happens to have rank 0.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
-        run_agents(lambda: _agent(command, num_processes, max_restarts, machines), num_processes)
+        run_agents(lambda: _agent(command, num_processes, max_restarts, machines, logs), num_processes)
     except RendezvousTimeoutError:
         seconds = machines.conf.get("join_timeout", 600)
         raise TrainerError(
@@ -81,7 +87,7 @@ def launch_on_machine(command: Sequence[str], num_processes: int, max_restarts: 
         ) from None
 
 
-def _agent(command: Sequence[str], num_processes: int, max_restarts: int, machines: Machines) -> Agent:
+def _agent(command: Sequence[str], num_processes: int, max_restarts: int, machines: Machines, logs: Logs) -> Agent:
     from trainer.launchers.elastic_agent import Agent
 
     store, holds_store = _store(machines, command)
@@ -93,7 +99,7 @@ def _agent(command: Sequence[str], num_processes: int, max_restarts: int, machin
     count = f"{num_processes} process{'es' if num_processes > 1 else ''}"
     sys.stderr.write(f"{count} on this machine ({own}), waiting for {machines}\n")
     sys.stderr.flush()
-    return Agent(spec, store, holds_store, str(machines))
+    return Agent(spec, store, holds_store, str(machines), logs)
 
 
 def _store(machines: Machines, command: Sequence[str]) -> tuple[TCPStore, bool]:
