@@ -305,7 +305,8 @@ def test_a_stopped_command_names_the_option_that_goes_on(project: Path) -> None:
     words = ["fit", "--module", "stops.py:Stops", "--data", "mymodel.py:Data", "--trainer.max_epochs", "2"]
     stopped = run(*words).check(130)
     assert "To go on, start it again with --ckpt-path last; it writes into " in stopped.stdout
-    again = run(*words, "--data.batch_size", "2", "--ckpt-path", "last").check(130)
+    own = ["fit", "--config", "runs/version_0/config.yaml", "--data.batch_size", "2", "--ckpt-path", "last"]
+    again = run(*own).check(130)
     assert "If that is intended, --allow-changes batch_size, or allow_changes: [batch_size] in" in again.stderr
 
 

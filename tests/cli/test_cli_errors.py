@@ -16,7 +16,7 @@ from tests.tiers import Inputs
 from trainer.cli.main import COMMANDS
 
 NET = "module: mymodel.py:Net\n"
-KEYS = "Top-level keys: module, data, trainer, optimizer, lr_scheduler, ckpt_path, allow_changes, weights, vars."
+KEYS = "Top-level keys: module, data, trainer, optimizer, lr_scheduler, ckpt_path, allow_changes, weights, name, vars."
 
 
 def net(*arguments: str) -> str:

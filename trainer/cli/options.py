@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
-FIXED = ("help", "config", "print-config", "ckpt-path", "allow-changes", "weights", "dry-run", "ray", "traceback")
+FIXED = (
+    "help",
+    "config",
+    "print-config",
+    "ckpt-path",
+    "allow-changes",
+    "weights",
+    "name",
+    "dry-run",
+    "ray",
+    "traceback",
+)
 ALIASES = {"seed": "trainer.seed"}
 DRY_RUN = ("world_size", "nproc_per_node", "device_memory", "no_data", "json")
 """Options of `fit --dry-run` alone."""
@@ -204,6 +215,7 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
     config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint or a run")
+    parser.add_argument("--name", metavar="NAME", help="the name of the run, by which last and best find it again")
     if command == "fit":
         words = "what may differ from the run that wrote the checkpoint, such as dataset or optimizers"
         parser.add_argument("--allow-changes", metavar="NAME", nargs="+", help=words)
@@ -292,6 +304,8 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
     rest += [word for word in known.config if is_assignment(word)]
     if known.ckpt_path is not None:
         options.overrides.append(("ckpt_path", Node(known.ckpt_path, COMMAND_LINE)))
+    if known.name is not None:
+        options.overrides.append(("name", Node(known.name, COMMAND_LINE)))
     if getattr(known, "weights", None) is not None:
         options.overrides.append(("weights", Node(known.weights, COMMAND_LINE)))
     if getattr(known, "allow_changes", None) is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.arguments import local_path
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.cli.runs.find import METRIC_FILES, by_numbers, read_metrics, run_directories
+from trainer.cli.runs.find import METRIC_FILES, by_numbers, read_metrics, run_directories, with_name
 from trainer.errors import ConfigError, MissingPackageError, did_you_mean, printable
 
 EXAMPLES = """\
@@ -73,7 +73,8 @@ def curves_of(paths: list[str]) -> Curves:
             runs = [path]
         else:
             runs = sorted(run_directories(path), key=by_numbers) if path.is_dir() else []
-        found = {str(one.parent if one.is_file() else one): metrics for one in runs if (metrics := read_metrics(one))}
+        folders = {one: one.parent if one.is_file() else one for one in runs}
+        found = {with_name(str(folders[one]), folders[one]): m for one in runs if (m := read_metrics(one))}
         if not found:
             if not path.exists():
                 close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])

@@ -100,6 +100,11 @@ def run_command(
         if prepare is not None:
             prepare(configuration)
         _in_named_run(configuration, options.config, command)
+        if configuration.run_dir is None and configuration.ckpt_path in ("last", "best"):
+            from trainer.config.chosen_run import choose_run
+
+            if (line := choose_run(configuration, command)) is not None:
+                _print_note(line)
         if command != "fit" and configuration.ckpt_path is not None:
             from trainer.config.from_checkpoint import take_hyperparameters
 

@@ -32,6 +32,8 @@ class Configuration:
     ckpt_path: str | None
     allow_changes: list[str]
     weights: str | None
+    name: str | None
+    """That of the run."""
     resolved: str
     """YAML that gives the same configuration from any folder."""
     recorded: str
@@ -106,7 +108,8 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
     data, allow_changes = checker.data(given.get("data")), checker.allow_changes(given.get("allow_changes"))
     findings.report()
     assert module is not None
-    ckpt_path, weights = (None if key not in given else given[key].plain() for key in ("ckpt_path", "weights"))
+    keys = ("ckpt_path", "weights", "name")
+    ckpt_path, weights, name = (None if key not in given else given[key].plain() for key in keys)
     sources = sources_of(given.get("trainer"))
     resolved = escaped(_resolved(tree))
     return Configuration(
@@ -116,6 +119,7 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
         ckpt_path,
         allow_changes,
         weights,
+        name,
         to_yaml(resolved),
         to_yaml({key: value for key, value in resolved.items() if (key, value) != ("ckpt_path", "last")}),
         findings.notes,

@@ -118,6 +118,8 @@ def _check(tree: Node, findings: Diagnostics) -> None:
         _check_class_name(path, node, findings)
     values.ckpt_path(given.get("ckpt_path"))
     values.weights(given.get("weights"))
+    if "name" in given:
+        values.value(given["name"], str | None, ("name",))
     trainer = given.get("trainer")
     arguments = values.arguments(trainer, Settings, ("trainer",))
     valid = {name: value for name, value in arguments.items() if value is not INVALID}

@@ -17,8 +17,19 @@ from trainer.errors import raise_problems
 Scalar: TypeAlias = "str | int | float | bool | None"
 KeyPath: TypeAlias = "tuple[str | int, ...]"
 
-KEYS = ("module", "data", "trainer", "optimizer", "lr_scheduler", "ckpt_path", "allow_changes", "weights", "vars")
-"""The keys of a configuration; "vars" has values for references."""
+KEYS = (
+    "module",
+    "data",
+    "trainer",
+    "optimizer",
+    "lr_scheduler",
+    "ckpt_path",
+    "allow_changes",
+    "weights",
+    "name",
+    "vars",
+)
+"""The keys of a configuration; "name" is that of the run, and "vars" has values for references."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,9 @@ class _DecisionFinder(cst.CSTVisitor):
             self._report_path(node, path)
             return
         written = get_full_name_for_node(node.value) or ""
-        if name in OF_THE_TRAINER and re.fullmatch(r"(.*\.)?_?trainer", written):
+        if name in OF_THE_TRAINER and re.fullmatch(
+            r"(?!(self\.)?(cfg|conf|config|args|opt|hparams)\.)(.*\.)?_?trainer", written
+        ):
             self._add(node, f"{written}.{name}", f"use {WORDS['Trainer'][name]}")
         own = self.classes[-1] if self.classes else None
         if written == "self" and own is not None and name in OF_A_MODULE and name not in own:

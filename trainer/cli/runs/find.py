@@ -78,6 +78,14 @@ def run_directories(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
 
 
+def with_name(place: str, run: Path) -> str:
+    """Return the place of a run, and the name that `trainer fit --name` has given it."""
+    with suppress(OSError):
+        if named := re.search(r"^name: '?(.+?)'?$", _text_of(run / "config.yaml"), re.MULTILINE):
+            return f"{place} ({named[1]})"
+    return place
+
+
 def _keeps_checkpoints(folder: Path, or_nothing: bool) -> bool:
     """Whether a folder holds checkpoints of a run, also unfinished ones, or a pointer; `or_nothing`: or nothing."""
     with suppress(OSError):
@@ -97,7 +105,8 @@ def _is_checkpoint(path: Path) -> bool:
 
 def summary_of(path: Path, folder: Path) -> RunSummary:
     """Return what the files of a run directory say; files that are missing or damaged say nothing."""
-    one = RunSummary(path, str(path.relative_to(folder)) if path != folder else path.absolute().name, "no checkpoint")
+    place = str(path.relative_to(folder)) if path != folder else path.absolute().name
+    one = RunSummary(path, with_name(place, path), "no checkpoint")
     with suppress(OSError):
         times = [entry.stat().st_mtime for entry in os.scandir(path)]
         one.began, one.seconds = min(times), max(times) - min(times)

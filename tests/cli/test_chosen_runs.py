@@ -1,0 +1,124 @@
+"""Which run "last" and "best" are, where no file says it: the newest of the same name, module and data."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.test_named_runs import RUN, record, step
+from tests.helpers.project import Command
+
+LAST = ("--ckpt-path", "last")
+
+
+@pytest.fixture
+def fit(command: Command) -> Command:
+    Path("run.yaml").write_text(RUN)
+    return lambda *words: command("fit", "--config", "run.yaml", *words)
+
+
+def epochs(run: str) -> int:
+    return step(run) // 3
+
+
+def test_members_of_a_sweep_go_on_by_their_own_commands(fit: Command) -> None:
+    """Drawn: which member is started next, and how many epochs further."""
+    rng, rates, done = random.Random(4), ["0.1", "0.2", "0.3"], [1, 1, 1]
+    for rate in rates:
+        code, _, err = fit("--module.lr", rate)
+        assert code == 0, err
+    per_epoch = step("runs/version_0")
+    for _ in range(6):
+        number = rng.randrange(3)
+        done[number] += 1
+        code, out, err = fit("--module.lr", rates[number], *LAST, "--trainer.max_epochs", str(done[number]))
+        assert code == 0, err
+        assert err.splitlines()[0] == f"note: --ckpt-path last is that of runs/version_{number}"
+        assert f"run directory:  runs/version_{number}" in out
+        assert [step(f"runs/version_{one}") // per_epoch for one in range(3)] == done
+        assert "ckpt_path" not in record(f"runs/version_{number}")
+    assert len([*Path("runs").iterdir()]) == 3
+
+
+def test_an_argument_that_is_its_default_is_equal_to_none(fit: Command) -> None:
+    for words in (("--module.lr", "0.1", "--module.name", "net"), ("--module.lr", "0.1", "--module.sizes", "[1]")):
+        assert fit(*words)[0] == 0
+    code, out, err = fit("--module.lr", "0.1", *LAST, "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "run directory:  runs/version_1" in out
+
+
+def test_the_first_start_begins_anew_and_says_so(fit: Command) -> None:
+    code, _, err = fit(*LAST)
+    assert code == 0, err
+    assert err.splitlines()[0] == "note: there is no run below runs yet: the training begins anew"
+    assert step("runs/version_0") > 0
+
+
+def test_without_an_equal_run_fit_lists_what_differs(fit: Command, command: Command) -> None:
+    assert fit("--module.lr", "0.1")[0] == 0
+    assert fit("--module.lr", "0.2", "--module.width", "3")[0] == 0
+    before = record("runs/version_1"), step("runs/version_1")
+    code, _, err = fit("--module.lr", "0.3", *LAST)
+    assert code == 2
+    assert "no run below runs has the module and the data of this command, with their values" in err
+    assert "runs/version_0: module.lr 0.1 there, 0.3 here" in err
+    assert "runs/version_1: module.lr 0.2 there, 0.3 here; module.width 3 there, 2 here" in err
+    assert "trainer fit --config runs/version_1/config.yaml --ckpt-path last" in err
+    assert "To begin anew, leave out --ckpt-path last" in err
+    assert (record("runs/version_1"), step("runs/version_1")) == before
+    # Both ways that it names.
+    words = ("--config", "runs/version_1/config.yaml", *LAST, "--module.lr", "0.3", "--trainer.max_epochs", "2")
+    code, out, err = command("fit", *words)
+    assert code == 0, err
+    assert "run directory:  runs/version_1" in out
+    code, out, err = fit("--module.lr", "0.3", "--name", "third", *LAST)
+    assert code == 0, err
+    assert "no run below runs is called 'third' yet: the training begins anew" in err
+    assert "run directory:  runs/version_2" in out
+    code, _, err = command("validate", "--config", "run.yaml", "--module.lr", "0.7", *LAST)
+    assert code == 2
+    assert "no run below runs has the module" in err
+    assert "begin anew" not in err
+
+
+def test_other_commands_take_the_only_run_and_say_what_differs(fit: Command, command: Command) -> None:
+    assert fit("--module.lr", "0.1")[0] == 0
+    code, _, err = command("validate", "--config", "run.yaml", "--module.lr", "0.7", *LAST)
+    assert code == 0, err
+    assert "is that of runs/version_0, although it has module.lr 0.1 there, 0.7 here" in err
+
+
+def test_a_name_decides(fit: Command, command: Command) -> None:
+    for name, rate in (("a", "0.1"), ("b", "0.2")):
+        assert fit("--name", name, "--module.lr", rate)[0] == 0
+    assert [record(f"runs/version_{number}")["name"] for number in (0, 1)] == ["a", "b"]
+    code, out, err = fit("--name", "a", *LAST, "--trainer.max_epochs", "2", "--module.lr", "0.5")
+    assert code == 0, err
+    assert "run directory:  runs/version_0" in out
+    assert "although it has module.lr 0.1 there, 0.5 here" in err
+    code, out, _ = command("runs", "ls", "runs")
+    assert code == 0
+    assert "version_0 (a)" in out
+    assert "version_1 (b)" in out
+    code, _, err = command("validate", "--config", "run.yaml", "--name", "c", *LAST)
+    assert code == 2
+    assert "--name c: no run below runs that has a checkpoint is called so" in err
+    Path("runs/version_0/metrics.csv").write_text("step,loss\n1,2.0\n")
+    from trainer.cli.plot import curves_of
+
+    assert [*curves_of(["runs"])["loss"]] == ["runs/version_0 (a)"]
+
+
+def test_a_moved_project_is_the_same(fit: Command, command: Command, tmp_path: Path) -> None:
+    assert fit("--module.lr", "0.1")[0] == 0
+    kept = yaml.safe_load(Path("runs/version_0/config.yaml").read_text())
+    kept["module"]["class_path"] = "/elsewhere/mymodel.py:Net"
+    kept["data"] = "/elsewhere/mymodel.py:Data"
+    Path("runs/version_0/config.yaml").write_text(yaml.safe_dump(kept))
+    code, out, err = fit("--module.lr", "0.1", *LAST, "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "run directory:  runs/version_0" in out

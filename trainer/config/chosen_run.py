@@ -1,0 +1,116 @@
+"""Find the run that "last" or "best" means in a command: the one of the same name, module and data."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.arguments import local_path
+from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, versions
+from trainer.config.check import ClassSpec
+from trainer.config.loading import Configuration
+from trainer.config.types import constructor_parameters
+from trainer.errors import CheckpointError, ConfigError
+from trainer.settings import Settings
+
+_SHOWN = 5
+"""Runs, and differences of each, that a message lists."""
+
+
+def choose_run(configuration: Configuration, command: str) -> str | None:
+    """Have the command work in the run that "last" or "best" means, and return a line that names it.
+
+    Of the runs below `default_root_dir` that have a checkpoint it is the newest with the command's name, or, without
+    one, with its module and data and their values. None: runs that scripts have started are searched by the trainer.
+
+    Raises:
+        ConfigError: there are runs, and none is the command's; lists them with what differs.
+    """
+    which, name = configuration.ckpt_path, configuration.name
+    root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
+    records = {run: record for run in reversed(versions(root)) if (record := _record(run)) is not None}
+    if name is not None:
+        records = {run: record for run, record in records.items() if record.get("name") == name}
+        if not records and (command, which) != ("fit", "last"):
+            raise ConfigError(f"--name {name}: no run below {_shown(root)} that has a checkpoint is called so.")
+        if not records:
+            configuration.ckpt_path = None
+            return f"no run below {_shown(root)} is called {name!r} yet: the training begins anew"
+    if not records:
+        nothing = (command, which) == ("fit", "last") and not versions(root)
+        return f"there is no run below {_shown(root)} yet: the training begins anew" if nothing else None
+    wanted = yaml.safe_load(configuration.recorded)
+    found = {run: [*_differences(configuration, record, wanted)] for run, record in records.items()}
+    run = next((one for one, lines in found.items() if name is not None or not lines), None)
+    if run is None and (command == "fit" or len(found) > 1):
+        raise ConfigError(_none_is_equal(configuration, command, found, root))
+    run = run or next(iter(found))
+    configuration.run_dir = run
+    if (command, which) != ("fit", "last"):
+        with suppress(CheckpointError):
+            configuration.ckpt_path = str(CheckpointDirectory(run / CHECKPOINTS).resolve(str(which)))
+    differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
+    return f"--ckpt-path {which} is that of {_shown(run)}{differs}"
+
+
+def _none_is_equal(configuration: Configuration, command: str, found: dict[Path, list[str]], root: Path) -> str:
+    lines = [f"{_shown(run)}: {'; '.join(differs[:_SHOWN])}" for run, differs in [*found.items()][:_SHOWN]]
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    first = next(iter(found))
+    which = configuration.ckpt_path
+    go_on = f"trainer {command} --config {shlex.quote(_shown(first / 'config.yaml'))} --ckpt-path {which}"
+    anew = f" To begin anew, leave out --ckpt-path {which}, or give the run a name of its own: --name NAME."
+    return (
+        f"--ckpt-path {which}: no run below {_shown(root)} has the module and the data of this command, with their "
+        f"values.\n  " + "\n  ".join([*lines, *more]) + f"\nTo take one of them as it is: {go_on}, and what is to be "
+        f"changed after that.{anew if command == 'fit' else ''}"
+    )
+
+
+def _record(run: Path) -> dict[str, Any] | None:
+    """Return the configuration of a run that has a checkpoint; None where there is none."""
+    with suppress(OSError, yaml.YAMLError, CheckpointError):
+        record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+        CheckpointDirectory(run / CHECKPOINTS).resolve("last")
+        return record if isinstance(record, dict) else None
+    return None
+
+
+def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+    for key, spec in (("module", configuration.module), ("data", configuration.data)):
+        there, here = (_class_and_arguments(one.get(key)) for one in (record, wanted))
+        if there[0] != here[0]:
+            yield f"{key} {there[0]} there, {here[0]} here"
+            continue
+        for name in sorted(there[1].keys() | here[1].keys()):
+            values = [one[1][name] if name in one[1] else _default(spec, name) for one in (there, here)]
+            if values[0] != values[1]:
+                yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
+
+
+def _class_and_arguments(choice: Any) -> tuple[str | None, dict[str, Any]]:
+    """Return the name of a class, without the folder in which it lies, and its arguments."""
+    chosen = choice if isinstance(choice, dict) else {"class_path": choice}
+    path = chosen.get("class_path")
+    location, colon, name = str(path).rpartition(":")
+    return None if path is None else f"{Path(location).name * location.endswith('.py')}{colon}{name}", {
+        **(chosen.get("init_args") or {})
+    }
+
+
+def _default(spec: ClassSpec | None, name: str) -> Any:
+    """Return the value of an argument that is not given, as a file would have it."""
+    parameter = None if spec is None else constructor_parameters(spec.cls).named.get(name)
+    value = "nothing" if parameter is None or parameter.default is parameter.empty else parameter.default
+    value = getattr(value, "value", value)  # of an enumeration
+    return [*value] if isinstance(value, (tuple, set)) else str(value) if isinstance(value, Path) else value
+
+
+def _shown(path: Path) -> str:
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
