@@ -104,6 +104,8 @@ def test_a_name_decides(fit: Command, command: Command) -> None:
     assert code == 0
     assert "version_0 (a)" in out
     assert "version_1 (b)" in out
+    code, out, _ = command("runs", "ls", "runs/version_1", "runs/version_0")
+    assert out.index("runs/version_1 (b)") < out.index("runs/version_0 (a)")
     code, _, err = command("validate", "--config", "run.yaml", "--name", "c", *LAST)
     assert code == 2
     assert "--name c: no run below runs that has a checkpoint is called so" in err

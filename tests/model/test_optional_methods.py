@@ -170,3 +170,14 @@ def test_an_attribute_that_is_no_method_may_be_none() -> None:
     module = Toy()
     module.cache = None
     assert module.cache is None
+
+
+@pytest.mark.parametrize("kind", [TrainModule, DataModule])
+def test_a_loader_that_is_not_returned_is_said(kind: type) -> None:
+    class Forgetful(Toy if kind is TrainModule else DataModule):  # type: ignore[misc]
+        def train_dataloader(self) -> None:
+            loader(1)
+
+    both = (Forgetful(), None) if kind is TrainModule else (Toy(), Forgetful())
+    with pytest.raises(ConfigError, match=r"Forgetful.train_dataloader returned None. Did you forget 'return'\?"):
+        quiet(max_epochs=1).fit(*both)

@@ -188,7 +188,8 @@ class Checker(Values):
         name = entries(node).get("class_path")
         table = table_of(bases, "" if name is None else str(name.value))
         if name is None or not isinstance(name.value, str):
-            example = next((key for key in entries(nested) if key in table), next(iter(table), "package.module.Class"))
+            likely = [*entries(nested), "ModelCheckpoint", "CSVLogger", *table, "package.module.Class"]
+            example = next(key for key in likely if key in table or key == likely[-1])
             given = "no class_path" if isinstance(node.value, dict) and name is None else repr_value(name or node)
             words = f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args."
             if nested is not None and len(path) == 3:

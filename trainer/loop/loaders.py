@@ -199,6 +199,8 @@ def _limit(settings: Settings, limit: int | float) -> int | float:
 
 def _no_loader(run: Run, argument: str, method: str) -> ConfigError:
     stage, source = run.stage, run.datamodule if run.datamodule is not None else run.module
+    if source.overrides(method):
+        return ConfigError(f"{type(source).__name__}.{method} returned None. Did you forget 'return'?")
     return ConfigError(
         f"{stage}() has nothing to run on: define {method} in {type(source).__name__}, or pass {argument}= or "
         "datamodule= (on the command line: --data)."

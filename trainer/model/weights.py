@@ -79,7 +79,8 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: b
     except RuntimeError as error:
         raise CheckpointError(
             f"the checkpoint does not fit {type(module).__name__}: {str(error).expandtabs(4):.4000}\n"
-            "It was written for another model, or with other hyperparameters."
+            "It was written for another model, or with other hyperparameters. To take the weights whose names "
+            "are there: strict_loading = False in the module, or load_from_checkpoint(path, strict=False)."
         ) from None
     finally:
         hook.remove()

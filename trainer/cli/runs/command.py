@@ -9,13 +9,14 @@ import operator
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from trainer.arguments import local_path
 from trainer.cli.columns import fitted_lines
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.cli.runs.find import RunSummary, find_runs
+from trainer.cli.runs.find import RunSummary, find_runs, with_name
 from trainer.errors import ConfigError, did_you_mean, printable
 
 EXAMPLES = """\
@@ -41,9 +42,11 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 def run(arguments: list[str]) -> int:
     """List runs. Returns the exit code."""
     options = _parser().parse(_with_joined_sort(arguments))
-    found = find_runs(local_path(options.folder))
+    found = [one for folder in options.folder for one in find_runs(local_path(folder))]
+    if len(options.folder) > 1:
+        found = [replace(one, name=with_name(str(one.path), one.path)) for one in found]
     if not found:
-        print(f"no runs below {printable(options.folder)}", file=sys.stderr)
+        print(f"no runs below {printable(' '.join(options.folder))}", file=sys.stderr)
         return 1
     rows = [(one, values_of(one)) for one in found]
     known = list(dict.fromkeys(name for _, values in rows for name in values))
@@ -94,7 +97,8 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(dest="action", metavar="COMMAND", required=True, parser_class=CommandParser)
     words = "list the runs below a folder, at any depth: name, state, steps, time, metrics, hyperparameters that differ"
     ls = commands.add_parser("ls", help=words, description=words[0].upper() + words[1:] + ".", epilog=EXAMPLES)
-    ls.add_argument("folder", metavar="FOLDER", help="the default_root_dir of runs, or a folder above it")
+    words = "the default_root_dir of runs, a folder above it, or a run"
+    ls.add_argument("folder", metavar="FOLDER", nargs="+", help=words)
     ls.add_argument("--sort", metavar="[-]NAME", help="by a column, a metric or a hyperparameter; -: largest first")
     ls.add_argument("--filter", metavar="'NAME>VALUE'", action="append", default=[], help="also <, <=, >=, =, !=")
     ls.add_argument("--metric", metavar="NAME", nargs="+", help=f"metrics to show (default: {METRICS_SHOWN} of them)")
