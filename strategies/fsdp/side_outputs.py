@@ -65,6 +65,8 @@ class SideOutputs:
         if self._keeps is None:
             attributes = [(vars(child), name) for child in block.modules() for name in vars(child)]
             self._keeps = [(owner, name) for owner, name in attributes if _is_kept(name, owner[name])]
+        if not written and not self._keeps:
+            return None
         kept = [owner.get(name) for owner, name in self._keeps]
         if not any(one.requires_grad for one in tensors_in((written, kept))):
             return None
