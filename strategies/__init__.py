@@ -11,7 +11,7 @@ if __name__ != "trainer.strategies":
         "sys.path: run your script from its own folder."
     )
 
-from trainer.plugins import Table
+from trainer.compat.added_names import Table
 from trainer.strategies.ddp import DDPStrategy as DDPStrategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage1Strategy as DeepSpeedStage1Strategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage2OffloadStrategy as DeepSpeedStage2OffloadStrategy

@@ -907,8 +907,8 @@ def test_what_is_added_is_one_file_and_one_line(tmp_path: Path) -> None:
         _insert_line(tmp_path / package / "__init__.py", f"from trainer.{package}.", line)
     command = '    "whisper": ("trainer.cli.whisper", "say little"),'
     _insert_line(tmp_path / "trainer" / "cli" / "main.py", '    "fit":', command)
-    precision = '        Precision("tiny-mixed", torch.float32, autocast=torch.bfloat16),'
-    _insert_line(tmp_path / "trainer" / "precision.py", "        Precision(", precision)
+    precision = '            Precision("tiny-mixed", torch.float32, autocast=torch.bfloat16),'
+    _insert_line(tmp_path / "trainer" / "precision.py", "            Precision(", precision)
     state = tmp_path / "trainer" / "loop" / "training_state.py"
     _insert_line(state, '        "config": ', '        "whistles": 3,')
     _insert_line(state, '    "config": ', '    "whistles?": Integer(0),')

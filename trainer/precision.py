@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
+from trainer.compat.added_names import Table
 from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS
 from trainer.errors import ConfigError, install_command, unknown_name_error
 from trainer.float8.conversion import convert_linear_layers, restore_linear_layers
-from trainer.plugins import Table
 
 NULL_CONTEXT = nullcontext()
 """A context that does nothing. Shared, because every step enters it."""

@@ -1,4 +1,4 @@
-"""What a block can write to beside its output: containers among its arguments, attributes, and objects of its hooks."""
+"""Find what a block can write to beside its output: containers among its arguments, attributes, objects of its hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block gives to others beside its output: what it writes into its arguments, and losses that it keeps.
+"""SideOutputs: bring what a block gives to others beside its output, in its arguments and in losses that it keeps.
 
 FSDP2 calls a block with copies of lists, dicts and dataclasses, so that what the block writes into them would be lost.
 And it gathers weights for a backward that begins at an output: that of a loss which the block keeps would find them
@@ -56,9 +56,9 @@ class SideOutputs:
 
     def _add_to_output(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the output with the other tensors from which a backward may begin, for the hook of FSDP2."""
-        self._output = None
         if torch.compiler.is_compiling():
             return None
+        self._output = None
         written = self._bring_to_caller(block)
         if not torch.is_grad_enabled():
             return None
@@ -74,8 +74,10 @@ class SideOutputs:
         return output, written, kept
 
     def _take_from_output(self, block: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         of_block, self._output = self._output, None
-        return None if of_block is None or torch.compiler.is_compiling() else output[0]
+        return None if of_block is None else output[0]
 
     def _bring_to_caller(self, block: nn.Module) -> list[Any]:
         """Write what the block has written into the containers of its caller, and return it.

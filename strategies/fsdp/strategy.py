@@ -164,7 +164,7 @@ class FSDPStrategy(DistributedStrategy):
         self._mesh: ParallelMesh | None = None
         self._experts: dict[str, nn.Module] = {}  # that are split
         self._shared: list[Any] = []
-        """What several blocks of a pipeline can write to."""
+        """Containers and objects to which several blocks of a pipeline can write."""
         self._loss_parallel = False
         self._plan_check: PlanCheck | None = None
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT

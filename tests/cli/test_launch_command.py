@@ -122,7 +122,6 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
         (["--devices", "2", "mymodel.py"], "unknown option '--devices'. Use --nproc-per-node N: processes on this"),
         (["--gpus=2", "mymodel.py"], "Use --nproc-per-node N"),
         (["--precision", "16", "mymodel.py"], "Use Trainer(precision=...) in the program, or `trainer fit --trainer."),
-        (["--log-dir", "x", "mymodel.py"], "Use nothing: the output of all processes"),
         (["--nproc-per-node", "two", "mymodel.py"], "--nproc-per-node two: give a number from 1, gpu, cpu or auto"),
         (["--nnodes", "2", "mymodel.py"], "--nnodes 2 machines have to meet: give --rdzv HOST:PORT"),
         (["--nnodes", "4:2", "--rdzv", "a:1", "mymodel.py"], "--nnodes 4:2: give a number of machines from 1, or"),

@@ -19,7 +19,7 @@ from trainer.compat.accelerate import launch_option_words
 from trainer.errors import ConfigError, did_you_mean, printable, raise_problems
 
 if TYPE_CHECKING:
-    from trainer.launchers.launcher import Logs
+    from trainer.launchers.logs import Logs
     from trainer.launchers.multinode import Machines
 
 EXAMPLES = """\
@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
 
 def _logs(options: argparse.Namespace, number: int) -> Logs:
     """Return where the output of the processes goes."""
-    from trainer.launchers.launcher import Logs
+    from trainer.launchers.logs import Logs
 
     problems = []
     for name in ("redirects", "tee"):

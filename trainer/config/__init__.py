@@ -18,13 +18,13 @@ refuse_other_package(trainer)
 
 
 class Objects(NamedTuple):
-    """What a configuration describes."""
+    """The objects that a configuration describes."""
 
     trainer: Trainer
     module: TrainModule
     data: DataModule | None
     ckpt_path: str | None
-    """As in the configuration: for `trainer.fit`."""
+    """That of the configuration, for `trainer.fit`."""
 
 
 def load(*files: str | Path, overrides: Mapping[str, Any] | None = None) -> Objects:

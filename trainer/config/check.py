@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -67,7 +68,7 @@ class ClassSpec:
     bases: tuple[type, ...] = (object,)
     """The classes of one of which the object has to be."""
     is_factory: bool = False
-    """What is wanted makes such objects when it is called."""
+    """True where a function that makes such objects is wanted."""
 
     def build(self, **provided: Any) -> Any:
         """Return the object.
@@ -267,7 +268,7 @@ class Checker(Values):
         """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
         if path == ("trainer", "strategy"):
             return self.strategy(node)
-        if annotation is Any and "class_path" in entries(node) and entries(node).keys() <= {"class_path", "init_args"}:
+        if annotation is Any and _names_a_class(node):
             return self.class_spec(node, (object,), path) or INVALID
         if isinstance(node.value, (dict, list)) and holds_objects(annotation):
             ways = self._ways(node, annotation, path)
@@ -347,6 +348,12 @@ class Checker(Values):
         return super().coerce(node, annotation, path, mismatch)
 
 
+def _names_a_class(node: Node) -> bool:
+    name = entries(node).get("class_path")
+    return name is not None and bool(re.search(r"[.:]", str(name.value))) and entries(node).keys() <= _OF_A_CHOICE
+
+
+_OF_A_CHOICE = {"class_path", "init_args"}
 FROM_TEXT: dict[type, Callable[[str], Any]] = {
     torch.dtype: lambda text: getattr(torch, text.removeprefix("torch.")),
     torch.device: torch.device,

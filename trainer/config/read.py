@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainer.arguments import options_of
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
+from trainer.compat.added_names import added_names
 from trainer.compat.answers import is_default
 from trainer.compat.names import OTHER_PRECISIONS, OTHER_STRATEGIES, SHORT_PRECISIONS, TRAINER_ARGUMENTS
 from trainer.config.classes import check_short_name, extend_sys_path, find_file
@@ -51,7 +52,6 @@ from trainer.config.types import (
 )
 from trainer.distributed.accelerators import accelerator_problem
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
-from trainer.plugins import added_names
 from trainer.settings import ARGUMENTS, NONE_IS_DEFAULT, Settings
 
 SCHEDULER_OPTIONS = {

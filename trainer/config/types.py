@@ -170,9 +170,14 @@ def validate(value: Any, annotation: Any) -> Any:
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        inside = any(isinstance(step, str) for step in first["loc"])  # of a pydantic model
+        inside = bool(first["loc"]) and _holds_model(annotation)
         known = first["type"].endswith(("_type", "_parsing", "literal_error", "enum", "_of", "needs_python_object"))
         raise TypeMismatchError(first["loc"], first["msg"] if inside or not known else "") from None
+
+
+def _holds_model(annotation: Any) -> bool:
+    options = options_of(annotation)
+    return any(hasattr(one, "model_fields") or any(map(_holds_model, get_args(one))) for one in options)
 
 
 def wants_text(value: Any, annotation: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainer.launchers.launcher import Logs
+from trainer.launchers.logs import Logs
 from trainer.launchers.restarts import BEGUN, STOPPED
 
 _SHUTDOWN_TIMEOUT_S = 8
@@ -98,9 +98,10 @@ class Agent(LocalElasticAgent):
     ) -> None:
         folder = os.devnull if logs == Logs() else logs.log_dir
         ways, shown = (Std.from_str(logs.redirects), Std.from_str(logs.tee)), logs.local_ranks_filter
-        super().__init__(spec, DefaultLogsSpecs(folder, *ways, None if shown is None else set(shown)))
+        outputs = DefaultLogsSpecs(folder, *ways, None if shown is None else set(shown))
+        super().__init__(spec, outputs)
         if folder != os.devnull:
-            _print_message(f"the output of the processes: {self._logs_specs.root_log_dir}")
+            _print_message(f"the output of the processes: {outputs.root_log_dir}")
         self._stops = store
         self._holds_store = holds_store
         self._machines = machines

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.distributed.tpu import share_chips
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.interpreter_guard import DUMP_SIGNAL, SIGTERMS
 from trainer.fault_tolerance.signals import EXIT_RETRY, install_handler, keep_exit_code
+from trainer.launchers.logs import Logs
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:  # torch's elastic agent is imported only by the process that launches others
@@ -33,15 +34,6 @@ if TYPE_CHECKING:  # torch's elastic agent is imported only by the process that 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _KILL_AFTER_S = 10.0
 """Seconds in which the processes have to end themselves after the third SIGTERM, with their stacks."""
-
-
-class Logs(NamedTuple):
-    """Where the output of the processes goes, in torchrun's words."""
-
-    log_dir: str | None = None
-    redirects: str = "0"
-    tee: str = "0"
-    local_ranks_filter: frozenset[int] | None = None
 
 
 def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str = "cpu") -> NoReturn:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.distributed.store import address_towards, connect, find_host, is_own_address, open_store
 from trainer.errors import TrainerError
-from trainer.launchers.launcher import Logs, run_agents, worker_spec
+from trainer.launchers.launcher import run_agents, worker_spec
+from trainer.launchers.logs import Logs
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
