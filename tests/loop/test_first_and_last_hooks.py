@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -236,3 +237,139 @@ def test_a_callback_without_a_hash_has_its_first_hook() -> None:
     callback = Unhashable()
     quiet(max_epochs=2, callbacks=[callback]).fit(Toy(), loader(2))
     assert callback.epochs == 2
+
+
+# -- what else a checkpoint has, and the first hook of an epoch changes ------------------------------------------------
+
+
+class Grows(DataModule):
+    """One sample more for each epoch, and a factor that falls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.factor = [0, 1, 2, 3], 1.0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.utils.data.Subset(loader(8).dataset, self.taken), 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": [*self.taken], "factor": self.factor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken[:], self.factor = state["taken"], state["factor"]
+
+
+class Begins(Toy):
+    """Changes something in the first hook of an epoch."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.seen, self.weights_of = what, [], torch.ones(1)  # type: ignore[var-annotated]
+        self.total = torchmetrics.SumMetric()
+        self.tracker = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False)
+
+    def on_train_epoch_start(self) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if self.what == "scheduler":
+            self.lr_schedulers().step()  # type: ignore[union-attr]
+        elif self.what == "base rate":
+            self.lr_schedulers().base_lrs[0] /= 2  # type: ignore[union-attr]
+        elif self.what == "data":
+            data.taken.append(len(data.taken))
+            data.factor *= 0.5
+        elif self.what == "module":
+            self.seen.append(self.current_epoch)
+            self.weights_of = self.weights_of * 0.5
+        elif self.what == "metric":
+            self.total.update(self.current_epoch + 1.0)
+        elif self.what == "tracker":
+            self.tracker.increment()
+            self.loss_of = nn.SmoothL1Loss(beta=0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.what == "tracker":
+            self.tracker.update(batch[1].mean())
+            return self.loss_of(self.layer(batch[0]), batch[1])
+        factor = self.trainer.datamodule.factor if self.what == "data" else 1.0  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx) * self.weights_of * factor
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        interval = {"scheduler": schedule, "interval": "step", "frequency": 100 if self.what == "scheduler" else 1}
+        return {"optimizer": optimizer, "lr_scheduler": interval}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"], checkpoint["weights_of"] = [*self.seen], self.weights_of
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen, self.weights_of = [*checkpoint["seen"]], checkpoint["weights_of"].clone()
+
+
+class Saves(Callback):
+    """Counts the epochs by the hooks of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.seen.append(trainer.current_epoch)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen_by_the_callback"] = [*self.seen]
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.seen = [*checkpoint["seen_by_the_callback"]]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("what", ["scheduler", "base rate", "data", "module", "metric", "tracker"])
+def test_a_resumed_epoch_changes_nothing_twice(what: str) -> None:
+    def run(folder: str, *callbacks: Callback) -> Any:
+        module, data, saves = Begins(what), Grows(), Saves()
+        given = data if what == "data" else loader(4)
+        trainer = fit(module, given, folder, (saves, *callbacks), limit_val_batches=0)
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        steps = what != "tracker" and module.tracker.n_steps
+        return (
+            module.state_dict(),
+            rates,
+            module.seen,
+            module.weights_of,
+            float(module.total.sum_value),
+            (data.taken, data.factor, saves.seen, steps, trainer.global_step),
+        )
+
+    whole, resumed = stopped_and_resumed(run, 6)
+    assert whole[1:3] == resumed[1:3]
+    assert whole[4:] == resumed[4:]
+    assert torch.equal(whole[3], resumed[3])
+    assert_same_bits({name: value for name, value in whole[0].items() if "tracker" not in name}, resumed[0])
+
+
+class Extremes(Toy):
+    """torchmetrics' wrappers that count beside their states, over the whole run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = torchmetrics.RunningMean(3)
+        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.running.update(loss.detach())
+        self.extremes.update(loss.detach())
+        both = self.extremes.compute()
+        self.seen.append([float(self.running.compute()), float(both["max"]), float(both["min"])])
+        return loss
+
+
+def test_wrappers_of_torchmetrics_go_on_where_they_were() -> None:
+    def run(folder: str, *callbacks: Callback) -> Any:
+        module = Extremes()
+        fit(module, loader(4), folder, callbacks, limit_val_batches=0)
+        return module.seen
+
+    whole, resumed = stopped_and_resumed(run, 6)
+    assert resumed == whole[6:]

@@ -65,7 +65,7 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     position_to_name = dict(enumerate(chain.from_iterable(names)))
     packed = state.get("state", {})
     own = getattr(optimizer, "state", {})
-    if taken := [key for key in own if type(key) is int and key in position_to_name and packed.get(key) is own[key]]:
+    if taken := [key for key in own if type(key) is int and key in position_to_name]:
         raise CheckpointError(
             f"{type(optimizer).__name__} has the key {taken[0]} in its state, by which state_dict() means the parameter"
             f" {position_to_name[taken[0]]}, whose state is lost. Use a text as key."

@@ -16,6 +16,7 @@ from trainer.data.combined_loader import CombinedLoader
 from trainer.data.sampler_state import attributes, own_generators
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
+from trainer.model.copies import deepcopy_with_functions
 from trainer.seed import isolated_rng
 
 _LARGE = 2**26
@@ -39,12 +40,13 @@ def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterat
         ConfigError: the loader can neither be copied nor put back.
     """
     try:
-        copied = copy.deepcopy(loader, {id(one): one for one in _large(loader, 0)} | memo)
+        copied = deepcopy_with_functions(loader, {id(one): one for one in _large(loader, 0)} | memo)
     except Exception as error:
         with ExitStack() as cleanup:
             yield _without_a_copy(loader, memo, is_new, error, cleanup)
         return
-    yield copied
+    with isolated_rng(generators=own_generators(loader, of_data=True)):  # those that a closure shares
+        yield copied
 
 
 def _without_a_copy(loader: Any, memo: dict[int, Any], is_new: bool, error: Exception, cleanup: ExitStack) -> Any:

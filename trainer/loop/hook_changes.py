@@ -209,10 +209,13 @@ class HookChanges:
 
     def kept(self) -> Callable[[], None]:
         """Return a function that puts back the values of now."""
-        before = self._read()
+        before, parts = self._read(), {path for path, _ in self._module.named_modules()}
 
         def put_back() -> None:
-            now = self._read()
+            # A part that is new is left as it is, and so is its content.
+            now = {
+                name: one for name, one in self._read().items() if name in before or name.rpartition(".")[0] in parts
+            }
             target = {**dict.fromkeys(now, _ABSENT), **before}
             # Some attributes cannot be set, such as a property without a setter.
             self._write({name: one for name, one in target.items() if not _same(now.get(name, _ABSENT), one)})

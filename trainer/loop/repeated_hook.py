@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
 from trainer.loop.run import Run
+from trainer.metrics.state import kept_torchmetrics
 from trainer.seed import set_rng_state
 
 
@@ -48,13 +50,26 @@ def repeating(run: Run) -> Iterator[None]:
 
 
 def _kept(run: Run, users: list[Callback]) -> list[Callable[[], object]]:
-    """Return functions that put back weights, buffers, states of optimizers, and those of these callbacks."""
+    """Return functions that put back what a checkpoint has of all parts of a run, and of these callbacks."""
     weights = {name: _on_host(entry) for name, entry in run.strategy.module_state().items()}
     restore: list[Callable[[], object]] = [partial(run.strategy.load_module_state, weights, hooks=False)]
     restore += [_kept_state(optimizer) for optimizer in run.optimizers]
-    for callback in users:
-        if state := callback.state_dict():
-            restore.append(partial(callback.load_state_dict, deepcopy(state)))
+    owners = [config.scheduler for config in run.scheduler_configs], [run.datamodule] if run.datamodule else []
+    for owner in (*chain(*owners), *users):
+        if state := owner.state_dict():
+            restore.append(partial(owner.load_state_dict, deepcopy(state)))
+    restore.append(kept_torchmetrics(run.metrics))
+    of_module = run.module.on_save_checkpoint, run.module.on_load_checkpoint
+    hooks = [of_module] if run.module.overrides("on_save_checkpoint") else []
+    for one in users:
+        if type(one).on_save_checkpoint is not Callback.on_save_checkpoint:
+            pair = one.on_save_checkpoint, one.on_load_checkpoint
+            hooks.append((*(partial(hook, run.module.trainer, run.module) for hook in pair),))
+    for save, load in hooks:
+        entries: dict[str, Any] = {}
+        with suppress(LookupError):  # of one that changes what others have put into a checkpoint
+            save(entries)
+            restore.append(partial(load, deepcopy(entries)))
     return restore
 
 

@@ -208,7 +208,7 @@ _METRICS = {
     "hooks": {str: _ENTRY},
     "names?": [str],
     "trackers?": {str: Integer()},
-    "objects": {str: {"updates": Integer(), "state": {str: object}}},
+    "objects": {str: {"updates": Integer(), "state": {str: object}, "beside?": {str: object}}},
 }
 _MAX_COUNT = 2**53
 KINDS: dict[str, Any] = {

@@ -30,9 +30,9 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
         "names": sorted(metrics.names),
         "trackers": {name: tracker.n_steps for name, tracker in _trackers(metrics.module)},
         "objects": {
-            name: {"updates": metric.update_count, "state": metric.metric_state}
+            name: {"updates": metric.update_count, "state": metric.metric_state, "beside": _beside(metric)}
             for name, metric in _objects(metrics.module)
-            if metric.update_count and not any(metric is computed for computed in metrics.computed)
+            if (metric.update_count or _beside(metric)) and not any(metric is one for one in metrics.computed)
         },
     }
 
@@ -110,19 +110,36 @@ def kept_torchmetrics(metrics: MetricLog) -> Callable[[], None]:
     before = []
     steps = [(tracker, tracker.n_steps) for _, tracker in _trackers(metrics.module)]
     for _, metric in _objects(metrics.module):
-        state = metric.metric_state if metric.update_count else {}
+        state = metric.metric_state if metric.update_count or _beside(metric) else {}
         copies = {k: v.clone() if isinstance(v, torch.Tensor) else list(v) for k, v in state.items()}
-        before.append((metric, {"updates": metric.update_count, "state": copies}))
+        before.append((metric, {"updates": metric.update_count, "state": copies, "beside": _beside(metric)}))
 
     def restore() -> None:
         for tracker, number in steps:
             _set_steps(tracker, number)
         for metric, state in before:
             metric.reset()
-            if state["updates"]:
+            _set_beside(metric, state)
+            if state["state"]:
                 _add_to_object(metric, state, first=True)
 
     return restore
+
+
+_BESIDE = {"MinMaxMetric": ("min_val", "max_val"), "Running": ("_num_vals_seen",)}
+"""Attributes of torchmetrics' wrappers that count, and are none of their states."""
+
+
+def _beside(metric: Any) -> dict[str, Any]:
+    names = [name for kind in type(metric).__mro__ for name in _BESIDE.get(kind.__name__, ())]
+    return {name: getattr(metric, name) for name in names}
+
+
+def _set_beside(metric: Any, saved: dict[str, Any]) -> None:
+    given = saved.get("beside", {})  # checkpoints of earlier versions have none
+    for name, now in _beside(metric).items():
+        if type(value := given.get(name)) is type(now):
+            setattr(metric, name, _moved(value, metric.device) if isinstance(value, torch.Tensor) else value)
 
 
 def _scope_state(scope: MetricScope) -> dict[str, Any]:
@@ -249,6 +266,7 @@ def _add_to_object(metric: Any, saved: dict[str, Any], first: bool) -> None:
     if first:
         for key, value in state.items():
             setattr(metric, key, value)
+        _set_beside(metric, saved)
     else:
         metric.merge_state(state)
 

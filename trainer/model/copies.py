@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from contextlib import suppress
 from types import CellType, FunctionType
 from typing import Any, TypeVar
@@ -28,11 +27,22 @@ def deepcopy_with_functions(value: Copied, memo: dict[int, Any]) -> Copied:
     for parameter in value.parameters() if isinstance(value, nn.Module) else ():
         if memo[id(parameter)] is not parameter:
             _carry_over(parameter, memo[id(parameter)], memo)
-    parts: Iterable[Any] = copied.modules() if isinstance(copied, nn.Module) else [copied]
-    for part in parts:
+    for part in copied.modules() if isinstance(copied, nn.Module) else _with_attributes(copied):
         if hasattr(part, "__dict__"):
             _rebind(vars(part), memo)
     return copied
+
+
+def _with_attributes(copied: Any) -> list[Any]:
+    """Return a copy of a loader, or of several, and the objects in its attributes, such as the dataset."""
+    several = (
+        [*copied.values()] if isinstance(copied, dict) else copied if isinstance(copied, (list, tuple)) else [copied]
+    )
+    with_attributes = [one for one in several if hasattr(one, "__dict__")]
+    return [
+        *with_attributes,
+        *(one for part in with_attributes for one in vars(part).values() if hasattr(one, "__dict__")),
+    ]
 
 
 def _carry_over(parameter: nn.Parameter, copied: nn.Parameter, memo: dict[int, Any]) -> None:
