@@ -1,4 +1,4 @@
-"""Find what a block can write to beside its output: containers among its arguments, attributes, objects of its hooks."""
+"""Find what a block can write to beside its output: containers it is given, attributes, and objects of its hooks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch import nn
 from trainer.data.sampler_state import attributes, is_filled
 
 _OPAQUE = (np.ndarray, type, ModuleType, str, bytes, int, float, complex, NoneType)
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
 _LARGEST = 1000
 """Items of a container that is looked through: larger ones are data."""
 
@@ -42,21 +44,60 @@ def containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
     return found
 
 
+def objects(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """Return the users' other objects and the sets among the arguments of a call."""
+    args, kwargs = arguments
+    return [one for one in (*args, *kwargs.values()) if isinstance(one, set) or _is_users(one)]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an attribute: itself, in containers, and in the attributes of a user's object."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, deque, dict)) or _is_users(value):
+        for one in value if isinstance(value, (list, tuple, set, deque)) else content(value).values():
+            if one is not value:
+                yield from tensors_of(one) if not _is_users(one) else ()
+
+
+def _is_users(one: Any) -> bool:
+    """Whether this is an object of a class of the user's, with attributes, and no module."""
+    kind = type(one)
+    if isinstance(one, (*_OPAQUE, torch.Tensor, nn.Module, FunctionType, MethodType, partial)):
+        return False
+    return kind.__module__.partition(".")[0] not in ("trainer", "torch", "transformers", "builtins", "collections")
+
+
+def keep_attributes_of(one: Any, other: Any) -> None:
+    """Give a copy of a container the attributes that copying has not kept: of a subclass, or made anew by an init."""
+    if isinstance(one, (list, deque, dict)):
+        vars(other).update(vars(one)) if hasattr(one, "__dict__") else None
+        return
+    for name, value in attributes(one).items():
+        if not isinstance(value, (torch.Tensor, list, deque, dict, tuple)) and not _is_dataclass(value):
+            object.__setattr__(other, name, value)
+
+
 def content(container: Any) -> dict[Any, Any]:
     """Return the entries of a dict by key, of a list or set by number, of an object by attribute."""
     if isinstance(container, dict):
         return dict(container)
-    return dict(enumerate(container)) if isinstance(container, (list, deque, set)) else dict(vars(container))
+    return dict(enumerate(container)) if isinstance(container, (list, deque, set)) else attributes(container)
 
 
 def fill(container: Any, entries: dict[Any, Any]) -> None:
     """Replace what is in a container by the entries that `content` has returned of one."""
-    owner = container if isinstance(container, (list, deque, set, dict)) else vars(container)
-    owner.clear()
-    if isinstance(owner, (list, deque)):
-        owner.extend(entries.values())
+    if not isinstance(container, (list, deque, set, dict)):
+        for name in attributes(container).keys() - entries.keys():
+            object.__delattr__(container, name)
+        for name, value in entries.items():
+            object.__setattr__(container, name, value)
+        return
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(entries.values())
     else:
-        owner.update(entries.values() if isinstance(owner, set) else entries)
+        container.update(entries.values() if isinstance(container, set) else entries)
 
 
 def same_content(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
@@ -72,7 +113,7 @@ def is_container(one: Any) -> bool:
 
 
 def _is_dataclass(one: Any) -> bool:
-    return dataclasses.is_dataclass(one) and not isinstance(one, type) and hasattr(one, "__dict__")
+    return dataclasses.is_dataclass(one) and not isinstance(one, type)
 
 
 def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str, Any]]:
@@ -80,7 +121,7 @@ def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str,
     for path, child in block.named_modules():
         place = ".".join(filter(None, (name, path)))
         for attribute, value in vars(child).items():
-            if not attribute.startswith("_"):  # the others are torch's
+            if attribute not in OF_TORCH:
                 yield f"{place}.{attribute}", value
         for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
             yield f"what a hook of {place} writes to", hook

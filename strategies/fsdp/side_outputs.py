@@ -15,7 +15,16 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of
-from trainer.strategies.fsdp.reachable import containers, content, fill, same_content, tensors_in
+from trainer.strategies.fsdp.reachable import (
+    OF_TORCH,
+    containers,
+    content,
+    fill,
+    keep_attributes_of,
+    objects,
+    same_content,
+    tensors_of,
+)
 
 
 class SideOutputs:
@@ -34,50 +43,58 @@ class SideOutputs:
         """The containers among the arguments of the call in progress, as the block's caller has them."""
         self._before: list[tuple[Any, dict[Any, Any]]] = []
         """Those that the block itself has got, and what was in them."""
-        self._keeps: list[tuple[dict[str, Any], str]] | None = None
-        """The attributes in which the block keeps tensors with a gradient; None before its first training step."""
+        self._objects: list[Any] = []
+        """Other objects among the arguments, and the tensors in them."""
+        self._held: set[int] = set()
+        self._attributes: list[tuple[dict[str, Any], list[str]]] = []
+        """Those of the block's parts, and the names of the user's among them."""
         self._output: tuple[Any] | None = None
-        block.register_forward_hook(self._add_to_output, with_kwargs=True)
+        # As FSDP2's own hooks, these run as they are within a compiled call.
+        block.register_forward_hook(torch.compiler.disable(self._add_to_output), with_kwargs=True)
 
     def wrap(self, block: nn.Module) -> None:
         """Add the hooks around those of FSDP2."""
-        block.register_forward_pre_hook(self._of_caller, with_kwargs=True, prepend=True)
-        block.register_forward_pre_hook(self._of_block, with_kwargs=True)
-        block.register_forward_hook(self._take_from_output)
+        block.register_forward_pre_hook(torch.compiler.disable(self._of_caller), with_kwargs=True, prepend=True)
+        block.register_forward_pre_hook(torch.compiler.disable(self._of_block), with_kwargs=True)
+        block.register_forward_hook(torch.compiler.disable(self._take_from_output))
 
     def _of_caller(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._callers = [*containers((args, kwargs)), *self._shared]
+        self._callers = [*containers((args, kwargs)), *self._shared]
+        self._objects = objects((args, kwargs))
+        self._held = {id(one) for one in self._objects for one in tensors_of(one)}
 
     def _of_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            own = [*containers((args, kwargs)), *self._shared] if self._callers else []
-            self._before = [(one, content(one)) for one in own]
+        own = [*containers((args, kwargs)), *self._shared] if self._callers else []
+        for theirs, one in zip(self._callers, own, strict=True):
+            if one is not theirs:
+                keep_attributes_of(theirs, one)
+        self._before = [(one, content(one)) for one in own]
 
     def _add_to_output(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the output with the other tensors from which a backward may begin, for the hook of FSDP2."""
-        if torch.compiler.is_compiling():
-            return None
         self._output = None
         written = self._bring_to_caller(block)
         if not torch.is_grad_enabled():
             return None
-        if self._keeps is None:
-            attributes = [(vars(child), name) for child in block.modules() for name in vars(child)]
-            self._keeps = [(owner, name) for owner, name in attributes if _is_kept(name, owner[name])]
-        if not written and not self._keeps:
-            return None
-        kept = [owner.get(name) for owner, name in self._keeps]
-        if not any(one.requires_grad for one in tensors_in((written, kept))):
+        left = [one for one in tensors_of(written) if one.grad_fn is not None]
+        left += [one for held in self._objects for one in tensors_of(held) if id(one) not in self._held]
+        left += self._kept(block)
+        if not left:
             return None
         self._output = (output,)
-        return output, written, kept
+        return output, left
 
     def _take_from_output(self, block: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return None
         of_block, self._output = self._output, None
         return None if of_block is None else output[0]
+
+    def _kept(self, block: nn.Module) -> list[torch.Tensor]:
+        """Return the tensors with a gradient in attributes of the block's parts."""
+        if not self._attributes or any(len(owner) != len(names) + len(OF_TORCH) for owner, names in self._attributes):
+            owners = [vars(child) for child in block.modules()]
+            self._attributes = [(owner, [name for name in owner if name not in OF_TORCH]) for owner in owners]
+        values = (owner.get(name) for owner, names in self._attributes for name in names)
+        return [one for value in values for one in tensors_of(value) if one.grad_fn is not None]
 
     def _bring_to_caller(self, block: nn.Module) -> list[Any]:
         """Write what the block has written into the containers of its caller, and return it.
@@ -101,9 +118,6 @@ class SideOutputs:
                 of_caller = content(theirs)
                 same = {id(one): of_caller[key] for key, one in before.items() if key in of_caller}
                 fill(theirs, {key: same.get(id(one), one) for key, one in after.items()})
+                keep_attributes_of(own, theirs)
         self._callers, self._before = [], []
         return written
-
-
-def _is_kept(name: str, value: Any) -> bool:
-    return name[0] != "_" and any(one.grad_fn is not None for one in tensors_in(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -152,6 +153,64 @@ class WithHooksOfBlocks(WithHooks):
     place = ""
 
 
+class Own(list[torch.Tensor]):
+    """A list with an attribute."""
+
+    calls = 0
+
+
+@dataclass(slots=True)
+class Slots:
+    latest: torch.Tensor | None = None
+
+
+@dataclass
+class Made:
+    """With what its init makes."""
+
+    losses: list[torch.Tensor]
+    calls: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.calls = 10
+
+
+class LeavesMuch(Layer):
+    """Leaves losses whose backward begins in the block in many ways, some of them from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: torch.Tensor | None = None
+        self.late: Any = None
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor, own: Own, slots: Slots, made: Made, some: set[torch.Tensor]) -> torch.Tensor:
+        output = super().forward(x)
+        self.steps += self.training
+        losses = [(self.down(torch.tanh(self.up(output * scale)))).square().mean() for scale in range(1, 7)]
+        self._own, slots.latest = losses[0], losses[1] + (0.0 if slots.latest is None else slots.latest)
+        own.append(losses[2])
+        own.calls += 1
+        made.losses.append(losses[3] * made.calls)
+        made.calls += 1
+        some.add(losses[4])
+        self.late = losses[5] if self.steps > 2 else None
+        return output * own.calls
+
+
+class WithMuch(Stack):
+    layer = LeavesMuch
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        own, slots, made, some = Own(), Slots(), Made([]), set[torch.Tensor]()
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x, own, slots, made, some)
+        left = [block._own for block in self.blocks] + [block.late for block in self.blocks if block.late is not None]
+        total = torch.stack([*own, slots.latest, *made.losses, *some, *left]).sum()  # type: ignore[list-item]
+        return mse_loss(self.head(x), batch[0].roll(1, -1)) + 0.01 * total * made.calls
+
+
 class Remembers(Layer):
     """Keeps the means of its outputs, without their gradients."""
 
@@ -233,9 +292,10 @@ def samples() -> TensorDataset:
     return TensorDataset(torch.randn(8 * STEPS, 6, 8, generator=torch.Generator().manual_seed(2)))
 
 
-def train(way: str, kind: type[Stack], data: Callable[[], Dataset[Any]] = samples) -> Any:
+def train(way: str, kind: type[Stack], backend: str = "", data: Callable[[], Dataset[Any]] = samples) -> Any:
     module = kind()
-    trainer = WAYS[way].trainer(max_epochs=1, **QUIET)
+    compiled = {"compile": {"backend": backend, "blocks": "auto"}} if backend else {}
+    trainer = WAYS[way].trainer(max_epochs=1, **QUIET, **compiled)
     trainer.fit(module, DataLoader(data(), WAYS[way].micro_batch))
     return trainer.full_state_dict(everywhere=True)
 
@@ -250,7 +310,7 @@ def attempt(*case: Any) -> Any:
         return traceback.format_exc()
 
 
-TRAINED: dict[str, tuple[str, type[Stack]]] = {
+TRAINED: dict[str, tuple[Any, ...]] = {
     "losses in a list, full features": ("TP x2", WithLosses),
     "an object": ("TP x2", WithObject),
     "an object that counts": ("CP x2", WithCounter),
@@ -263,6 +323,8 @@ TRAINED: dict[str, tuple[str, type[Stack]]] = {
     "losses in a list, FSDP": ("FSDP x2", WithLosses),
     "an object, FSDP": ("FSDP x2", WithObject),
     "losses in a list, ZeRO-3": ("ZeRO-3 x2", WithLosses),
+    "much, FSDP": ("FSDP x2", WithMuch),
+    "much, FSDP, compiled": ("FSDP x2", WithMuch, "aot_eager"),
 }
 WRITES = "writes into a list that others read, too"
 REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
@@ -290,7 +352,7 @@ def train_all() -> dict[str, Any]:
 
 
 def refuse_all() -> dict[str, Any]:
-    return {name: attempt(*case[:3]) for name, case in REFUSED.items()}
+    return {name: attempt(*case[:2], "", case[2]) for name, case in REFUSED.items()}
 
 
 trained = once_per_module(lambda: run_distributed(train_all, 2, timeout=120.0))

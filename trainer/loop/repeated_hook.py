@@ -63,8 +63,8 @@ def _kept(run: Run, users: list[Callback]) -> list[Callable[[], object]]:
     hooks = [of_module] if run.module.overrides("on_save_checkpoint") else []
     for one in users:
         if type(one).on_save_checkpoint is not Callback.on_save_checkpoint:
-            pair = one.on_save_checkpoint, one.on_load_checkpoint
-            hooks.append((*(partial(hook, run.module.trainer, run.module) for hook in pair),))
+            given = run.module.trainer, run.module
+            hooks.append((partial(one.on_save_checkpoint, *given), partial(one.on_load_checkpoint, *given)))
     for save, load in hooks:
         entries: dict[str, Any] = {}
         with suppress(LookupError):  # of one that changes what others have put into a checkpoint
