@@ -531,6 +531,7 @@ class ChangingBuffers:
                     if buffer is not None and buffer.numel():
                         self._places[f"{path}.{name}"] = owner, name
         self._seen, self._followed = self._versions(), self._places_of_names()
+        self._begins = True
 
     def _places_of_names(self) -> list[tuple[nn.Module, str]]:
         return [place for key, place in self._places.items() if key in self.names]
@@ -542,6 +543,12 @@ class ChangingBuffers:
     def follow(self, step: int) -> None:
         """Broadcast the buffers that steps change, before step number `step`. Collective."""
         looks = bool(self._places) and (step < _FIRST_STEPS or step % _EVERY == 0)
+        if self._begins and self._places:  # a run before this one may have left each process its own
+            self._processes.broadcast_over_readers(
+                [b for o, n in self._places.values() if (b := o._buffers[n]) is not None]
+            )
+            self._seen = self._versions()
+        self._begins = False
         if looks:
             now = self._versions()
             changed = [now[key][0] is not seen or now[key][1] != count for key, (seen, count) in self._seen.items()]

@@ -453,7 +453,8 @@ class FSDPStrategy(DistributedStrategy):
             )
         stored = self.precision.stored_dtypes(module)
         for group in (group for unit in fsdp_units(wrapper) for group in parameter_groups(unit)):
-            if len({stored(record.sharded_param) for record in group.fsdp_params}) > 1:
+            trained = [record.sharded_param for record in group.fsdp_params if record.sharded_param.requires_grad]
+            if len({*map(stored, trained)}) > 1:
                 raise ConfigError(
                     f"precision={self.precision.name!r} keeps the norms of {type(module).__name__} in float32, and a "
                     f"run in {before.precision.name!r} before this one has sharded them together with other layers: "

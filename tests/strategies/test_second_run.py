@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET
 from tests.helpers.processes import once_per_module, run_distributed
+from tests.strategies.test_steps_by_hand import BLOCKS, build, loader, trainer_of
 from trainer import Trainer, TrainModule, seed_everything
 from trainer.errors import ConfigError
 from trainer.strategies import FSDPStrategy
@@ -115,3 +116,27 @@ def test_each_run_has_its_own_precision(order: str, results: Any) -> None:
                 with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low is not torch.float32):
                     expected = float(module.eval().loss(data().tensors[0]))
                 assert logged == pytest.approx(expected, abs=1e-5 if precision == "32-true" else 5e-2)
+
+
+def fit_twice() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    found = {}
+    for name in ("Queue", "HalfFrozen"):
+        for way in ("DDP x2", BLOCKS):
+            module = build(name)
+            for _ in range(2):
+                trainer = trainer_of((name, way, "32-true"))
+                trainer.fit(module, loader((name, way, "32-true")))
+            found[name, way] = trainer.full_state_dict(everywhere=True)
+    return found
+
+
+twice = once_per_module(lambda: run_distributed(fit_twice, 2, timeout=90.0))
+
+
+@pytest.mark.parametrize("name", ["Queue", "HalfFrozen"])
+def test_a_second_fit_begins_with_the_buffers_of_rank_0_and_any_frozen_dtype(name: str, twice: Any) -> None:
+    for of_rank in twice:
+        expected = twice[0][name, "DDP x2"]
+        for key, value in of_rank[name, BLOCKS].items():
+            if key != "queue":  # each process has its own after its last step
+                torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-7)
