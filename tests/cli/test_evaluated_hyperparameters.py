@@ -124,6 +124,7 @@ def test_a_module_in_python_stays_as_it_is_and_that_is_said(tmp_path: Path, capl
     data = DataLoader(torch.ones(2, 1))
     options = {"default_root_dir": tmp_path, "accelerator": "cpu", "enable_progress_bar": False}
     Trainer(max_epochs=1, **options).fit(Sized(3), data)
+    assert Sized.load_from_checkpoint(tmp_path / "version_0").hparams.size == 3
     caplog.clear()
     assert Trainer(**options).test(Sized(4), data, ckpt_path="last")[0]["size"] == 4
     assert "module.size: 3 in the checkpoint; the module keeps its own, 4" in caplog.text

@@ -295,6 +295,39 @@ def test_a_search_leaves_everything_as_it_was(inputs: Inputs, monkeypatch: pytes
         assert not difference(before, everything(*kept)), f"{drawn}, {kind}, {name}, {where}"
 
 
+class Transformed(Counting):
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(super().__getitem__(index))
+
+
+@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
+def test_closures_of_a_loader_are_as_they_were(search: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> tuple[DataLoader[Any], Callable[[], tuple[Any, ...]]]:
+        random_numbers, count, seen = np.random.default_rng(3), 0, collections.Counter[str]()
+
+        def transform(sample: Any) -> Any:
+            seen["transform"] += 1
+            return sample[0] + float(random_numbers.random()), sample[1]
+
+        def collate(batch: Any) -> Any:
+            nonlocal count
+            count += 1
+            seen["collate"] += 1
+            return torch.utils.data.default_collate(batch)
+
+        state = lambda: (count, dict(seen), random_numbers.bit_generator.state)  # noqa: E731
+        return DataLoader(Transformed(transform), 4, collate_fn=collate), state
+
+    loader, state = made()
+    before = state()
+    getattr(Tuner(quiet(max_epochs=1)), search)(Toy(), loader)
+    assert state() == before
+
+
 def test_data_that_would_be_used_up_are_refused() -> None:
     batches = iter(LOADERS["list"]())
     generator = (batch for batch in batches)

@@ -145,7 +145,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     sys.path += [folder for folder in config["path"] if folder not in sys.path]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
-        file.write_text(config["configuration"])
+        file.write_text(config["configuration"], encoding="utf-8")
         code = main(["fit", "--config", str(file), "--trainer.default_root_dir", config["root"]])
     if code != 0:
         raise TrainerError(f"trainer fit ended with exit code {code} in a worker of Ray; its output says why.")
