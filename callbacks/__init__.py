@@ -50,11 +50,11 @@ from trainer.callbacks.torch_profiler import TorchProfiler as TorchProfiler
 from trainer.callbacks.wandb_logger import WandbLogger as WandbLogger
 from trainer.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
 from trainer.callbacks.weight_averaging import WeightAveraging as WeightAveraging
-from trainer.compat.added_names import Table
+from trainer.compat.added_names import Table as _Table
 from trainer.logger import Logger as Logger
 from trainer.logger import Tracker as Tracker
 
-CALLBACKS: Table[type[Callback]] = Table(
+CALLBACKS: _Table[type[Callback]] = _Table(
     {
         name: kind
         for name, kind in list(globals().items())

@@ -11,7 +11,7 @@ if __name__ != "trainer.strategies":
         "sys.path: run your script from its own folder."
     )
 
-from trainer.compat.added_names import Table
+from trainer.compat.added_names import Table as _Table
 from trainer.strategies.ddp import DDPStrategy as DDPStrategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage1Strategy as DeepSpeedStage1Strategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage2OffloadStrategy as DeepSpeedStage2OffloadStrategy
@@ -25,7 +25,7 @@ from trainer.strategies.xla.strategy import XlaFsdpStrategy as XlaFsdpStrategy
 from trainer.strategies.xla.strategy import XlaStrategy as XlaStrategy
 from trainer.strategy import Strategy as Strategy
 
-STRATEGIES: Table[type[Strategy]] = Table(
+STRATEGIES: _Table[type[Strategy]] = _Table(
     {
         kind.name: kind
         for kind in list(globals().values())

@@ -29,7 +29,11 @@ def refuse_different_batches(step: str, batch: Any, groups: Iterable[dist.Proces
 
 
 def refuse_different_state(
-    module: nn.Module, blocks: Collection[str], before: Mapping[str, str], group: dist.ProcessGroup
+    module: nn.Module,
+    blocks: Collection[str],
+    before: Mapping[str, str],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> None:
     """Compare what a training step has changed of a module outside of its blocks. Collective.
 
@@ -41,12 +45,10 @@ def refuse_different_state(
             alone comes.
     """
     changed = {name: one for name, one in outer_state(module, blocks).items() if before.get(name) != one}
-    of_stages: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_stages, changed, group)
-    different = {name for one in of_stages for name in {**one, **changed} if one.get(name) != changed.get(name)}
-    if different:
+    if not _all_same(_digest([*changed.items()]), [group], device):
+        where = first_of(sorted(changed)) if changed else "what the last stage's message names"
         raise ConfigError(
-            f"pipeline_parallel: training_step leaves other values in {first_of(sorted(different))} on the stages, "
+            f"pipeline_parallel: training_step leaves other values in {where} on the stages, "
             "because what comes after the blocks runs on the last stage alone: change values that the module keeps, "
             "and draw from generators of its own, before the blocks, or in on_train_batch_end; or use another strategy."
         )

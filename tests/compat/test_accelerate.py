@@ -71,6 +71,7 @@ def test_every_member_of_the_accelerator_is_answered_by_the_engine() -> None:
 def test_every_option_of_accelerate_launch_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     parser = import_module("accelerate.commands.launch").launch_command_parser()
     ours = ("-h", "--help", "-m", "--module", "--max-restarts", "--rdzv-backend", "--rdzv-conf")
+    ours += ("--log-dir", "--redirects", "--tee")
     options = {option.replace("_", "-") for action in parser._actions for option in action.option_strings}
     unanswered = []
     for option in sorted(options.difference(ours, ("-q", "-t"))):

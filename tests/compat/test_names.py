@@ -356,14 +356,14 @@ def test_overrides_of_strategies_and_plugins_are_refused() -> None:
     strategy = type("Mine", (SingleDeviceStrategy,), {"model_to_device": method, "own_helper": method})()
     with pytest.raises(ConfigError, match=r"^Mine.model_to_device is never used: .* Use strategy.setup_module"):
         Trainer(strategy=strategy, logger=False)
-    plugin = type("Mine", (import_module("trainer.compat.added_names").MixedPrecision,), {"optimizer_step": method})
+    plugin = type("Mine", (import_module("trainer.plugins").MixedPrecision,), {"optimizer_step": method})
     with pytest.raises(ConfigError, match="optimizer_step would never be called"):
         Trainer(plugins=[plugin("bf16-mixed", "cpu")], logger=False)
 
 
 def test_members_of_plugins_are_answered_in_words() -> None:
     for name in ("MixedPrecision", "LightningEnvironment"):
-        plugin = getattr(import_module("trainer.compat.added_names"), name)("bf16-mixed")
+        plugin = getattr(import_module("trainer.plugins"), name)("bf16-mixed")
         assert not hasattr(plugin, "teardown")
         with pytest.raises(AttributeError, match=f"{name} has no attribute 'teardown': .* Use trainer"):
             plugin.teardown()

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, get_args, get_origin, is_typeddict
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.arguments import LISTS, MAPPINGS, options_of
+from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of
 from trainer.callback import Callback, available_callbacks
 from trainer.config.classes import find_class, one_line_error
 from trainer.config.read import INVALID, Values
@@ -323,7 +323,7 @@ class Checker(Values):
 
     def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         if is_typeddict(annotation):
-            hints, given = get_type_hints(annotation), entries(node)
+            hints, given = hints_of(annotation, annotation), entries(node)
             missing = sorted(annotation.__required_keys__ - given.keys())
             for name in (*missing, *(key for key in given if key not in hints)):
                 problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"

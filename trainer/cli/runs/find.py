@@ -80,7 +80,7 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 def with_name(place: str, run: Path) -> str:
     """Return the place of a run, and the name that `trainer fit --name` has given it."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # there is none, or it is damaged
         if named := re.search(r"^name: '?(.+?)'?$", _text_of(run / "config.yaml"), re.MULTILINE):
             return f"{place} ({named[1]})"
     return place
