@@ -96,6 +96,7 @@ SLOW = (
     "strategies/test_second_run.py",
     "strategies/test_quantized_bases.py",
     "strategies/test_self_sharding.py",
+    "strategies/test_side_outputs.py",
     "strategies/test_steps_by_hand.py",
     "strategies/test_strategy_*",
     "tuner/*",

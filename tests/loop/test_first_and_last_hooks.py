@@ -322,7 +322,7 @@ class Saves(Callback):
         self.seen = [*checkpoint["seen_by_the_callback"]]
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.filterwarnings("ignore:Detected call of", "ignore:The default value for `maximize`")
 @pytest.mark.parametrize("what", ["scheduler", "base rate", "data", "module", "metric", "tracker"])
 def test_a_resumed_epoch_changes_nothing_twice(what: str) -> None:
     def run(folder: str, *callbacks: Callback) -> Any:
