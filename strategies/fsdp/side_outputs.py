@@ -44,8 +44,9 @@ class SideOutputs:
         self._before: list[tuple[Any, dict[Any, Any]]] = []
         """Those that the block itself has got, and what was in them."""
         self._objects: list[Any] = []
-        """Other objects among the arguments, and the tensors in them."""
+        """Other objects among the arguments."""
         self._held: set[int] = set()
+        """The ids of the tensors in them."""
         self._attributes: list[tuple[dict[str, Any], list[str]]] = []
         """Those of the block's parts, and the names of the user's among them."""
         self._output: tuple[Any] | None = None
@@ -61,7 +62,7 @@ class SideOutputs:
     def _of_caller(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._callers = [*containers((args, kwargs)), *self._shared]
         self._objects = objects((args, kwargs))
-        self._held = {id(one) for one in self._objects for one in tensors_of(one)}
+        self._held = {id(one) for held in self._objects for one in tensors_of(held)}
 
     def _of_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         own = [*containers((args, kwargs)), *self._shared] if self._callers else []
