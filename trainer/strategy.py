@@ -532,7 +532,7 @@ class ChangingBuffers:
                         self._places[f"{path}.{name}"] = owner, name
         self._seen, self._followed = self._versions(), self._places_of_names()
         self._begins = True
-        """Whether `follow` has not been called yet."""
+        """True until `follow` is called."""
 
     def _places_of_names(self) -> list[tuple[nn.Module, str]]:
         return [place for key, place in self._places.items() if key in self.names]
