@@ -245,7 +245,9 @@ def _place(rows: list[Row], cells: Row) -> None:
 
 def _csv_line(cells: list[str]) -> bytes:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
+    # Python's writer does not quote a carriage return by itself: https://github.com/python/cpython/issues/67230
+    quoting = csv.QUOTE_ALL if any("\r" in cell for cell in cells) else csv.QUOTE_MINIMAL
+    csv.writer(text, lineterminator="\n", quoting=quoting).writerow(cells)
     return text.getvalue().encode(errors="backslashreplace")
 
 

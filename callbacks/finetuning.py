@@ -218,7 +218,8 @@ class BackboneFinetuning(BaseFinetuning):
         self.train_bn = train_bn
         self.verbose = verbose
         self.rounding = rounding
-        self.previous_backbone_lr: float | None = None
+        self._rates: list[float] = []
+        """The backbone's rate in each optimizer."""
 
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
         problems = super().problems(config, module, stage)
@@ -231,33 +232,48 @@ class BackboneFinetuning(BaseFinetuning):
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":
-            self.previous_backbone_lr = None
+            self._rates = []
         super().setup(trainer, pl_module, stage)
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone)
 
+    @property
+    def previous_backbone_lr(self) -> float | None:
+        """The backbone's rate, in the first optimizer; None before it trains."""
+        return self._rates[0] if self._rates else None
+
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
         if epoch < self.unfreeze_backbone_at_epoch:
             return
+        number = next(n for n, one in enumerate(pl_module.trainer.optimizers) if one is optimizer)
         current = optimizer.param_groups[0]["lr"]
-        if self.previous_backbone_lr is None:
+        if number == len(self._rates):
             given = self.backbone_initial_lr
-            rate = current * self.backbone_initial_ratio_lr if given is None else given
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, rate, train_bn=self.train_bn)
+            self._rates.append(current * self.backbone_initial_ratio_lr if given is None else given)
+            self.unfreeze_and_add_param_group(
+                pl_module.backbone, optimizer, self._rates[number], train_bn=self.train_bn
+            )
         else:
-            rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            rate = min(rate, current) if self.should_align else rate
-            optimizer.param_groups[-1]["lr"] = rate
-        self.previous_backbone_lr = rate
+            rate = self.lambda_func(epoch + 1) * self._rates[number]
+            self._rates[number] = min(rate, current) if self.should_align else rate
+            backbone = {id(parameter) for parameter in pl_module.backbone.parameters()}
+            for group in optimizer.param_groups:
+                if backbone.issuperset(map(id, group["params"])):
+                    group["lr"] = self._rates[number]
         if self.verbose:
-            log.info("lr: %s, of the backbone: %s", round(current, self.rounding), round(rate, self.rounding))
+            digits = self.rounding
+            log.info("lr: %s, of the backbone: %s", round(current, digits), round(self._rates[number], digits))
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        return {**state, "backbone_lr": self.previous_backbone_lr} if state else state
+        return {**state, "backbone_lr": self._rates} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        require({"backbone_lr": state_dict.get("backbone_lr")}, {"backbone_lr": (NUMBER, None)}, "BackboneFinetuning")
-        self.previous_backbone_lr = state_dict["backbone_lr"]
+        rates = state_dict.get("backbone_lr")
+        rates = (
+            rates if isinstance(rates, list) else [] if rates is None else [rates]
+        )  # by an earlier version: the last
+        require({"backbone_lr": rates}, {"backbone_lr": [NUMBER]}, "BackboneFinetuning")
+        self._rates = [*rates]
         super().load_state_dict(state_dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import compress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.callback import Callback
-from trainer.callbacks.lr_monitor import group_names, named_optimizers
-from trainer.errors import ConfigError
+from trainer.callbacks.lr_monitor import group_names, named_optimizers, require_own_name
 from trainer.loop.gradient_norms import clipping_finds_it
 from trainer.strategy import own_parameters, total_norm
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from trainer.metrics.metric_log import Entry
     from trainer.module import TrainModule
     from trainer.settings import Settings
     from trainer.trainer import Trainer
@@ -30,8 +27,8 @@ class GradNormMonitor(Callback):
 
     `grad_norm` is logged in every step. Where the trainer clips by norm, it is the norm that clipping has found; under
     DeepSpeed that of the engine; elsewhere it takes a pass over the gradients. With several optimizers it is that of
-    all their gradients, and `grad_norm/<name>` that of each; names are those of `LearningRateMonitor`, which logs the
-    learning rates of the parameter groups.
+    all gradients of those that stepped, and `grad_norm/<name>` that of each, in its last step of a batch; names are
+    those of `LearningRateMonitor`, which logs the learning rates of the parameter groups.
 
     `weight_norm` and `update_norm` are logged in the first step and every `log_every_n_steps`. Under sharding they
     take a sum over the processes; `update_norm` takes, in such a step, a copy of the weights that this process holds.
@@ -78,7 +75,7 @@ class GradNormMonitor(Callback):
         self._of_groups = {}
         for name, norm in norms.items():
             if name not in self._logged:
-                _require_own_name(name, trainer.run.metrics.train.entries)
+                require_own_name(self, name, trainer.run.metrics.train.entries)
                 self._logged.add(name)
             # The largest of equal values is that value to the last bit; a mean need not be.
             trainer.log(name, norm, weight=1, on_step=True, on_epoch=False, reduce_fx="max")
@@ -94,7 +91,7 @@ class GradNormMonitor(Callback):
         if not norms:
             return {}
         total = torch.linalg.vector_norm(torch.stack([*norms.values()]))
-        return {**(norms if len(norms) > 1 else {}), "grad_norm": total}
+        return {**(norms if len(trainer.optimizers) > 1 else {}), "grad_norm": total}
 
     def _weight_norms(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         """Return the norms of the weights and of their update, and free the copy of before."""
@@ -136,16 +133,6 @@ class GradNormMonitor(Callback):
             for suffix, members in zip(group_names(optimizer), self._groups[key], strict=True):
                 found.setdefault("/".join(filter(None, (name.removeprefix("lr-"), suffix))), []).extend(members)
         return found if len(found) > 1 else {}
-
-
-def _require_own_name(name: str, entries: Mapping[str, Entry]) -> None:
-    """Raise ConfigError if a name that is logged already is that of another value, with which it would be mixed."""
-    entry = entries.get(name)
-    if entry is not None and (entry.options.reduction != "max" or entry.options.on_epoch):
-        raise ConfigError(
-            f"GradNormMonitor logs {name!r}, and so does the module or another callback: the values would be mixed. "
-            "Give the other one another name."
-        )
 
 
 def measured(settings: Settings, step: int) -> bool:

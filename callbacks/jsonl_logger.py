@@ -92,7 +92,8 @@ class JSONLLogger(FileLogger):
         folder = self.path.parent / "media"
         make_folder(folder, "JSONLLogger(save_dir=...)")
         name = "".join(c if c.isalnum() or c in "-_." else "_" for c in key)
-        paths = [f"media/{name}-{step}-{number}.png" for number in range(len(media.arrays))]
+        line = self.opened.lines  # keys and steps come again
+        paths = [f"media/{name}-{step}-{line}-{number}.png" for number in range(len(media.arrays))]
         for path, array in zip(paths, media.arrays, strict=True):
             try:
                 replace_file(self.path.parent / path, png(array))

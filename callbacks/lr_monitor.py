@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.callback import Callback
@@ -13,6 +13,8 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from trainer.loop.resolved_config import ResolvedConfig
+    from trainer.metrics.metric_log import Entry
     from trainer.module import TrainModule
     from trainer.optimizers import SchedulerConfig
     from trainer.trainer import Trainer
@@ -49,8 +51,18 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
+        self._noted: dict[str, dict[str, Any]] = {}
+        """The rates of the step in progress, by interval and name."""
+        self._logged: set[str] = set()
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        several = [one for one in config.callbacks if isinstance(one, LearningRateMonitor)]
+        if len(several) < 2 or several[0] is not self:
+            return []
+        return [f"{len(several)} LearningRateMonitors log the same names: give one, by step, which has every rate."]
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        self._noted, self._logged = {}, set()
         if not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
             log.warning("LearningRateMonitor has no logger: the rates are in trainer.callback_metrics only")
         for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
@@ -64,20 +76,27 @@ class LearningRateMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         # Before the step, because after it a scheduler has already set the rate of the next one.
         if batch_idx == 0:
-            self._log(trainer, "epoch")
+            self._note(trainer, "epoch")
         if trainer.settings.logs_at(trainer.global_step + 1):
-            self._log(trainer, "step")
+            self._note(trainer, "step")
 
-    def _log(self, trainer: Trainer, interval: str) -> None:
-        if self.logging_interval not in (None, interval):
-            return
-        for name, optimizer, scheduled in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
-            if self.logging_interval is None and scheduled != interval:
-                continue
-            for key, value in self._values(name, optimizer):
+    def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        for interval, values in self._noted.items():
+            for name, value in values.items():
+                if name not in self._logged:
+                    require_own_name(self, name, trainer.run.metrics.train.entries)
+                    self._logged.add(name)
                 # The largest of equal values is that value to the last bit; a mean need not be.
                 options = {"on_step": interval == "step", "on_epoch": interval == "epoch", "reduce_fx": "max"}
-                trainer.log(key, value, weight=1, **options)
+                trainer.log(name, value, weight=1, **options)
+        self._noted.clear()
+
+    def _note(self, trainer: Trainer, interval: str) -> None:
+        """Keep the rates of now until a step is made with them."""
+        if self.logging_interval in (None, interval):
+            for name, optimizer, scheduled in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
+                if self.logging_interval is not None or scheduled == interval:
+                    self._noted.setdefault(interval, {}).update(self._values(name, optimizer))
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         for group, suffix in zip(optimizer.param_groups, group_names(optimizer), strict=True):
@@ -87,6 +106,16 @@ class LearningRateMonitor(Callback):
                 yield f"{full_name}-momentum", group["betas"][0] if "betas" in group else group.get("momentum", 0)
             if self.log_weight_decay and "weight_decay" in group:
                 yield f"{full_name}-weight_decay", group["weight_decay"]
+
+
+def require_own_name(owner: Callback, name: str, entries: Mapping[str, Entry]) -> None:
+    """Raise ConfigError if a name that is logged already is that of another value, with which it would be mixed."""
+    entry = entries.get(name)
+    if entry is not None and (entry.options.reduction != "max" or entry.options.on_epoch == entry.options.on_step):
+        raise ConfigError(
+            f"{type(owner).__name__} logs {name!r}, and so does the module or another callback: the values would be "
+            "mixed. Give the other one another name."
+        )
 
 
 def group_names(optimizer: Optimizer) -> list[str]:

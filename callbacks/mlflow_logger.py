@@ -6,16 +6,18 @@ import logging
 import math
 import os
 import re
+import sys
 import tempfile
 import time
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any, Literal
 
 from trainer.arguments import kept_path
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
-from trainer.logger import Tracker
+from trainer.logger import Tracker, flat_hyperparameters
 from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
 
 log = logging.getLogger("trainer")
@@ -23,6 +25,7 @@ log = logging.getLogger("trainer")
 _FILES = "file:"
 _PER_CALL = 100
 """Parameters in a call at most; MLflow's own limit."""
+_LARGEST = sys.float_info.max
 
 
 class MLFlowLogger(Tracker):
@@ -75,7 +78,8 @@ class MLFlowLogger(Tracker):
         self._run_id: str | None = None
         self._stored: dict[str, list[tuple[int, float]]] | None = None
         """Values that the store has of a resumed run, by name, read when the name is logged first. None: a new run."""
-        self._renamed: set[str] = set()
+        self._names: dict[str, str] = {}
+        """The names as the user knows them, by those that MLflow has."""
 
     @property
     def tracking_uri(self) -> str:
@@ -170,7 +174,7 @@ class MLFlowLogger(Tracker):
     def send_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        flat = flat_names({**hyperparameters.get("data", {}), **hyperparameters.get("module", {})})
+        flat = flat_names(flat_hyperparameters(hyperparameters))
         values = [Param(self._allowed(name), str(value)[:500]) for name, value in flat.items()]
         for first in range(0, len(values), _PER_CALL):
             self._client.log_batch(self._run_id, params=values[first : first + _PER_CALL])
@@ -179,7 +183,8 @@ class MLFlowLogger(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        values = {self._allowed(name): float(value) for name, value in metrics.items()}
+        # MLflow's databases hold no infinity: they give back these.
+        values = {self._allowed(name): max(min(float(value), _LARGEST), -_LARGEST) for name, value in metrics.items()}
         new = [Metric(name, value, now, step) for name, value in values.items() if not self._has(name, value, step)]
         if new:
             self._client.log_batch(self._run_id, metrics=new)
@@ -221,9 +226,11 @@ class MLFlowLogger(Tracker):
             self._client.set_tag(self._run_id, f"checkpoint.{alias}", f"checkpoints/{name}")
 
     def _allowed(self, name: str) -> str:
-        """Return a name with the characters that MLflow takes."""
+        """Return a name with the characters that MLflow takes, which no other name has."""
         allowed = re.sub(r"[^\w/. -]", "_", name, flags=re.ASCII)
-        if allowed != name and name not in self._renamed:
-            self._renamed.add(name)
+        if self._names.get(allowed, name) != name:
+            allowed = f"{allowed}-{zlib.crc32(name.encode()):08x}"
+        if allowed != name and allowed not in self._names:
             log.warning("MLFlowLogger: MLflow does not take the name %r: it is %r there", name, allowed)
+        self._names[allowed] = name
         return allowed

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from trainer.arguments import kept_path, make_folder
 from trainer.errors import ConfigError, MissingPackageError, did_you_mean, shown
-from trainer.logger import Tracker
+from trainer.logger import Tracker, flat_hyperparameters
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 
 if TYPE_CHECKING:
@@ -178,10 +178,7 @@ class WandbLogger(Tracker):
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def send_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        # As in Lightning: those of module and data module side by side.
-        flat = {**hyperparameters.get("data", {}), **hyperparameters.get("module", {})}
-        others = {name: value for name, value in hyperparameters.items() if name not in ("data", "module")}
-        self._client.config.update({**flat, **others}, allow_val_change=True)
+        self._client.config.update(flat_hyperparameters(hyperparameters), allow_val_change=True)
 
     def send_metrics(self, metrics: dict[str, float], step: int) -> None:
         self._client.log({**metrics, STEP: step})

@@ -21,6 +21,7 @@ from trainer.errors import ConfigError
 from trainer.metrics.background_calls import BackgroundCalls
 
 if TYPE_CHECKING:
+    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.metrics.logger_folder import LoggerFolder
     from trainer.metrics.media import Media
     from trainer.module import TrainModule
@@ -68,6 +69,16 @@ class Logger(Callback):
 
     def __init__(self) -> None:
         super().__init__()
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        where = None if self.place is None else self.place.where
+        twins = [one for one in config.loggers if one.place is not None and one.place.where == where]
+        if len(twins) < 2 or twins[0] is not self:
+            return []
+        name = type(self).__name__
+        return [
+            f"{len(twins)} {name}s would write the same files: give each a folder of its own, {name}(save_dir=...)."
+        ]
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
@@ -460,11 +471,16 @@ class Tracker(Logger):
     def state_dict(self) -> dict[str, Any]:
         if self._client is None or self._calls is None:
             return {}
-        return {"run": self.opened_run_id(), "unsent": self._calls.unfinished()}
+        unsent = self._calls.unfinished()
+        if any("media" in one for one in unsent):
+            from trainer.metrics.media import state_of
+
+            unsent = [{**one, "media": state_of(one["media"])} if "media" in one else one for one in unsent]
+        return {"run": self.opened_run_id(), "unsent": unsent}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        values = {"step": Integer(), "values": {str: NUMBER}}
-        require(state_dict, {"run?": (str, None), "unsent?": [values]}, type(self).__name__)
+        values, media = {"step": Integer(), "values": {str: NUMBER}}, {"step": Integer(), "key": str, "media": {}}
+        require(state_dict, {"run?": (str, None), "unsent?": [(values, media)]}, type(self).__name__)
         fits = self._trainer is not None and self._trainer.stage == "fit"
         run, open_run = state_dict.get("run"), None if self._client is None else self.opened_run_id()
         if run is None or self.given_run_id not in (None, run) or run == open_run or (open_run and not fits):
@@ -491,7 +507,12 @@ class Tracker(Logger):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         for one in self._resumed_unsent if trainer.is_global_zero else ():
-            self._call(self.send_metrics, one["values"], one["step"], keep=one)
+            if "values" in one:
+                self._call(self.send_metrics, one["values"], one["step"], keep=one)
+            else:
+                from trainer.metrics.media import media_of
+
+                self._send_media(one["key"], media_of(one["media"]), one["step"])
         self._resumed_unsent = ()
 
     def on_checkpoint_saved(self, trainer: Trainer, pl_module: TrainModule, path: str) -> None:
@@ -521,7 +542,10 @@ class Tracker(Logger):
         self._call(self.send_metrics, metrics, step, keep={"step": step, "values": dict(metrics)})
 
     def log_media(self, key: str, media: Media, step: int) -> None:
-        self._call(self.send_media, f"{self.prefix}-{key}" if self.prefix else key, media, step)
+        self._send_media(f"{self.prefix}-{key}" if self.prefix else key, media, step)
+
+    def _send_media(self, key: str, media: Media, step: int) -> None:
+        self._call(self.send_media, key, media, step, keep={"step": step, "key": key, "media": media})
 
     def _send_checkpoint(self, path: str) -> None:
         """Send the files from a copy of hard links, which retention does not delete and which takes no space."""

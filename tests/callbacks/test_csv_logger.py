@@ -106,6 +106,19 @@ def test_all_digits_and_odd_numbers(logger: CSVLogger) -> None:
     assert read == {"step": 1, "third": 1 / 3, "inf": -math.inf, "big": 1e300, "integer": 7}
 
 
+def test_names_with_any_sign(logger: CSVLogger) -> None:
+    names = ["a\rb", "a\nb", "a\r\nb", "c,d", 'q"x', "é/ü", " lead", "=1+1"]
+    logger.log_metrics({name: float(number) for number, name in enumerate(names)}, 1)
+    logger.close()
+    logger.log_metrics({"later": 9.0}, 2)
+    logger.close()
+    assert logger.path is not None
+    with logger.path.open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert [first[name] for name in names] == [f"{float(number)}" for number in range(len(names))]
+    assert second["later"] == "9.0"
+
+
 def test_rows_reach_the_disk_without_being_asked() -> None:
     logger = CSVLogger(".", flush_seconds=0)
     logger.log_metrics({"a": 1.0}, 1)

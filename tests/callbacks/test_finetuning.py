@@ -191,3 +191,49 @@ def test_batch_norms_that_train_all_along_are_no_mistake(caplog: pytest.LogCaptu
     BaseFinetuning.unfreeze_and_add_param_group(module, optimizer)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
     assert caplog.text == ""
+
+
+class Two(TrainModule):
+    """Two heads with an optimizer each; the second's loss does not reach the backbone."""
+
+    def __init__(self) -> None:
+        seed_everything(4)
+        super().__init__()
+        self.automatic_optimization = False
+        self.backbone, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+        self.rates: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.rates.append([[group["lr"] for group in one.param_groups] for one in self.optimizers()])
+        features = self.backbone(batch[0])
+        for optimizer, head, inputs in zip(
+            self.optimizers(), (self.one, self.other), (features, batch[0]), strict=True
+        ):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(head(inputs), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.one.parameters(), 0.1), torch.optim.SGD(self.other.parameters(), 0.02)]
+
+
+def test_each_optimizer_has_its_own_rate_for_the_backbone() -> None:
+    whole, alone = Two(), Two()
+    quiet(max_epochs=4, callbacks=BackboneFinetuning(1, lambda epoch: 1.5)).fit(whole, data())
+    quiet(max_epochs=4).fit(alone, data())
+    first, second = [0.01 * 1.5**n for n in range(3)], [0.002 * 1.5**n for n in range(3)]
+    expected = [[[0.1, one], [0.02, other]] for one, other in zip(first, second, strict=True)]
+    assert whole.rates[0] == [[0.1], [0.02]]
+    assert whole.rates[1:] == [[pytest.approx(groups) for groups in epoch] for epoch in expected]
+    assert torch.equal(whole.other.weight, alone.other.weight)
+    broken = Two()
+    folder = Path("broken")
+    for epochs in (2, 4):
+        broken = Two()
+        save = ModelCheckpoint(dirpath=folder)
+        callbacks = [BackboneFinetuning(1, lambda epoch: 1.5), save]
+        trainer = quiet(max_epochs=epochs, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(broken, data(), ckpt_path="last")
+    assert broken.rates == whole.rates[2:]
+    assert torch.equal(broken.backbone.weight, whole.backbone.weight)

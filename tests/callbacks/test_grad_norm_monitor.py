@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
+from tests.callbacks.test_lr_monitor import Kept
 from tests.helpers.toy import Toy, loader, quiet
 from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule
@@ -169,3 +170,41 @@ class LogsItsOwn(Toy):
 def test_a_norm_is_not_mixed_with_a_value_of_the_module() -> None:
     with pytest.raises(ConfigError, match="GradNormMonitor logs 'grad_norm', and so does the module"):
         quiet(max_steps=1, callbacks=GradNormMonitor()).fit(LogsItsOwn(), loader())
+
+
+class ByTurns(Toy):
+    """Two optimizers: one steps twice in a batch, the other in every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.second = torch.nn.Linear(4, 1)
+        self.norms: list[tuple[float, float]] = []
+        self.last: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [one.grad.flatten() for group in optimizer.param_groups for one in group["params"]]
+        norm = self.trainer.gradient_norm(optimizer)
+        self.norms.append((float(norm), float(torch.cat(gradients).norm())))
+        self.last[-1]["SGD" if optimizer is self.trainer.optimizers[0] else "SGD-1"] = self.norms[-1][1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.last.append({})
+        one, other = self.optimizers()
+        for optimizer, layer in ((one, self.layer), (one, self.layer), (other, self.second))[: 2 + batch_idx % 2]:
+            optimizer.zero_grad()
+            self.manual_backward(torch.nn.functional.mse_loss(layer(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.layer.parameters(), 0.05), torch.optim.SGD(self.second.parameters(), 0.05)]
+
+
+def test_optimizers_that_step_twice_or_by_turns_have_the_norm_of_their_last_step() -> None:
+    kept = Kept()
+    module = ByTurns()
+    quiet(max_steps=4, log_every_n_steps=1, logger=kept, callbacks=GradNormMonitor()).fit(module, loader(4))
+    assert [own for own, _ in module.norms] == pytest.approx([by_hand for _, by_hand in module.norms])
+    for name in ("SGD", "SGD-1"):
+        expected = {step: norms[name] for step, norms in enumerate(module.last, start=1) if name in norms}
+        assert dict(kept.values[f"grad_norm/{name}"]) == pytest.approx(expected)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.callbacks.test_tensorboard import Crash
 from tests.helpers.toy import Toy, loader, quiet
@@ -77,9 +78,23 @@ def test_numbers_that_json_lacks_and_other_things() -> None:
     assert float(metrics["c"]) == -math.inf
     assert histogram == {"step": 2, "key": "h", "kind": "histogram", "counts": [1, 1], "edges": [0.0, 0.5, 1.0]}
     assert table == {"step": 2, "key": "t", "kind": "table", "columns": ["x"], "data": [["y"]]}
-    paths = {"paths": ["media/a_b_c-2-0.png"], "captions": ["black"]}
+    paths = {"paths": ["media/a_b_c-2-3-0.png"], "captions": ["black"]}
     assert image == {"step": 2, "key": "a/b c", "kind": "images", **paths}
-    assert Path("media/a_b_c-2-0.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("media/a_b_c-2-3-0.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_of_one_step_and_of_keys_that_differ_in_a_sign_are_files_of_their_own() -> None:
+    logger = JSONLLogger(".")
+    shades = {"a/b": [0.0, 0.25], "a_b": [1.0]}
+    for key, values in shades.items():
+        for value in values:
+            logger.log_image(key, torch.full((1, 2, 2), value), 2)
+    logger.close()
+    found: dict[str, list[float]] = {}
+    for line in lines():
+        with Image.open(line["paths"][0]) as picture:
+            found.setdefault(line["key"], []).append(round(picture.getpixel((0, 0)) / 255, 2))
+    assert found == shades
 
 
 def test_a_second_fit_writes_next_to_the_first_and_a_test_adds() -> None:

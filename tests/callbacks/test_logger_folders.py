@@ -51,3 +51,10 @@ def test_a_folder_that_no_file_system_has_is_refused(argument: str, text: str) -
     for kind in (CSVLogger, TensorBoardLogger):
         with pytest.raises(ConfigError, match=f"{argument}="):
             kind("runs", **{argument: text})
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_two_that_would_write_the_same_files_are_refused(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=f"2 {kind.__name__}s would write the same files: give each a folder"):
+        quiet(max_epochs=1, logger=[kind(), kind()]).fit(Toy(), loader(2))
+    quiet(max_epochs=1, logger=[kind(), kind("other")]).fit(Toy(), loader(2))

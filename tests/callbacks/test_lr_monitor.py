@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Logger
-from trainer.callbacks import LearningRateMonitor, ModelCheckpoint
+from trainer.callbacks import BadStepGuard, LearningRateMonitor, ModelCheckpoint
 
 
 class Kept(Logger):
@@ -169,3 +170,31 @@ def test_a_resumed_epoch_logs_the_rate_of_its_start() -> None:
 def test_a_wrong_interval() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'epoch'"):
         LearningRateMonitor("epochs")
+
+
+class OwnName(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("lr-SGD", 7.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_rates_are_not_mixed_with_other_values() -> None:
+    several = [LearningRateMonitor("epoch"), LearningRateMonitor("step")]
+    with pytest.raises(ConfigError, match="2 LearningRateMonitors log the same names"):
+        quiet(max_steps=1, callbacks=several).fit(Toy(), loader())
+    with pytest.raises(ConfigError, match="LearningRateMonitor logs 'lr-SGD', and so does the module"):
+        quiet(max_steps=1, log_every_n_steps=1, callbacks=LearningRateMonitor()).fit(OwnName(), loader())
+
+
+class FirstIsBad(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 0 else 1.0)
+
+
+def test_an_epoch_whose_first_step_is_skipped_has_its_rate() -> None:
+    kept = Kept()
+    module = FirstIsBad()
+    module.configure_optimizers = lambda: by_epoch(module)  # type: ignore[method-assign]
+    callbacks = [LearningRateMonitor("epoch"), BadStepGuard("skip")]
+    quiet(max_epochs=3, log_every_n_steps=1, logger=kept, callbacks=callbacks).fit(module, loader(3))
+    assert [rate for _, rate in kept.values["lr-AdamW"]] == [1.0, 0.5, 0.25]

@@ -14,7 +14,7 @@ import pytest
 from tests.callbacks.test_tensorboard import Crash
 from tests.callbacks.test_wandb_logger import Draws, WithHyperparameters
 from tests.helpers.toy import Toy, loader, quiet
-from trainer import ConfigError
+from trainer import ConfigError, DataModule
 from trainer.callbacks import MLFlowLogger, ModelCheckpoint
 from trainer.errors import MissingPackageError
 
@@ -89,6 +89,46 @@ def test_odd_names_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
     assert logger._calls.wait(60)
     assert caplog.text.count("MLflow does not take the name 'acc (top 5)': it is 'acc _top 5_' there") == 1
     assert logger.experiment.get_run(logger.run_id).data.metrics["acc _top 5_"] == 1.0
+
+
+def test_names_that_become_one_are_two(caplog: pytest.LogCaptureFixture) -> None:
+    logger = MLFlowLogger(run_id=None)
+    logger.log_metrics({"a:b": 1.0, "a%b": 2.0, "a_b": 3.0}, 1)
+    assert logger._calls is not None
+    assert logger._calls.wait(60)
+    assert sorted(logger.experiment.get_run(logger.run_id).data.metrics.values()) == [1.0, 2.0, 3.0]
+
+
+class Infinite(WithHyperparameters):
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.log("odd", (math.inf, -math.inf, math.nan, 1e39)[self.global_step % 4])
+
+
+class Seeded(DataModule):
+    def __init__(self, lr: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return loader(4)
+
+
+def test_a_resumed_run_sends_no_infinity_again_and_has_both_values_of_a_hyperparameter(tmp_path: Path) -> None:
+    for steps in (6, 8):
+        logger = MLFlowLogger("exp", tracking_uri=f"sqlite:///{tmp_path}/own.db", artifact_location="./artifacts")
+        trainer = quiet(
+            max_steps=steps,
+            log_every_n_steps=1,
+            logger=logger,
+            enable_checkpointing=True,
+            callbacks=ModelCheckpoint(every_n_train_steps=4),
+            default_root_dir="runs",
+        )
+        trainer.fit(Infinite(), Seeded(77), ckpt_path="last")
+    points = logger.experiment.get_metric_history(logger.run_id, "odd")
+    assert sorted(point.step for point in points) == list(range(1, 9))
+    parameters = logger.experiment.get_run(logger.run_id).data.params
+    assert (parameters["lr"], parameters["data/lr"]) == ("0.5", "77")
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

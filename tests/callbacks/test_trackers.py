@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.callbacks.test_tensorboard import Crash
 from tests.callbacks.test_wandb_logger import Draws
@@ -44,9 +45,17 @@ class Shop(Tracker):
             file.write(f"{name} {aliases}\n")
 
 
+class Gallery(Shop):
+    def send_media(self, key: str, media: Any, step: int) -> None:
+        if self.slow is not None:
+            self.slow.wait()
+        with open("media", "a") as file:
+            file.write(json.dumps([step, key, str(vars(media))]) + "\n")
+
+
 def fit(logger: Any, steps: int = 6, **settings: Any) -> Trainer:
-    options: dict[str, Any] = {"log_every_n_steps": 1, "enable_checkpointing": True, **settings}
-    trainer = quiet(max_steps=steps, logger=logger, default_root_dir="runs", **options)
+    options = {"log_every_n_steps": 1, "enable_checkpointing": True, "default_root_dir": "runs", **settings}
+    trainer = quiet(max_steps=steps, logger=logger, **options)
     trainer.fit(Toy(), loader(8), ckpt_path="last")
     return trainer
 
@@ -63,6 +72,27 @@ def test_a_client_that_hangs_delays_no_step_and_what_it_has_not_got_is_sent_by_t
     assert points() == []
     fit(Shop(), 6, **every_other)
     assert points() == [1, 2, 3, 4, 5, 6]
+    never.set()
+
+
+class DrawsAll(Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        step = trainer.global_step
+        trainer.logger.log_image("a/picture", torch.arange(12.0).reshape(3, 2, 2) / 12, caption="of noise")
+        trainer.logger.log_text("note", f"step {step}")
+        trainer.logger.log_histogram("weights", torch.arange(5.0) + step, bins=3)
+        trainer.logger.log_table("table", ["x", "y"], [[1, "one"], [None, 0.5]])
+
+
+def test_media_that_were_not_sent_are_sent_by_the_resumed_run() -> None:
+    never = threading.Event()
+    fit(Gallery(slow=never), 4, callbacks=[ModelCheckpoint(), DrawsAll()], limit_train_batches=2)
+    assert not Path("media").exists()
+    fit(Gallery(), 6, callbacks=[ModelCheckpoint(), DrawsAll()], limit_train_batches=2)
+    resumed = Path("media").read_text().splitlines()
+    fit(Gallery(), 6, callbacks=DrawsAll(), limit_train_batches=2, default_root_dir="whole")
+    assert resumed == Path("media").read_text().splitlines()[len(resumed) :]
+    assert len(resumed) == 12
     never.set()
 
 

@@ -123,6 +123,7 @@ class ManualOptimization:
         self._in_step = True
         self.run.optimizer_step(optimizer, closure, **options)
         self._in_step = False
+        self.run.gradient_norms.stepped(optimizer)
 
     @contextmanager
     def _refusing_direct_calls(self) -> Iterator[None]:
@@ -204,16 +205,20 @@ class ManualOptimizer:
         with self._manual.outside_forward():
             if closure is None:
                 run.strategy.unscale(self.optimizer)
+                run.gradient_norms.renew(self.optimizer)
                 run.hooks.on_before_optimizer_step(self.optimizer)
             self._manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
         result, self._result = self._result, None
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        norms = self._run.gradient_norms
+        norms.stepped(self.optimizer)
         with self._manual.forward_context():
             result = closure()
         if self._result is None:
             self._result = result
+        norms.renew(self.optimizer)
         self._run.hooks.on_before_optimizer_step(self.optimizer)
         return result
 
