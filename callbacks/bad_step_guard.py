@@ -150,12 +150,13 @@ class BadStepGuard(StepGuard):
 
 
 def _newest(callbacks: Iterable[Checkpoint]) -> str | None:
-    """Return the checkpoint with the most steps among the newest finite ones of all callbacks; None: there is none."""
+    """Return the checkpoint with the most steps among the newest finite ones of all callbacks from which training can
+    go on; None: there is none."""
     found = {}
     for callback in callbacks:
         try:
-            if path := callback.newest_on_disk():
-                found[path] = read_manifest(path).info["step"]
+            if (path := callback.newest_on_disk()) and not (info := read_manifest(path).info).get("weights_only"):
+                found[path] = info["step"]
         except CheckpointError as error:
             log.warning("cannot go back to the newest checkpoint: %s", error)
     return max(found, key=lambda path: found[path], default=None)

@@ -667,13 +667,15 @@ class ModelCheckpoint(Checkpoint):
         overwrite = name in (*self._obsolete, *self._copies)
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
         obsolete = [one for one in self._obsolete if one != name]
-        last = None if name in self.nonfinite else name
-        # Of several callbacks in one folder, one without a best checkpoint leaves the pointer of another.
-        others: list[Any] = [
-            one for one in trainer.run.checkpoint_callbacks if type(one) is type(self) and one is not self
+        # Of several callbacks in one folder, "best" is of the first with a monitor, and "last" can be trained on.
+        beside = [
+            c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder
         ]
-        clears = self.monitor is not None and not any(one.best and one._folder == self._folder for one in others)
-        commit, begun = partial(self._commit, directory, name, last, self.best, clears, obsolete), time.monotonic()
+        leads = next((c for c in beside if c.monitor is not None and c.save_top_k), None) is self
+        aside = self.save_weights_only and not all(c.save_weights_only for c in beside)
+        last = None if name in self.nonfinite or aside else name
+        best = self.best if leads else None
+        commit, begun = partial(self._commit, directory, name, last, best, leads, obsolete), time.monotonic()
 
         def on_committed() -> None:
             self._write_seconds = time.monotonic() - begun

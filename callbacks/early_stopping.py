@@ -225,8 +225,9 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         reason = self._reason_to_stop()
-        if reason is not None:  # an earlier reason stands: the run may have to wait for min_epochs
-            self.stopping_reason_message, self.stopped_epoch = reason, trainer.current_epoch
+        if reason is not None:
+            if reason != self.stopping_reason_message:  # else a run that had ended is started again
+                self.stopping_reason_message, self.stopped_epoch = reason, trainer.current_epoch
             trainer.stop(reason)
 
     @property

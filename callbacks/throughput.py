@@ -114,7 +114,7 @@ class ThroughputMonitor(Callback):
         else:
             self._items += self.items_per_batch or 0
         if self.batch_size_fn is not None:
-            self._samples += trainer.world_size * _count(self.batch_size_fn, batch, "batch_size_fn")
+            self._samples += trainer.strategy.processes.readers * _count(self.batch_size_fn, batch, "batch_size_fn")
         if trainer.global_step > self._step:
             # The last micro-batch of a step: what is logged now belongs to that step.
             self._mark(trainer.progress)
@@ -158,7 +158,7 @@ class ThroughputMonitor(Callback):
         world = trainer.world_size
         rates = {
             "steps_per_s": (last.steps - first.steps) / seconds,
-            "batches_per_s": (last.batches - first.batches) * world / seconds,
+            "batches_per_s": (last.batches - first.batches) * trainer.strategy.processes.readers / seconds,
         }
         if last.samples > first.samples:
             rates["samples_per_s"] = (last.samples - first.samples) / seconds

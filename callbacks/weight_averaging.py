@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from torch.optim import Optimizer
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveInt
 from trainer.callback import Callback
@@ -166,7 +167,9 @@ class WeightAveraging(AveragingCallback):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True to update the average after this step or epoch; both are counted from 0.
 
-        Called after each step with `step_idx`, and after each epoch with `epoch_idx`.
+        Called after each step with `step_idx`, and with `epoch_idx` after the last step of each epoch, before the
+        validation that ends it. Where the data have no length the last step is not known: it is called after that
+        validation then, whose values choose no checkpoint.
         """
         return step_idx is not None
 
@@ -179,15 +182,27 @@ class WeightAveraging(AveragingCallback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._averaged.forget_places()
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainModule, optimizer: Optimizer) -> None:
+        self._averaged.begin_unfrozen()
+
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.global_step > self.latest_update_step and self.should_update(step_idx=trainer.global_step - 1):
             self._averaged.update(self._change)
             self.latest_update_step = trainer.global_step
+        if trainer.progress.batch == trainer.num_training_batches:
+            self._update_after_epoch(trainer)  # what is validated now is what the checkpoint of the epoch holds
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if trainer.current_epoch > self.latest_update_epoch and self.should_update(epoch_idx=trainer.current_epoch):
+        if self._update_after_epoch(trainer):  # data without a length, or a stop inside the epoch
+            trainer.run.forget_validation()
+
+    def _update_after_epoch(self, trainer: Trainer) -> bool:
+        epoch = trainer.current_epoch
+        due = epoch > self.latest_update_epoch and self.should_update(epoch_idx=epoch)
+        if due:
             self._averaged.update(self._change)
-            self.latest_update_epoch = trainer.current_epoch
+            self.latest_update_epoch = epoch
+        return due
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

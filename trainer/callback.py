@@ -325,6 +325,8 @@ class Checkpoint(Callback):
 
     dirpath: str | Path | None = None
     """Folder or URL of the checkpoints. None: `checkpoints` in the run directory."""
+    monitor: str | None = None
+    """The value by which the best checkpoint is chosen. None: there is no best one."""
 
     @property
     def best_model_path(self) -> str:

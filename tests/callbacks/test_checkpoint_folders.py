@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,9 +24,10 @@ from tests.helpers.processes import run_distributed, start_python
 from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
-from trainer.callbacks import ModelCheckpoint
+from trainer.callbacks import BadStepGuard, ModelCheckpoint
 from trainer.checkpoint.disk import this_machine
 from trainer.checkpoint.manifest import is_committed, verify_checkpoint
+from trainer.errors import CheckpointError
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop import setup
 from trainer.loop.run_directory import locked_folders
@@ -349,3 +354,75 @@ def test_two_processes_write_what_a_second_callback_owed(
     assert first == other == (8, names, [str(tmp_path / name / "step=8") for name in "ab"])
     for name, number in (("a", 4), ("b", 4), ("b", 8)):
         verify_checkpoint(tmp_path / name / f"step={number}")
+
+
+# -- several that choose, and some with weights only -------------------------------------------------------------------
+
+
+class Two(Toy):
+    """Logs in the epochs two values, of which each is best in another one."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", (3.0, 1.0, 2.0, 4.0)[self.current_epoch])
+        self.log("accuracy", (0.1, 0.2, 0.9, 0.3)[self.current_epoch])
+
+
+SEVERAL: dict[str, Any] = {
+    "loss": {"monitor": "loss"},
+    "accuracy": {"monitor": "accuracy", "mode": "max", "save_weights_only": True},
+    "full": {},
+    "weights": {"save_weights_only": True, "save_top_k": -1},
+}
+LISTS = [*itertools.permutations(["loss", "accuracy", "full"]), *itertools.permutations(["loss", "weights"])]
+
+
+@pytest.mark.parametrize("elsewhere", [None, 0, 1])
+@pytest.mark.parametrize("names", LISTS, ids="-".join)
+def test_best_is_the_firsts_with_a_monitor_and_last_can_be_trained_on(
+    names: tuple[str, ...], elsewhere: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def several() -> list[ModelCheckpoint]:
+        places = [tmp_path / "elsewhere" if number == elsewhere else None for number in range(len(names))]
+        return [
+            ModelCheckpoint(place, filename=f"{name}-{{epoch}}", **SEVERAL[name])
+            for name, place in zip(names, places, strict=True)
+        ]
+
+    def run(epochs: int) -> tuple[Trainer, list[ModelCheckpoint]]:
+        callbacks = several()
+        trainer = quiet(max_epochs=epochs, enable_checkpointing=True, callbacks=callbacks, default_root_dir=tmp_path)
+        trainer.fit(Two(), loader(2), loader(1), ckpt_path="last")
+        return trainer, callbacks
+
+    caplog.set_level(logging.INFO)
+    first, _ = run(3)
+    trainer, callbacks = run(4)
+    assert (first.global_step, trainer.global_step) == (6, 8)
+    choosing = [one for one in callbacks if one.monitor is not None]
+    expected = choosing[0].best_model_path
+    assert Path(expected).name == {"loss": "loss-epoch=1", "accuracy": "accuracy-epoch=2"}[str(choosing[0].monitor)]
+    again = quiet(enable_checkpointing=True, callbacks=several(), default_root_dir=tmp_path)
+    for one in (trainer, again):
+        one.validate(Two(), loader(1), ckpt_path="best")
+        assert str(one.run.resumed_from) == expected
+    assert caplog.text.count("the first of") == (2 if len(choosing) > 1 else 0)
+
+
+def test_a_training_does_not_go_on_from_weights_alone(tmp_path: Path) -> None:
+    both = [ModelCheckpoint(filename=f"{name}-{{epoch}}", **SEVERAL[name]) for name in ("accuracy", "full")]
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    trainer = quiet(max_epochs=4, callbacks=both, **options)
+    trainer.fit(Two(), loader(2), loader(1))
+    nearest = re.escape(both[1].last_model_path)
+    with pytest.raises(CheckpointError, match=f"has weights only.*the nearest from which it can is {nearest}"):
+        quiet(max_epochs=5, callbacks=both, **options).fit(Two(), loader(2), loader(1), ckpt_path="best")
+    rewinds = [*both, BadStepGuard("rewind", z_score=None)]
+    trainer = quiet(max_epochs=3, callbacks=rewinds, **options)
+    trainer.fit(BadOnce(), loader(2), loader(1))
+    assert trainer.global_step == 5
+
+
+class BadOnce(Two):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.nan if (self.current_epoch, batch_idx) == (2, 1) else loss

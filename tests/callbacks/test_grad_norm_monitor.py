@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.callbacks.test_lr_monitor import Kept
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
-from tests.callbacks.test_lr_monitor import Kept
 from tests.helpers.toy import Toy, loader, quiet
 from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule

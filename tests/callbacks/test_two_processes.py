@@ -6,10 +6,11 @@ import csv
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
@@ -18,12 +19,14 @@ from trainer.callbacks import (
     EarlyStopping,
     JSONLLogger,
     PredictionWriter,
+    StochasticWeightAveraging,
     TensorBoardLogger,
     ThroughputMonitor,
     Timer,
     read_predictions,
     throughput,
 )
+from trainer.strategies import FSDPStrategy
 
 TWO = {"devices": 2, "strategy": "ddp"}
 
@@ -40,6 +43,48 @@ class Uneven(Toy):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return batch[0]
+
+
+class Still(Toy):
+    """A module with a BatchNorm whose weights do not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        return self.layer(self.norm(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-30)
+
+
+def sorted_batches() -> DataLoader[Any]:
+    """Return batches whose means differ, so that the processes see other ones."""
+    features = torch.randn(16, 4, generator=torch.Generator().manual_seed(1)) + torch.arange(16.0).unsqueeze(1)
+    return DataLoader(TensorDataset(features), 4)
+
+
+class Split(Toy):
+    """A module whose layer both processes compute together."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block()])
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        return self.layer(self.blocks[0](batch[0])).square().mean()
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features + self.down(torch.relu(self.up(features)))
 
 
 def _one_of_two(folder: str) -> dict[str, Any]:
@@ -73,6 +118,18 @@ def _one_of_two(folder: str) -> dict[str, Any]:
         trainer = quiet(max_epochs=1, **TWO, logger=logger)
         trainer.fit(Toy(), loader(2))
         results["log folders"].append(logger.log_dir)
+
+    average = StochasticWeightAveraging(1e-30, swa_epoch_start=1)
+    quiet(max_epochs=2, **TWO, callbacks=[average]).fit(module := Still(), sorted_batches())
+    results["variance"] = module.norm.running_var.tolist()
+
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+    strategy = FSDPStrategy(tensor_parallel=2)
+    trainer = quiet(max_epochs=1, devices=2, strategy=strategy, log_every_n_steps=2, callbacks=[monitor])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: trainer.global_step / 100))
+        trainer.fit(Split(), loader(4))
+    results["rates of one reader"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     for format in ("safetensors", "jsonl"):
         writer = PredictionWriter(Path(folder) / format, format=format, max_shard_size=100)
@@ -115,6 +172,19 @@ def test_one_log_with_the_rates_of_both(results: list[dict[str, Any]]) -> None:
     # 5 tokens a batch on rank 0 and 15 on rank 1.
     assert rates["tokens_per_s"] == pytest.approx(10 * rates["batches_per_s"])
     assert len(list(run_dir.glob("events.out.tfevents.*"))) == 1
+
+
+def test_the_variances_of_swa_are_means_over_the_batches(results: list[dict[str, Any]]) -> None:
+    by_hand = torch.stack([batch.var(0) for (batch,) in sorted_batches()]).mean(0)
+    for one in results:
+        torch.testing.assert_close(torch.tensor(one["variance"]), by_hand)
+
+
+def test_processes_that_share_a_batch_count_it_once(results: list[dict[str, Any]]) -> None:
+    for one in results:
+        rates = one["rates of one reader"]
+        assert rates["throughput/batches_per_s"] == pytest.approx(rates["throughput/steps_per_s"])
+        assert rates["throughput/samples_per_s"] == pytest.approx(4 * rates["throughput/steps_per_s"])
 
 
 def test_both_know_the_folder_that_the_second_run_got(results: list[dict[str, Any]], folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.processes import run_distributed
@@ -210,6 +212,49 @@ def test_what_trains_later_is_averaged_from_then_on() -> None:
     average = EMAWeightAveraging(decay=DECAY)
     quiet(max_epochs=2, callbacks=[Unfreeze(), average]).fit(module, loader())
     assert not torch.equal(module.norm.weight, torch.ones(4))
+
+
+class ByEpoch(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+@pytest.mark.parametrize(("length", "interval"), [(True, 1.0), (True, 0.5), (False, 1.0)])
+@pytest.mark.parametrize("kind", [ByEpoch, partial(EMAWeightAveraging, decay=0.5, update_starting_at_epoch=0)])
+def test_the_score_of_a_checkpoint_is_that_of_the_average_in_it(
+    kind: Any, length: bool, interval: float, tmp_path: Path
+) -> None:
+    checkpoints = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
+    data: Any = loader() if length else DataLoader(Stream(), batch_size=None)
+    trainer = quiet(
+        max_epochs=4, val_check_interval=interval, callbacks=[kind(), checkpoints], enable_checkpointing=True
+    )
+    trainer.fit(Toy(), data, loader(2))
+    assert len(checkpoints.kept) == 4 / interval
+    assert len(checkpoints.best_k_models) == (4 / interval if length else 0)
+    for path, score in checkpoints.best_k_models.items():
+        (values,) = quiet(callbacks=[kind()]).validate(Toy(), loader(2), ckpt_path=path, verbose=False)
+        assert values["val_loss"] == pytest.approx(float(score))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader())
+
+
+class LatelyTrained(Normed):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.norm.requires_grad_(self.global_step >= 3)
+
+
+def test_what_trains_from_a_step_on_is_averaged_from_that_step_on() -> None:
+    by_hand = ByHand(avg_fn=get_ema_avg_fn(DECAY))
+    module = LatelyTrained()
+    module.norm.requires_grad_(False)
+    quiet(max_epochs=1, callbacks=[by_hand, EMAWeightAveraging(decay=DECAY)]).fit(module, loader())
+    theirs = by_hand.average.module.state_dict()
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(value, theirs[name], msg=name)
 
 
 @pytest.mark.parametrize(

@@ -1450,6 +1450,13 @@ SCENARIOS = [
         differs={"logged": "average before its first update"},
     ),
     Scenario(
+        "an average by epoch",
+        settings={"max_epochs": 3},
+        callbacks=averaging("EMAWeightAveraging", decay=0.5, update_starting_at_step=10**6, update_starting_at_epoch=0),
+        exact=False,
+        differs={"logged": "average by epoch"},
+    ),
+    Scenario(
         "an average of BatchNorms",
         normalized,
         callbacks=averaging("WeightAveraging"),

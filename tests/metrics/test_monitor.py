@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+from typing import Any
 
 import pytest
+import torch
 
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.metrics.monitor import implied_mode, log_assumed_mode, resolve_mode
 
@@ -89,3 +92,20 @@ def test_the_names_of_torchmetrics_say_what_its_classes_say() -> None:
     assert wrong <= CLAIMS_OTHERWISE
     unknown = {name for name in says if implied_mode(name) is None}
     assert len(unknown) < len(says) / 5, sorted(unknown)
+
+
+class Clashing(Toy):
+    def __init__(self, other: str, on_step: bool) -> None:
+        super().__init__()
+        self.other, self.on_step = other, on_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("x", 1.0, on_step=True, on_epoch=True)
+        self.log(self.other, 2.0, on_step=self.on_step, on_epoch=not self.on_step)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("other", "on_step"), [("x_step", True), ("x_epoch", False)])
+def test_two_values_of_one_full_name_are_refused(other: str, on_step: bool) -> None:
+    with pytest.raises(ConfigError, match=f"two values are logged as '{other}': one by that name, and one as 'x'"):
+        quiet(max_epochs=1, log_every_n_steps=1).fit(Clashing(other, on_step), loader(2))

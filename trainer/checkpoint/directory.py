@@ -111,14 +111,15 @@ class CheckpointDirectory:
         """Return the latest checkpoint by step with all its files intact; read and hash them.
 
         A damaged checkpoint is skipped with a warning. A checkpoint with weights that are not finite is returned only
-        if there is no other, with a warning.
+        if there is no other, with a warning; one of weights only if no training can go on from another.
 
         Args:
             exclude: a checkpoint that was already checked.
         """
         others = [path for path in reversed(self.list()) if exclude is None or path.name != exclude.name]
-        nonfinite = {path.name for path in others if read_manifest(path).info.get("nonfinite")}
-        others.sort(key=lambda path: path.name in nonfinite)
+        infos = {path.name: read_manifest(path).info for path in others}
+        nonfinite = {name for name, info in infos.items() if info.get("nonfinite")}
+        others.sort(key=lambda path: (path.name in nonfinite, bool(infos[path.name].get("weights_only"))))
         found = next((path for path in others if self._is_intact(path)), None)
         if found is not None and found.name in nonfinite:
             _log.warning("The weights or optimizer states of %s are not finite, and there is no other", found.name)

@@ -506,6 +506,12 @@ _CHECKPOINTS = (
         "the weights as they are",
     ),
     Difference(
+        "average by epoch",
+        "an average that is updated at the ends of epochs (`update_starting_at_epoch`) is updated after the epoch's "
+        "validation: a checkpoint has the value of the average before its own",
+        "before that validation; after it for data without a length, whose values then choose no checkpoint",
+    ),
+    Difference(
         "integers of an average",
         "`WeightAveraging` averages integer buffers, such as `num_batches_tracked`, too",
         "copies them from the training",

@@ -57,6 +57,8 @@ class AveragedWeights:
         self._trained: dict[str, TensorOrShard] | None = None
         """The weights of the training while the averages are in their place."""
         self._places: _Places | None = None
+        self._frozen: list[nn.Parameter] = []
+        """The parameters that did not train when the places were looked up."""
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -76,7 +78,14 @@ class AveragedWeights:
             average.copy_(value)
         self.count += 1
 
+    @torch.no_grad()
+    def begin_unfrozen(self) -> None:
+        """Begin the averages of parameters that train from the next step on with the values that they have now."""
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._places = self._find_places()
+
     def _find_places(self) -> _Places:
+        self._frozen = [one for one in self._strategy.module.parameters() if not one.requires_grad]
         entries = self._entries()
         buffers = [name for name, b in self._strategy.module.named_buffers() if b.is_floating_point()]
         known = {name: _local(entries[name]) for name in buffers if name in entries}

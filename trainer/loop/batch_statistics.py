@@ -46,9 +46,7 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
             run.watchdog.heartbeats += 1
         strategy.release_gathered()
         for name, one in norms.items():
-            assert one.running_mean is not None
-            assert one.running_var is not None
-            mean = strategy.processes.sum_over_readers(one.running_mean) / readers
-            square = strategy.processes.sum_over_readers(one.running_var + one.running_mean.square()) / readers
-            found |= {f"{name}.running_mean": mean, f"{name}.running_var": (square - mean.square()).clamp(min=0)}
+            for kind, statistic in (("running_mean", one.running_mean), ("running_var", one.running_var)):
+                assert statistic is not None
+                found[f"{name}.{kind}"] = strategy.processes.sum_over_readers(statistic) / readers
     return found

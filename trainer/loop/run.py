@@ -871,6 +871,12 @@ class Run:
                 measured[name] = Measured(value, step, values.kinds[name])
         self.session.store(values)
 
+    def forget_validation(self) -> None:
+        """Let the values of a validation after this step belong to no state: what was validated has changed since."""
+        for name, one in self.session.measured.items():
+            if (one.kind, one.step) == ("validation", self.progress.step):
+                self.session.measured[name] = one._replace(step=-1)
+
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     @property

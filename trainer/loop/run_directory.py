@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from trainer.arguments import kept_path, local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory, temporary_path_for
-from trainer.checkpoint.manifest import is_committed, read_manifest
+from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
@@ -49,11 +50,11 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         if found.parent == given / CHECKPOINTS:
             log.info("%s is a run directory: its last checkpoint is %s", printable(str(given)), printable(found.name))
         return found
-    folders = checkpoint_dirs(run)
+    folders = checkpoint_dirs(run, best=ckpt_path == "best")
     for folder in folders:
         try:
             found = CheckpointDirectory(folder).resolve(ckpt_path)
-            return _newest_of_run(run, _of_latest_run(run, found)) if ckpt_path == "last" else found
+            return _newest_of_run(run, _of_latest_run(run, found)) if ckpt_path == "last" else _said(run, found)
         except ReadError:
             raise
         except CheckpointError as error:
@@ -79,6 +80,33 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         f"{named}: no such checkpoint.{which} Looked in: {first_of(looked)}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
     )
+
+
+def refuse_weights_alone(path: StoragePath) -> None:
+    """Refuse a checkpoint from which no training can go on.
+
+    Raises:
+        CheckpointError: the message names the nearest from which one can.
+    """
+    info = read_manifest(path).info
+    if not info.get("weights_only"):
+        return
+    infos = {str(one): read_manifest(one).info for one in checkpoints_in(path.parent)}
+    full = [one for one, about in infos.items() if not about.get("weights_only")]
+    nearest = min(full, key=lambda one: abs(_number(infos[one].get("step")) - _number(info.get("step"))), default=None)
+    fix = "there is no other beside it" if nearest is None else f"the nearest from which it can is {printable(nearest)}"
+    raise CheckpointError(
+        f"{printable(str(path))} has weights only (save_weights_only=True), from which no training can go on: {fix}. "
+        "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
+    )
+
+
+def _said(run: Run, best: StoragePath) -> StoragePath:
+    """Return the best checkpoint; where several ModelCheckpoints choose one, log which was taken."""
+    monitors = [one.monitor for one in run.checkpoint_callbacks if one.monitor is not None]
+    if len(monitors) > 1:
+        log.info("best: %s, of %s, the first of %s", printable(str(best)), monitors[0], ", ".join(monitors))
+    return best
 
 
 def find_after_restart(run: Run, former: str) -> StoragePath | None:
@@ -185,7 +213,7 @@ def _of_latest_run(run: Run, found: StoragePath) -> StoragePath:
     if len(folders) < len(run.checkpoint_callbacks):
         elsewhere = (CheckpointDirectory(folder).pointer("last") for folder in checkpoint_dirs(run)[len(folders) :])
         lasts.append(next((one for one in elsewhere if one is not None), None))
-    latest = max((found, *(one for one in lasts if one is not None)), key=lambda one: _when(one)[1])
+    latest = max((found, *(one for one in lasts if one is not None)), key=lambda one: (_when(one)[0], _when(one)[2]))
     return found if latest == found else CheckpointDirectory(latest.parent).resolve("last")
 
 
@@ -207,24 +235,33 @@ def _newest_of_run(run: Run, found: StoragePath) -> StoragePath:
     return found if newest is found else CheckpointDirectory(newest.parent).resolve("last")
 
 
-def _when(checkpoint: StoragePath) -> tuple[float, float]:
-    """Return the step of a checkpoint, and the time at which its state was captured."""
+def _when(checkpoint: StoragePath) -> tuple[bool, float, float]:
+    """Return whether a training can go on from a checkpoint, its step, and the time at which its state was captured."""
     info = read_manifest(checkpoint).info
-    return _number(info.get("step")), _number(info.get("captured"))
+    return not info.get("weights_only"), _number(info.get("step")), _number(info.get("captured"))
 
 
 def _number(value: Any) -> float:
     return value if isinstance(value, (int, float)) and value == value else -1
 
 
-def checkpoint_dirs(run: Run) -> list[StoragePath]:
-    """Return the folders that may contain checkpoints of this run, the likeliest first."""
-    own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
+def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
+    """Return the folders that may contain checkpoints of this run, the likeliest first.
+
+    For the `best` one first those of the callbacks with a monitor, in their order.
+    """
     if run.session.has_fit:
-        return [*own, run.session.run_dir / CHECKPOINTS]
-    if run.session.named_run is not None:
-        return [*own, run.session.named_run / CHECKPOINTS]
-    return [*own, *(run / CHECKPOINTS for run in reversed(versions(run.settings.root)))]
+        of_run: list[StoragePath] = [run.session.run_dir / CHECKPOINTS]
+    elif run.session.named_run is not None:
+        of_run = [run.session.named_run / CHECKPOINTS]
+    else:
+        of_run = [run / CHECKPOINTS for run in reversed(versions(run.settings.root))]
+    own = [[] if c.dirpath is None else [as_storage_path(c.dirpath)] for c in run.checkpoint_callbacks]
+    if best:
+        choosing = [c.monitor is not None for c in run.checkpoint_callbacks]
+        first = [folder or of_run for folder, chooses in zip(own, choosing, strict=True) if chooses]
+        return [*dict.fromkeys(chain(*first, *own, of_run))]
+    return [*chain(*own, of_run)]
 
 
 def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePath | None) -> Path:

@@ -55,6 +55,7 @@ from trainer.loop.run_directory import (
     find_again,
     find_checkpoint,
     locked_folders,
+    refuse_weights_alone,
 )
 from trainer.loop.save_pretrained import gather_to_save
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
@@ -221,6 +222,8 @@ def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tu
     else:
         ckpt_path = ckpt_path or ("last" if record is not None and was_requeued() else None)
         path = find_checkpoint(run, ckpt_path)
+        if path is not None and run.stage == "fit":
+            refuse_weights_alone(path)
     path = None if path is None else kept_storage_path(path)
     run_dir = kept_path(choose_run_dir(run, ckpt_path, path))
     if record is not None:

@@ -547,6 +547,8 @@ def save_state(
         about |= info(nonfinite) if callable(info) else info
         if nonfinite:
             about["nonfinite"] = nonfinite
+        if weights_only:
+            about["weights_only"] = True
         state = training_state(run, tensors, callbacks)
         if averages:
             state |= {"average": averages, "evaluated": "average"}
