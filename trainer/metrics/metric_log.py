@@ -127,9 +127,10 @@ class ReducedMetrics:
         """Add a value; `past`: it is of an earlier step than the last."""
         full_name = with_suffix(name, suffix, loader) if options.on_step and options.on_epoch else name
         if full_name in self.results:
+            other = name.removesuffix(f"_{suffix}")
             raise ConfigError(
-                f"two values are logged as {full_name!r}: one by that name, and one as {name.removesuffix('_' + suffix)!r} "
-                "with on_step=True, on_epoch=True. Give one of them another name."
+                f"two values are logged as {full_name!r}: one by that name, and one as {other!r} with on_step=True, "
+                "on_epoch=True. Give one of them another name."
             )
         self.all[full_name] = self.results[full_name] = value
         self.all[name] = value
