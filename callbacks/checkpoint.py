@@ -20,6 +20,7 @@ from trainer.checkpoint.async_writer import BackgroundWriter, being_written
 from trainer.checkpoint.base_weights import frozen_names, weight_sums
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import ReadError, UncertainWriteError, WriteError, reason
+from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
@@ -345,8 +346,8 @@ class ModelCheckpoint(Checkpoint):
         return f"{type(self).__qualname__}({', '.join([*what, self.filename])})"
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        self._base = checkpoint.get("base")
-        self._restored_step = checkpoint["progress"]["step"]
+        entries = entries_of(checkpoint)
+        self._base, self._restored_step = entries.get("base"), entries["progress"]["step"]
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self.trainable_only:
@@ -668,9 +669,8 @@ class ModelCheckpoint(Checkpoint):
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
         obsolete = [one for one in self._obsolete if one != name]
         # Of several callbacks in one folder, "best" is of the first with a monitor, and "last" can be trained on.
-        beside = [
-            c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder
-        ]
+        others: list[Any] = [one for one in trainer.checkpoint_callbacks if type(one) is type(self)]
+        beside = [one for one in others if one._folder == self._folder]
         leads = next((c for c in beside if c.monitor is not None and c.save_top_k), None) is self
         aside = self.save_weights_only and not all(c.save_weights_only for c in beside)
         last = None if name in self.nonfinite or aside else name

@@ -246,8 +246,8 @@ def _place(rows: list[Row], cells: Row) -> None:
 def _csv_line(cells: list[str]) -> bytes:
     text = io.StringIO()
     # Python's writer does not quote a carriage return by itself: https://github.com/python/cpython/issues/67230
-    quoting = csv.QUOTE_ALL if any("\r" in cell for cell in cells) else csv.QUOTE_MINIMAL
-    csv.writer(text, lineterminator="\n", quoting=quoting).writerow(cells)
+    quotes_all = any("\r" in cell for cell in cells)
+    csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quotes_all else csv.QUOTE_MINIMAL).writerow(cells)
     return text.getvalue().encode(errors="backslashreplace")
 
 

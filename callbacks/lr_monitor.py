@@ -56,7 +56,7 @@ class LearningRateMonitor(Callback):
         self._logged: set[str] = set()
 
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        several = [one for one in config.callbacks if isinstance(one, LearningRateMonitor)]
+        several = [one for one in config.callbacks if isinstance(one, type(self))]
         if len(several) < 2 or several[0] is not self:
             return []
         return [f"{len(several)} LearningRateMonitors log the same names: give one, by step, which has every rate."]

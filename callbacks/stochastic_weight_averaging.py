@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveFloat, PositiveInt
 from trainer.callbacks.weight_averaging import AveragingCallback, as_device
+from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.stop import exit_code
@@ -177,7 +178,7 @@ class StochasticWeightAveraging(AveragingCallback):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        average = checkpoint.get("average")
+        average = entries_of(checkpoint).get("average")
         norms = [name for name, one in pl_module.named_modules() if _counts(one)]
         lacks = average is not None and norms and f"{norms[0]}.running_mean".removeprefix(".") not in average
         if lacks and trainer.stage != "fit" and trainer.is_global_zero:

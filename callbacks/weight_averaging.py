@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveInt
 from trainer.callback import Callback
+from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.schema import Integer, require
 from trainer.checkpoint.shards import Loadable
 from trainer.errors import ConfigError, did_you_mean, shown
@@ -118,14 +119,15 @@ class AveragingCallback(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         if self._weights is not None:
-            self._weights.save(checkpoint)
+            self._weights.save(entries_of(checkpoint))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        average = checkpoint.get("average")
+        entries = entries_of(checkpoint)
+        average = entries.get("average")
         if trainer.stage == "fit":
             self._stored = average
         elif average is not None:
-            checkpoint["model"] = {**checkpoint["model"], **average}
+            entries["model"] = {**entries["model"], **average}
 
 
 class WeightAveraging(AveragingCallback):
@@ -190,14 +192,13 @@ class WeightAveraging(AveragingCallback):
             self._averaged.update(self._change)
             self.latest_update_step = trainer.global_step
         if trainer.progress.batch == trainer.num_training_batches:
-            self._update_after_epoch(trainer)  # what is validated now is what the checkpoint of the epoch holds
+            self._update_after(trainer.current_epoch)  # what is validated now is what the checkpoint of the epoch holds
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if self._update_after_epoch(trainer):  # data without a length, or a stop inside the epoch
+        if self._update_after(trainer.current_epoch):  # data without a length, or a stop inside the epoch
             trainer.run.forget_validation()
 
-    def _update_after_epoch(self, trainer: Trainer) -> bool:
-        epoch = trainer.current_epoch
+    def _update_after(self, epoch: int) -> bool:
         due = epoch > self.latest_update_epoch and self.should_update(epoch_idx=epoch)
         if due:
             self._averaged.update(self._change)
@@ -236,8 +237,9 @@ class WeightAveraging(AveragingCallback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        continues = trainer.stage == "fit" and self.state_key in checkpoint["callbacks"]
-        if checkpoint.get("average") is None and not continues and trainer.is_global_zero:
+        entries = entries_of(checkpoint)
+        continues = trainer.stage == "fit" and self.state_key in entries["callbacks"]
+        if entries.get("average") is None and not continues and trainer.is_global_zero:
             log.warning("%s: the checkpoint holds no average, so its weights are used as they are", type(self).__name__)
 
 

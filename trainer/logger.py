@@ -21,7 +21,6 @@ from trainer.errors import ConfigError
 from trainer.metrics.background_calls import BackgroundCalls
 
 if TYPE_CHECKING:
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.metrics.logger_folder import LoggerFolder
     from trainer.metrics.media import Media
     from trainer.module import TrainModule
@@ -70,7 +69,7 @@ class Logger(Callback):
     def __init__(self) -> None:
         super().__init__()
 
-    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+    def problems(self, config: Any, module: TrainModule, stage: str) -> list[str]:
         where = None if self.place is None else self.place.where
         twins = [one for one in config.loggers if one.place is not None and one.place.where == where]
         if len(twins) < 2 or twins[0] is not self:
@@ -473,7 +472,7 @@ class Tracker(Logger):
             return {}
         unsent = self._calls.unfinished()
         if any("media" in one for one in unsent):
-            from trainer.metrics.media import state_of
+            from trainer.checkpoint.media_state import state_of
 
             unsent = [{**one, "media": state_of(one["media"])} if "media" in one else one for one in unsent]
         return {"run": self.opened_run_id(), "unsent": unsent}
@@ -510,7 +509,7 @@ class Tracker(Logger):
             if "values" in one:
                 self._call(self.send_metrics, one["values"], one["step"], keep=one)
             else:
-                from trainer.metrics.media import media_of
+                from trainer.checkpoint.media_state import media_of
 
                 self._send_media(one["key"], media_of(one["media"]), one["step"])
         self._resumed_unsent = ()

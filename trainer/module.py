@@ -15,8 +15,8 @@ from trainer.arguments import check_constructor
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import evaluated_weights, read_checkpoint
+from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
-from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.schema import require
 from trainer.compat.answers import former_words, member_words
 from trainer.data.transfer import move_data_to_device
@@ -407,7 +407,13 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
             checkpoint_path = hyperparameters.pop("path")  # its name in earlier versions
         checkpoint = read_checkpoint(locate(checkpoint_path))
         of_hyperparameters = {"module?": {str: object}, "arguments?": {str: (str, None)}, "kinds?": {str: dict}}
-        kinds = {"model": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": of_hyperparameters}
+        kinds = {
+            "model": dict,
+            "added?": dict,
+            "base?": {str: int},
+            "progress?": dict,
+            "hyperparameters?": of_hyperparameters,
+        }
         require(checkpoint, kinds, "the checkpoint")
         checkpoint["model"] = evaluated_weights(checkpoint)
         kept = checkpoint.get("hyperparameters", {})
@@ -423,8 +429,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
                 f"load_from_checkpoint(strict={strict}) contradicts {cls.__name__}.strict_loading="
                 f"{module.strict_loading}: leave strict out, or set both to the same value."
             )
-        with lightning_keys(checkpoint):
-            module.on_load_checkpoint(checkpoint)
+        with loaded_by_hooks(checkpoint) as shown:
+            module.on_load_checkpoint(shown)
         strict = module.strict_loading if strict is None else strict
         if (base := checkpoint.get("base")) is not None:
             own = module.state_dict()

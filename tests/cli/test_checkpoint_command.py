@@ -302,6 +302,16 @@ def test_export_in_another_dtype(checkpoint, run: Path, tmp_path: Path) -> None:
     assert torch.equal(weights["net.embedding.weight"], torch.full((5, 3), 20.0, dtype=torch.bfloat16))
 
 
+def test_numbers_that_a_dtype_cannot_hold_are_not_exported_as_infinite(checkpoint, tmp_path: Path) -> None:
+    large = state(10)
+    large["model"]["net.head.bias"][1] = 70000.0
+    write_checkpoint(tmp_path / "one", large, info={"step": 10})
+    result = checkpoint("export", tmp_path / "one", tmp_path / "out.safetensors", "--dtype", "float16")
+    assert result.code == 1
+    assert "numbers up to 70000, too large for torch.float16: leave --dtype out, or use bfloat16" in result.err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 # -- help and mistakes -------------------------------------------------------------------------------------------------
 
 

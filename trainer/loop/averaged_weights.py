@@ -207,7 +207,7 @@ class AveragedWeights:
         trained = self._trained or {}
         module = self._strategy.module
         checkpoint["average"] = _under_all_names(module, self.entries())
-        checkpoint["model"] = {**checkpoint["model"], **_under_all_names(module, trained)}
+        checkpoint["model"].update(_under_all_names(module, trained))
 
     def entries(self) -> dict[str, TensorOrShard]:
         """Return the averages by name, of tied weights once; none before the first update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
 from trainer.checkpoint.storage import as_storage_path
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.run import Run
@@ -25,7 +26,8 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
     run.forget_values()
     loggers.teardown(run.stage)
     loggers.setup(run.stage)
-    run.hooks.on_load_checkpoint(checkpoint)
+    with loaded_by_hooks(checkpoint) as shown:
+        run.hooks.on_load_checkpoint(shown)
     load_weights(run, checkpoint)
     restore_data(run, checkpoint)
     restore_training(run, checkpoint)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from trainer.arguments import kept_path
 from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.format import evaluated_weights
-from trainer.checkpoint.lightning_keys import lightning_keys
+from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
 from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
@@ -280,8 +280,8 @@ def build_module(
     if checkpoint is not None:
         if not training:
             checkpoint["model"] = evaluated_weights(checkpoint)
-        with lightning_keys(checkpoint):
-            run.hooks.on_load_checkpoint(checkpoint)
+        with loaded_by_hooks(checkpoint) as shown:
+            run.hooks.on_load_checkpoint(shown)
     disable_activation_checkpointing(module)
     strategy.setup_module(module, training, run.settings.activation_checkpointing if training else None)
     gather_to_save(run)

@@ -20,7 +20,7 @@ from trainer.callback import Checkpoint
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
-from trainer.checkpoint.lightning_keys import lightning_keys
+from trainer.checkpoint.hook_checkpoint import saved_by_hooks
 from trainer.checkpoint.manifest import read_metadata
 from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of, with_names
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
@@ -233,6 +233,7 @@ KINDS: dict[str, Any] = {
     "measured?": {str: {"value": NUMBER, "step": Integer(-1), "kind": ("step", "interim", "epoch", "validation")}},
     "scheduler_values?": [(Integer(-1), None)],
     "postponed_stop?": (str, None),
+    "added?": dict,
     "followed_buffers?": [str],
     "average?": dict,
     "evaluated?": "average",
@@ -552,8 +553,8 @@ def save_state(
         state = training_state(run, tensors, callbacks)
         if averages:
             state |= {"average": averages, "evaluated": "average"}
-        with lightning_keys(state):
-            run.hooks.on_save_checkpoint(state)
+        with saved_by_hooks(state) as shown:
+            run.hooks.on_save_checkpoint(shown)
         if weights_only:
             state |= {"optimizers": [], "schedulers": [], "scaler": {}}
             state.pop("gradients", None)

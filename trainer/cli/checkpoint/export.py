@@ -177,7 +177,11 @@ def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Converted(StoredTensor):
-    """A stored tensor that is converted to another dtype when read, if floating."""
+    """A stored tensor that is converted to another dtype when read, if floating.
+
+    Raises:
+        CheckpointError: when read: a number is too large for the dtype.
+    """
 
     def __init__(self, stored: StoredTensor, dtype: torch.dtype) -> None:
         self.shape = stored.shape
@@ -185,7 +189,14 @@ class Converted(StoredTensor):
         self._stored = stored
 
     def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
-        return self._stored.read(extent).to(self.dtype)
+        value = self._stored.read(extent)
+        converted = value.to(self.dtype)
+        if bool((converted.isinf() & ~value.isinf()).any()):
+            raise CheckpointError(
+                f"a weight of shape {tuple(self.shape)} has numbers up to {value.abs().max():.6g}, too large for "
+                f"{self.dtype}: leave --dtype out, or use bfloat16, which has the range of float32"
+            )
+        return converted
 
 
 def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[str, dict[str, Any]]:

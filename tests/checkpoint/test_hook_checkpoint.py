@@ -1,0 +1,94 @@
+"""The keys of a user's hooks in a checkpoint are his, whatever the trainer calls its own entries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback
+from trainer.callbacks import EMAWeightAveraging, ModelCheckpoint
+from trainer.checkpoint.format import read_checkpoint
+from trainer.loop.training_state import KINDS
+
+OWN = sorted({*(name.removesuffix("?") for name in KINDS), "step", "epoch", "global_step", "info", "base"} - {"model"})
+ODD = ["val/acc", "my key", "état", "Model", "", "$tensor", "a.b", "x" * 300]
+VALUE = {"number": 0.5, "tensor": torch.arange(3.0), "list": [1, None, "text"]}
+
+
+class Keeps(Callback):
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+        self.read: dict[str, Any] = {}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(dict.fromkeys(self.keys, VALUE))
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.read = {key: checkpoint[key] for key in self.keys if key in checkpoint}
+
+
+class OfTheModule(Toy):
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__()
+        self.keys = keys
+        self.read: dict[str, Any] = {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(dict.fromkeys(self.keys, VALUE))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.read = {key: checkpoint[key] for key in self.keys if key in checkpoint}
+
+
+def train(
+    epochs: int, root: Path, of_callback: list[str], of_module: list[str], seed: int | None = None
+) -> tuple[Keeps, OfTheModule]:
+    torch.manual_seed(1)
+    callback, module = Keeps(of_callback), OfTheModule(of_module)
+    callbacks = [callback, EMAWeightAveraging(decay=0.5), ModelCheckpoint()]
+    trainer = quiet(max_epochs=epochs, seed=seed, callbacks=callbacks, enable_checkpointing=True, default_root_dir=root)
+    trainer.fit(module, loader(4, shuffle=True), ckpt_path="last")
+    return callback, module
+
+
+@pytest.mark.parametrize("keys", [OWN, OWN[::-1], ODD], ids=["the trainer's", "backwards", "odd"])
+def test_keys_of_hooks_do_not_replace_the_trainers(keys: list[str], tmp_path: Path) -> None:
+    half = len(keys) // 2
+    for epochs in (1, 2):  # the resumed run has the seed of the checkpoint
+        callback, module = train(epochs, tmp_path / "broken", keys[:half], keys[half:])
+    seed = read_checkpoint(tmp_path / "broken/version_0/checkpoints/epoch=1-step=8")["seed"]
+    _, expected = train(2, tmp_path / "whole", [], [], seed)
+    assert_same_bits(module.state_dict(), expected.state_dict())
+    read = {**callback.read, **module.read}
+    assert read.keys() == set(keys)
+    for value in read.values():
+        assert (value["number"], value["list"]) == (0.5, [1, None, "text"])
+        assert torch.equal(value["tensor"], VALUE["tensor"])
+
+
+class Halves(Toy):
+    """Leaves the bias out of its checkpoints, and reads it as zero."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {
+            name: value for name, value in checkpoint["state_dict"].items() if "bias" not in name
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], "layer.bias": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_that_a_hook_replaces_count(average: bool, tmp_path: Path) -> None:
+    callbacks = [*([EMAWeightAveraging()] if average else []), ModelCheckpoint(tmp_path)]
+    trainer = quiet(max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(Halves(), loader(2))
+    module = Halves()
+    quiet().validate(module, loader(1), ckpt_path=tmp_path / "epoch=0-step=2")
+    assert module.layer.bias.item() == 0.0
+    assert module.layer.weight.abs().sum() > 0

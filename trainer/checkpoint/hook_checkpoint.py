@@ -1,0 +1,62 @@
+"""A checkpoint as the hooks of users get it: under Lightning's keys, too, with their own entries kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+ADDED = "added"
+"""The entry with what hooks have added. Before it was there, these entries stood beside those of the trainer."""
+
+
+class HookCheckpoint(dict[str, Any]):
+    """The entries of a checkpoint, some of them under Lightning's keys, too, and what hooks have added.
+
+    "state_dict" is the entry "model", and may be replaced; Lightning's other keys are for reading.
+    """
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self.entries = entries
+        """Those of the trainer, which a key of a hook does not replace."""
+        progress = entries.get("progress", {})
+        lightning = {
+            "state_dict": entries["model"],
+            "epoch": progress.get("epoch", 0),
+            "global_step": progress.get("step", 0),
+            "hyper_parameters": entries.get("hyperparameters", {}).get("module", {}),
+            "optimizer_states": entries.get("optimizers", []),
+            "lr_schedulers": entries.get("schedulers", []),
+        }
+        own = {name: value for name, value in entries.items() if name != ADDED}
+        self._shown = {**lightning, **own, **entries.get(ADDED, {})}
+        super().__init__(self._shown)
+
+    def changed(self) -> dict[str, Any]:
+        """Return what hooks have replaced or added; weights that they have replaced go into the entry "model"."""
+        changed = {name: value for name, value in self.items() if value is not self._shown.get(name, self)}
+        for name in ("model", "state_dict"):
+            if name in changed and name not in self.entries.get(ADDED, {}):
+                self.entries["model"] = changed.pop(name)
+        return changed
+
+
+def entries_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the trainer's own entries of what a hook has got."""
+    return checkpoint.entries if isinstance(checkpoint, HookCheckpoint) else checkpoint
+
+
+@contextmanager
+def saved_by_hooks(entries: dict[str, Any]) -> Iterator[HookCheckpoint]:
+    """Give hooks the entries to be written, and keep apart what they add."""
+    yield (checkpoint := HookCheckpoint(entries))
+    if changed := checkpoint.changed():
+        entries[ADDED] = changed
+
+
+@contextmanager
+def loaded_by_hooks(entries: dict[str, Any]) -> Iterator[HookCheckpoint]:
+    """Give hooks the entries that were read; entries of the trainer that they replace are used as they are then."""
+    yield (checkpoint := HookCheckpoint(entries))
+    added = entries.get(ADDED, {})
+    entries.update({name: value for name, value in checkpoint.changed().items() if name not in added})
