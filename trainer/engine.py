@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
@@ -765,6 +766,7 @@ _LOADER = {
     "batch": Integer(0),
     "global_micro_batch": (Integer(1), None),
     "began_with?": (Integer(1), None),
+    "waits?": bool,
     "state": dict,
 }
 _KINDS: dict[str, Any] = {
@@ -1045,73 +1047,100 @@ class EngineLoader:
         self.weight = 1.0
         """Factor for the loss of the latest batch, a mean over its samples, with which the gradients of all processes
         together are those of one big batch; 1.0 unless the batches of a step differ in size."""
-        self._goes_on = False
+        self._goes_on = self._waits = False
+        """True: the next iterator continues the epoch of a checkpoint; and gives nothing, because that epoch is over
+        while another loader goes on."""
         self._restored: tuple[Mapping[str, Any], bool] | None = None
         """The state that `load_state_dict` got, until its epoch has ended."""
-        self._first = 0
-        """The batch with which the newest iterator began."""
-        self._newest: object = None
-        """Stands for the iterator of the epoch in progress; None: it has ended."""
+        self._first = self._backwards = 0
+        """The batch with which the newest iterator began, and the engine's backwards before it."""
+        self._newest: Callable[[], object] = _nothing
+        """A weak reference to the iterator of the epoch in progress."""
         self._within: list[tuple[int, int]] = []
         """The places in progress of loaders of training as an evaluation began."""
+        self._beside: list[int] = []
+        """The epochs of all loaders as the latest epoch ended, if something was trained in it."""
+        self._ended = 0
+        """The engine's backwards then."""
         self._moves = None if keeps_batches(engine.strategy) else engine.strategy.to_device
         self._began_with = self._global_micro_batch
 
     def __iter__(self) -> Iterator[Any]:
         # Here, not with the first batch: an iterator that is asked for none begins an epoch, too.
-        if self._looked:
-            self.batch = 0
-            if self._restored is not None:
-                self.load_state_dict(*self._restored)
-        elif not self._goes_on and self.batch:
+        if self._waits:
+            self._waits = self._goes_on = False
             self._next_epoch()
+            self._ended = -1
+            return iter(())
+        if self._newest() is not None:
+            self._leave()
         goes_on, self._goes_on = self._goes_on, False
         self._first, self._within = self.batch, [] if self._training else self._trained_places()
-        self._newest = this = object()
+        self._backwards = self._engine._backwards
         self._loader.measure(self.epoch, self.batch if goes_on else 0)
+        this = _Iteration()
+        # It ends with its iterator, which `zip` may drop without having asked for a batch.
+        self._newest = weakref.ref(this, self._leave)
         return self._iterate(this, self._batches())
 
-    def _iterate(self, this: object, batches: Iterator[Batch]) -> Iterator[Any]:
+    def _iterate(self, this: _Iteration, batches: Iterator[Batch]) -> Iterator[Any]:
         engine = self._engine
         if not engine._begun:
             engine.begin()
-        if self._newest is not this:
+        if self._newest() is not this:
             raise ConfigError(
                 "two iterators of one loader at once, as by zip(loader, loader), would give the same batches: set up "
                 "two loaders, first, second = engine.setup_dataloaders(loader, other)."
             )
-        try:
-            for batch in batches:
-                self.batch += 1
-                self.samples = batch.samples
-                if batch.total is not None:
-                    self.weight = batch.share * engine.strategy.processes.readers / batch.total if batch.total else 0.0
-                data = batch.data
-                del batch  # it may not stay in memory during the next forward
-                yield data if self._moves is None else self._moves(data)
-        finally:
-            is_newest = self._newest is this
-            if is_newest:
-                self._newest = None
-        if is_newest:
-            self._engine._epochs += self._training
+        for batch in batches:
+            self.batch += 1
+            self.samples = batch.samples
+            if batch.total is not None:
+                self.weight = batch.share * engine.strategy.processes.readers / batch.total if batch.total else 0.0
+            data = batch.data
+            del batch  # it may not stay in memory during the next forward
+            yield data if self._moves is None else self._moves(data)
+        if self._newest() is this:
             self._next_epoch()
 
-    @property
-    def _looked(self) -> bool:
-        """Whether only one batch was taken before anything was trained: the next iterator begins with it again.
-
-        Not where another loader has ended its epoch meanwhile, as by `zip`.
-        """
+    def _leave(self, *iteration: object) -> None:
+        """End the epoch of an iterator that was dropped; one that was a look at one batch begins with it again."""
+        # Before anything is trained, and no other loader has ended its epoch meanwhile, as by `zip`.
         untrained = self._engine._backwards == self._engine._epochs == 0
-        return untrained and not self._goes_on and self.batch == self._first + 1
+        self._newest = _nothing
+        if untrained and self.batch == self._first + 1:
+            self.batch = 0
+            if self._restored is not None:
+                self.load_state_dict(*self._restored)
+        elif self.batch:
+            self._next_epoch()
 
     def _trained_places(self) -> list[tuple[int, int]]:
-        return [(one.epoch, one.batch) for one in self._engine._loaders if one._training and one._newest is not None]
+        return [(one.epoch, one.batch) for one in self._engine._loaders if one._training and one._newest() is not None]
 
     def _next_epoch(self) -> None:
+        engine = self._engine
+        trained = self.batch == self._first or self._backwards < engine._backwards
+        self._beside, self._ended = [one.epoch for one in engine._loaders] if trained else [], engine._backwards
+        engine._epochs += self._training
         self.epoch += 1
-        self.batch, self._restored = 0, None
+        self.batch, self._restored, self._newest = 0, None, _nothing
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether another loader continues a round of the program in which this one has ended its epoch.
+
+        The other one has ended fewer epochs, and something was trained since this one has ended: the other comes after
+        it, or beside it by `zip_longest`.
+        """
+        return (
+            self._newest() is None
+            and self._ended < self._engine._backwards
+            and any(
+                one.epoch == epoch < self.epoch and (one._goes_on or one._newest() is not None)
+                for one, epoch in zip(self._engine._loaders, self._beside, strict=False)
+            )
+        )
 
     def _batches(self) -> Iterator[Batch]:
         batches, strategy = self._loader.iterate(self.epoch, self.batch), self._engine.strategy
@@ -1136,11 +1165,12 @@ class EngineLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
         # An evaluation by `next` in a step of training is not continued by the step that follows.
-        left = self._newest is None or (bool(self._within) and self._within == self._trained_places())
-        looked, over = left and self._looked, self.batch > 0 and left and not self._goes_on
+        left = self.batch > 0 and not self._goes_on and bool(self._within) and self._within == self._trained_places()
+        over = self._is_over
         return {
-            "epoch": self.epoch + (over and not looked),
-            "batch": self._first if looked else 0 if over else self.batch,
+            "epoch": self.epoch + left - over,
+            "batch": 0 if left else self.batch,
+            "waits": self._waits or over,
             "global_micro_batch": self._global_micro_batch,
             "began_with": self._began_with,
             "state": self._loader.state_dict(),
@@ -1151,11 +1181,15 @@ class EngineLoader:
         problem = wrong({**state}, _LOADER, "the loader's state")
         if problem is not None:
             raise CheckpointError(f"the position of a loader is damaged: {problem}.")
+        self._waits = state.get("waits", False)  # earlier versions do not know it
         self.epoch, self.batch, self._goes_on = state["epoch"], state["batch"], True
+        self._newest, self._beside = _nothing, []
         before, now = state["global_micro_batch"], self._global_micro_batch
         self._restored = state, exact
         if exact:
             self._loader.load_state_dict(state["state"])
+            if not self.batch:  # at once, and not as the epoch begins: the loop may change samplers before it
+                self._loader.measure()
         # A program whose batches grow while it trains begins with the same as before, and goes on within the epoch.
         alike = state.get("began_with") == self._began_with
         if before is not None and now is not None and before != now and not alike:
@@ -1165,6 +1199,14 @@ class EngineLoader:
     def _global_micro_batch(self) -> int | None:
         size = self._loader.batch_size
         return None if size is None else size * self._engine.strategy.processes.readers
+
+
+class _Iteration:
+    """Stands for an iterator of a loader as long as that lives."""
+
+
+def _nothing() -> None:
+    """Stand for a weak reference to an iterator that has ended."""
 
 
 def _first_of_each(take: Callable[[], list[Batch]]) -> Iterator[Batch]:

@@ -315,7 +315,8 @@ class Trainer:
     ) -> None:
         """Write a checkpoint folder at `filepath`, or at a URL such as s3://bucket/name.
 
-        Collective: every process must call this, at the end of a step.
+        Collective: every process must call this, at the end of a step. In a validation inside `fit`, but for
+        `on_validation_end`, the checkpoint is written when that has ended; `on_checkpoint_saved` tells it.
 
         Args:
             filepath: the folder or URL.
@@ -331,6 +332,9 @@ class Trainer:
         _refuse_no_bool("weights_only", weights_only, "; data of your own are info={...}")
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
+        if run.saves_wait and not run.interrupted:
+            run.save_later(partial(self.save_checkpoint, filepath, weights_only, info=info))
+            return
         run.check_all_ranks_call("save_checkpoint")
         if self.strategy.shards_state:
             fix = "All processes write their shards into one folder: give the same path everywhere."

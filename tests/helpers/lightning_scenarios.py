@@ -1158,6 +1158,32 @@ def timed(library: Library, record: Record, folder: Path) -> list[Any]:
     return [timer, Reads()]
 
 
+def counts_in_its_state(library: Library, record: Record, folder: Path) -> list[Any]:
+    class Counts(library.Callback):  # type: ignore[misc]
+        number = 0
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            self.number += 1
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            record.noted.append(self.number)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"number": self.number}
+
+    return [Counts()]
+
+
+def saves_in_validation(library: Library, record: Record, folder: Path) -> list[Any]:
+    class Saves(library.Callback):  # type: ignore[misc]
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            path = folder / f"saved-{len(record.noted)}"
+            trainer.save_checkpoint(path)
+            record.noted.append(path.exists())
+
+    return [Saves()]
+
+
 def takes_index(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     class Module(Net):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
@@ -1784,6 +1810,12 @@ SCENARIOS = [
         action=counts_calls,
         differs={"noted": "calls of log_metrics", "logged": "several loaders", "metrics": "several loaders"},
     ),
+    Scenario(
+        "states in the sanity check",
+        callbacks=counts_in_its_state,
+        differs={"noted": "states after the sanity check"},
+    ),
+    Scenario("saves in validations", callbacks=saves_in_validation, differs={"noted": "saved in a validation"}),
     Scenario("time of the sanity check", callbacks=timed, differs={"noted": "time of the sanity check"}),
     Scenario(
         "index of the only loader",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -163,10 +164,44 @@ FIXED: dict[str, Program] = {
     "a second loader again and again": EngineProgram(
         data=Several("min_size"), second=Second("again and again", "by epoch", 4), breaks=(Break(5),)
     ),
+    "two loaders by zip, broken twice at an epoch's end": EngineProgram(
+        data=Stream(samples=6), second=Second("zip"), breaks=(Break(6), Break(7)), saving=Saving(2, True)
+    ),
+    "two loaders one after the other": EngineProgram(
+        data=OwnSampler("counts"),
+        second=Second("one after the other", "by epoch"),
+        breaks=(Break(5), Break(1), Break(8)),
+        saving=Saving(1, True, True),
+    ),
+    "a chain of two loaders": EngineProgram(
+        data=Shuffled(7), second=Second("chain", "state has the epoch"), breaks=(Break(6), Break(5)), saving=Saving(1)
+    ),
+    "a short loader beside a long one": EngineProgram(
+        data=Stream("goes on"), second=Second("zip_longest", samples=14), breaks=(Break(6),), saving=Saving(2)
+    ),
+    "a long loader beside a short one": EngineProgram(
+        data=Several("list"), second=Second("zip_longest", samples=4), breaks=(Break(3), Break(5)), saving=Saving(1)
+    ),
+    "epochs that are left by break": EngineProgram(
+        second=Second("again and again", left_at=2), breaks=(Break(3), Break(2)), saving=Saving(1, True)
+    ),
     "one loader by next, saved again after a load": EngineProgram(
         data=OwnSampler("has a state"), second=Second("next"), breaks=(Break(6), Break(1)), saving=Saving(2, True, True)
     ),
 }
+if find_spec("torchdata"):
+    _STREAM = Stream("no state", "StatefulDataLoader")
+    FIXED |= {
+        "torchdata's loader of a stream without a state, resumed twice": Program(
+            data=_STREAM, stops=(Stop("signal", "step", 2), Stop("signal", "step", 1)), saves=Saves(1)
+        ),
+        "the same, and a step that is taken back": Program(
+            data=_STREAM, window=Window(later=2), guard=Guard("rewind", 5)
+        ),
+        "the same in a loop with an Engine": EngineProgram(
+            data=_STREAM, second=Second("next"), saving=Saving(1), breaks=(Break(1), Break(2))
+        ),
+    }
 """Programs with each block and each place of a stop, of which several were once wrong."""
 
 
@@ -203,6 +238,7 @@ def test_a_program_trains_as_by_hand(problems: dict[str, list[str]], name: str) 
     assert problems[name] == [], FIXED[name]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
 def test_the_fixed_programs_have_each_block() -> None:
     blocks = [one for program in FIXED.values() for one in program.all()]
     assert all(program.fits() for program in FIXED.values())

@@ -528,6 +528,16 @@ _CHECKPOINTS = (
         "both hold: the shorter time ends the run",
     ),
     Difference("time of the sanity check", '`Timer` counts the sanity check as "validate"', "does not"),
+    Difference(
+        "states after the sanity check",
+        "states of callbacks and of the data module keep what the sanity check has changed",
+        "are put back after it",
+    ),
+    Difference(
+        "saved in a validation",
+        "`trainer.save_checkpoint` in a hook of a validation writes at once",
+        "but for `on_validation_end`, when the validation has ended: the resumed run does not repeat it",
+    ),
 )
 
 SECTIONS = {

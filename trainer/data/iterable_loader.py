@@ -412,8 +412,9 @@ class IterableLoader(BatchLoader):
         if self._training and self.one_shot:
             notes.append(f"{self._kind()} can be iterated only once: one epoch")
         if self._training and not self.exact:
+            owner = f"the stream of {self._kind()}" if _has_state(self._loader) else self._kind()
             notes.append(
-                f"resume will not be exact: {self._kind()} has no state_dict/load_state_dict"
+                f"resume will not be exact: {owner} has no state_dict/load_state_dict"
                 f"{_why_its_dataset_does_not_help(self._loader)}, so a resumed run reads the batches already used "
                 "again and skips them"
             )
@@ -439,12 +440,24 @@ class IterableLoader(BatchLoader):
 
 def _keeper_of_place(loader: Any) -> Any:
     """Return the loader if it has a state, else its dataset; None if neither has one from which the rest follows."""
-    if _has_state(loader):
-        return loader
     dataset = getattr(loader, "dataset", None)
+    if _has_state(loader) and not _counts_batches(loader, dataset):
+        return loader
     # Without workers a DataLoader has taken the samples of the batches that it has given, and no others.
     plain = type(loader) is DataLoader and loader.num_workers == 0 and isinstance(dataset, IterableDataset)
     return dataset if plain and _has_state(dataset) and not _shuffles_in_a_buffer(dataset) else None
+
+
+def _counts_batches(loader: Any, dataset: Any) -> bool:
+    """Whether the state of a StatefulDataLoader is a number of batches, because its stream has no state.
+
+    That number is wrong once it has been restored: torchdata 0.11 counts the batches that it reads again, too.
+    """
+    of_torchdata = any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__)
+    if not of_torchdata or not isinstance(dataset, IterableDataset) or _has_state(dataset):
+        return False
+    with isolated_rng():
+        return not _has_state(iter(copy(dataset)))
 
 
 def _why_its_dataset_does_not_help(loader: Any) -> str:

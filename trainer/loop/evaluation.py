@@ -77,6 +77,7 @@ def validate_during_fit(run: Run) -> bool:
         evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad(), leaving=leaving)
         if leaving.left:
             leaving.restore()
+            run.drop_waiting_saves()
     if not leaving.left:
         run.report_once(never_reset(run.metrics, updates))
     return not leaving.left
@@ -177,7 +178,7 @@ def evaluate(
             hooks.epoch_end()
             read(metrics.read_epoch(closing), results)
             if run.stage == "fit" and log_results:
-                run.progress.validated()
+                run.end_validation()
             hooks.end()
             read(metrics.read_epoch(closing), results)
             metrics.reset_computed()

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import nn
 
-from trainer.callback import Callback
 from trainer.data.loader import Batch, BatchLoader
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop.no_trace import Restore, Uncopied, is_dense, keep_attributes, keep_buffers, keep_values
+from trainer.loop.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states
 from trainer.loop.run import Run
-from trainer.metrics.metric_log import is_torchmetric
-from trainer.metrics.state import kept_torchmetrics
 from trainer.precision import is_quantized
 from trainer.seed import rng_state, set_rng_state
 
 _FEW = 8
 """Values of a weight that are looked at, at least, if it has as many."""
-_LARGEST, _MOST = 2**20, 2**28
-"""Bytes of a tensor in an attribute, and of all buffers together, of which there are copies."""
+_MOST = 2**28
+"""Bytes of all buffers together, up to which there are copies."""
 
 
 class Leaving:
     """Ends a validation after the batch at which a signal or a deadline stops the run.
 
     The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
-    first batch. What a checkpoint has is then as it was before the validation: logged values, torchmetrics objects,
-    buffers, numbers and texts of the module, options of optimizers, random numbers; and, of users' callbacks, module
-    and data module with a state, plain attributes and the objects in them. Its last hooks are not called: they would
-    judge a part of the samples.
+    first batch. What a checkpoint has is then as it was before the validation: what `keep_states` keeps, logged values,
+    buffers and random numbers. Its last hooks are not called: they would judge a part of the samples.
 
     A validation is not left while weights, frozen ones too, are others than before, as by the user's own averages or
     merged adapters: its last hooks have to put them back. Callbacks with `swaps_weights` save the trained weights in
@@ -42,32 +35,13 @@ class Leaving:
         self.run = run
         self.left = False
         self._rng = rng_state(run.strategy.device)
-        self._restore: list[Restore] = [run.hook_changes.kept(), kept_torchmetrics(run.metrics)]
+        self._restore: list[Restore] = [*keep_states(run, looks_inside=True)]
         buffers = [buffer for buffer in run.module.buffers() if is_dense(buffer)]
         many = sum(buffer.nbytes for buffer in buffers) > _MOST
-        parts = list(run.module.modules())
-        for part in parts:
+        for part in run.module.modules():
             self._restore += keep_buffers(part, 0 if many else _MOST)
-        seen = {id(one) for one in (run.module.trainer, *parts)}
-        for owner in self._users_with_a_state(parts):
-            self._restore += keep_attributes(owner, _LARGEST, seen)
-        for optimizer in run.optimizers:
-            self._restore += keep_values([optimizer.param_groups], _LARGEST)
         self._uncopied = [one for one in self._restore if isinstance(one, Uncopied)]
         self._weights = self._few_weights()
-
-    def _users_with_a_state(self, parts: list[nn.Module]) -> Iterator[Any]:
-        """Yield the user's callbacks, data module and parts of the module, if a checkpoint has what they return."""
-        for callback in self.run.callbacks:
-            kind = type(callback)
-            saves = [kind.state_dict is not Callback.state_dict]
-            saves.append(kind.on_save_checkpoint is not Callback.on_save_checkpoint)
-            if any(saves) and not kind.__module__.startswith("trainer."):
-                yield callback
-        if self.run.datamodule is not None and self.run.datamodule.overrides("state_dict"):
-            yield self.run.datamodule
-        if self.run.module.overrides("on_save_checkpoint"):
-            yield from (part for part in parts if not is_torchmetric(part))
 
     def begin(self) -> None:
         """Take the weights that callbacks swap in as those from before, after the first hooks."""

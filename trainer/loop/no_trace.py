@@ -7,6 +7,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainer.callback import Callback
 from trainer.data.sampler_state import OwnGenerator, attributes, own_generators
 from trainer.hyperparameters import is_scalar
 from trainer.loop.run import Run
@@ -29,6 +31,8 @@ from trainer.seed import isolated_rng
 _OWN = frozenset({*vars(nn.Module()), *EXCLUDED_FROM_PICKLE})
 _LARGEST = 2**26
 """Bytes of a tensor that is no buffer, or of an array, up to which its values are kept."""
+_LARGE, _SMALL = 2**20, 2**10
+"""The same of what a checkpoint has, and of the states of optimizers, which are as many as the weights."""
 _DEEPEST, _MANY = 4, 1000
 """Levels of containers in containers, and items of one, up to which what is in them is kept, too."""
 _CONTAINERS = (OrderedDict, dict, deque, list, set)
@@ -64,12 +68,11 @@ def no_trace(run: Run) -> Iterator[None]:
 
 
 def keep(run: Run) -> Restore:
-    """Return a function that puts back what the module has now, but for its parameters' values: buffers, torchmetrics
-    objects, plain attributes, modes, and which parameters are trained.
+    """Return a function that puts back what `keep_states` keeps, and all buffers and plain attributes of the module.
 
     Plain are numbers, texts, tensors, arrays, and containers of these.
     """
-    restore: list[Restore] = [run.hook_changes.kept(), kept_torchmetrics(run.metrics)]
+    restore = [*keep_states(run, looks_inside=False)]
     for module in run.module.modules():
         restore += keep_buffers(module, math.inf)
         if not is_torchmetric(module):  # else it is restored above
@@ -80,6 +83,41 @@ def keep(run: Run) -> Restore:
             one()
 
     return put_back
+
+
+def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
+    """Yield functions that put back what a checkpoint has now, but for weights, buffers and large tensors.
+
+    Of users' callbacks, data module and module with a state these are the plain attributes.
+
+    Args:
+        looks_inside: also those of the objects in them. False where the run goes on: an object may be a connection.
+    """
+    yield run.hook_changes.kept()
+    yield kept_torchmetrics(run.metrics)
+    parts = [*run.module.modules()]
+    seen = {id(one) for one in (run.module.trainer, *parts)} if looks_inside else None
+    for owner in _users_with_a_state(run, parts):
+        yield from keep_attributes(owner, _LARGE, seen)
+    for optimizer in run.optimizers:
+        yield from keep_values([optimizer.param_groups], _LARGE)
+        yield from keep_values([optimizer.state], _SMALL)
+    for config in run.scheduler_configs:
+        yield partial(config.scheduler.load_state_dict, deepcopy(config.scheduler.state_dict()))
+
+
+def _users_with_a_state(run: Run, parts: list[nn.Module]) -> Iterator[Any]:
+    """Yield the user's callbacks, data module and parts of the module, if a checkpoint has what they return."""
+    for callback in run.callbacks:
+        kind = type(callback)
+        saves = [kind.state_dict is not Callback.state_dict]
+        saves.append(kind.on_save_checkpoint is not Callback.on_save_checkpoint)
+        if any(saves) and not kind.__module__.startswith("trainer."):
+            yield callback
+    if run.datamodule is not None and run.datamodule.overrides("state_dict"):
+        yield run.datamodule
+    if run.module.overrides("on_save_checkpoint"):
+        yield from (part for part in parts if not is_torchmetric(part))
 
 
 def keep_buffers(module: nn.Module, largest: float) -> Iterator[Restore]:

@@ -184,6 +184,8 @@ class Run:
     """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
     interrupted = False
     """True if an error or a signal has ended the run."""
+    saves_wait = False
+    """True inside `fit` in a validation, but for its last hook: a checkpoint of now would have a part of it."""
     has_weights = False
     """True when the strategy has the module, with the weights that the run begins with."""
     validation_clock: ValidationClock | None = None
@@ -285,6 +287,7 @@ class Run:
         self.loaders = Loaders()
         self.skipping = SkippedBatches(module, self.strategy, self.progress)
 
+        self._waiting_saves: list[Callable[[], None]] = []
         self.reuses_memory = config.compilation is not None and config.compilation.reuses_memory
         """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
         self.metrics.copies_losses = self.reuses_memory
@@ -471,10 +474,26 @@ class Run:
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Evaluate in the block, and go on afterwards with what was in progress before."""
-        before, self.activity = self.activity, activity
+        """Evaluate in the block, write the checkpoints that wait for its end, and go on with what was in progress."""
+        before, self.activity, self.saves_wait = self.activity, activity, True
         yield
-        self.activity = before
+        self.activity, self.saves_wait = before, False
+        waiting, self._waiting_saves = self._waiting_saves, []
+        for save in waiting:
+            save()
+
+    def save_later(self, save: Callable[[], None]) -> None:
+        """Write a checkpoint when the validation has ended; of one that is left none, since it is done again."""
+        self._waiting_saves.append(save)
+
+    def drop_waiting_saves(self) -> None:
+        """Write no checkpoint for which the validation in progress has asked."""
+        self._waiting_saves.clear()
+
+    def end_validation(self) -> None:
+        """Count the validation as done, before its last hook: a resumed run does not repeat it."""
+        self.progress.validated()
+        self.saves_wait = False
 
     def interrupt(self) -> None:
         """Remember that an error has ended the run."""

@@ -106,7 +106,7 @@ class Program:
     def cuts_epochs(self) -> bool:
         """Whether epochs end before the loader does."""
         cut = "limit" in self.blocks and self.limit.train != 1.0
-        return cut or ("second" in self.blocks and self.second.reading == "zip")
+        return cut or ("second" in self.blocks and (self.second.reading == "zip" or self.second.left_at > 0))
 
     def fits(self) -> bool:
         """Whether all blocks fit together."""

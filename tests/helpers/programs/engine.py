@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,30 @@ from tests.helpers.programs.record import Record
 from tests.helpers.programs.reference import loss_of, make_net
 from trainer import Engine
 
+_TO_THE_END = ("one after the other", "chain", "zip_longest")
+
 
 @block("second", of=("Engine",))
 class Second(Block):
     """How the loop reads its loader, and a second one beside it."""
 
-    reading: str = one_of("for", "next", "zip", "next of the second", "again and again")
+    reading: str = one_of("for", "next", "zip", "next of the second", "again and again", *_TO_THE_END)
     """`for` and `next`: there is no second loader. "again and again": a second loader that begins again at its end."""
     kind: str = one_of("in order", "by epoch", "no state", "state has the epoch", "set_epoch resets")
     samples: int = one_of(6, 4, 14, 40)
+    left_at: int = one_of(0, 0, 0, 2)
+    """The batch of the first loader after which the loop is left by `break`, before it saves; 0: none."""
 
     def fits(self, program: Program) -> bool:
         if self.reading in ("for", "next"):
             return True
         if self.reading == "next of the second":
             return self.samples == 40
+        if self.reading in _TO_THE_END and not self.left_at:
+            return True
         # Such a stream goes on where a loop has left it.
-        return self.kind != "state has the epoch" and not (self.reading == "zip" and self.kind == "no state")
+        cut = self.reading == "zip" or self.left_at > 0
+        return self.kind != "state has the epoch" and not (cut and self.kind == "no state")
 
     def two(self) -> bool:
         """Whether there is a second loader."""
@@ -95,14 +102,16 @@ def _loop(program: EngineProgram, path: Path, record: Record, end: int | None) -
                 engine.save(path, state)
         for epoch in range(loader.epoch, 3):
             program.data.change(data, epoch)
-            for batch, beside in read(second.reading, loader, other):
+            for pair in read(second.reading, loader, other):
                 optimizer.zero_grad()
-                loss, numbers, _ = loss_of(model, batch, items=False)
-                also = [] if beside is None else loss_of(model, beside, items=False)
-                engine.backward(loss + also[0] if also else loss)
-                record.add_batch(epoch, loader.batch - 1, numbers, state["step"], also and also[1], loss.item())
+                loss, facts = losses_of(model, pair)
+                engine.backward(loss)
+                number = loader.batch - 1 if pair[0] is not None else 99 + other.batch
+                record.add_batch(epoch, number, facts[0], state["step"], *facts[1:])
                 optimizer.step()
                 state["step"] += 1
+                if loader.batch == second.left_at != 0:
+                    break
                 if state["step"] % program.saving.steps == 0:
                     engine.save(path, state)
                 if state["step"] == end:
@@ -123,6 +132,16 @@ def read(how: str, loader: Any, other: Any) -> Iterator[tuple[Any, Any]]:
             yield batch, None
     elif how == "zip":
         yield from zip(loader, other, strict=False)
+    elif how == "zip_longest":
+        yield from zip_longest(loader, other)
+    elif how == "chain":
+        # Both begin here: a generator expression asks for its iterator at once.
+        yield from chain(((batch, None) for batch in loader), ((None, batch) for batch in other))
+    elif how == "one after the other":
+        for batch in loader:
+            yield batch, None
+        for batch in other:
+            yield None, batch
     else:
         others = iter(other)
         for batch in loader:
@@ -131,6 +150,14 @@ def read(how: str, loader: Any, other: Any) -> Iterator[tuple[Any, Any]]:
                 others = iter(other)
                 beside = next(others)
             yield batch, beside
+
+
+def losses_of(net: Any, pair: tuple[Any, Any]) -> tuple[torch.Tensor, tuple[list[int], list[int], float]]:
+    """Return the loss of the batches of one step or two, and what is recorded of them."""
+    found = [None if one is None else loss_of(net, one, items=False) for one in pair]
+    loss = sum(one[0] for one in found if one is not None)
+    first, second = ([] if one is None else one[1] for one in found)
+    return loss, (first, second, loss.item())  # type: ignore[arg-type,union-attr,return-value]
 
 
 class _ByHand:
@@ -153,14 +180,18 @@ def engine_by_hand(program: EngineProgram, orders: list[dict[int, list[list[int]
     for epoch in range(3):
         program.data.change(data, epoch)
         batches = program.data.batches(data, epoch) if orders is None else map(objects.batch_of, orders[0][epoch])
-        for number, (batch, beside) in enumerate(read(program.second.reading, batches, other)):
+        first = second = 0
+        for pair in read(program.second.reading, batches, other):
             optimizer.zero_grad()
-            loss, numbers, _ = loss_of(net, batch, items=False)
-            also = [] if beside is None else loss_of(net, beside, items=False)
-            (loss + also[0] if also else loss).backward()
-            record.add_batch(epoch, number, numbers, step, also and also[1], loss.item())
+            loss, facts = losses_of(net, pair)
+            loss.backward()
+            first, second = first + (pair[0] is not None), second + (pair[1] is not None)
+            number = first - 1 if pair[0] is not None else 99 + second
+            record.add_batch(epoch, number, facts[0], step, *facts[1:])
             optimizer.step()
             step += 1
+            if first == program.second.left_at != 0:
+                break
     record.end_fit(net, step)
     record.told = {*objects.TOLD} | {0, 1, 2}
     return record

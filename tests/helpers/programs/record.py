@@ -54,7 +54,7 @@ class Record:
         """Return the samples of each batch by epoch, as they were the last time."""
         found: dict[int, list[list[int]]] = {}
         for (one, epoch, _), times in sorted(self.batches.items()):
-            if one == fit:
+            if one == fit and times[-1][0]:  # of a loop's first loader
                 found.setdefault(epoch, []).append(times[-1][0])
         return found
 
