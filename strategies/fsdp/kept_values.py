@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.data.sampler_state import attributes
+from trainer.data.sampler_state import attributes, own_generators
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
+from trainer.module import TrainModule
 from trainer.strategies.fsdp.mesh import ModelSplit
+from trainer.strategies.fsdp.one_reader import digest
 from trainer.strategies.fsdp.reachable import OF_TORCH, is_container, is_users, objects_behind, places
 
 _EVERY = 64
@@ -36,15 +38,24 @@ class KeptValues:
     different values cannot be read before it is written.
 
     Args:
+        module: whose blocks keep values, or, where it is a pipeline, which keeps them itself.
         blocks: all blocks by name, also those of other stages.
         layout: the division of the model.
         dtype: the model computes in.
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], processes: SingleProcess, layout: ModelSplit, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        processes: SingleProcess,
+        layout: ModelSplit,
+        dtype: torch.dtype,
     ) -> None:
         self._blocks, self._processes, self._layout = blocks, processes, layout
+        within = tuple(f"{name}." for name in blocks)
+        everywhere = layout.pipeline > 1  # after the blocks the last stage is alone, too
+        self._modules = {n: m for n, m in module.named_modules() if everywhere or f"{n}.".startswith(within)}
         # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
         self._limit = max(torch.finfo(dtype).eps / 8, 1e-5)
         self._steps = 0
@@ -63,11 +74,11 @@ class KeptValues:
         self.looks = self._steps & (self._steps - 1) == 0 or self._steps % _EVERY == 0
         self._steps += 1
         unread, self.unread, self._different = self.unread, {}, []
-        before = _kept(self._blocks) if self.looks else {}
+        before = self._kept() if self.looks else {}
         with _unreadable(unread):
             yield
         if self.looks:
-            self._seen = before, _kept(self._blocks)
+            self._seen = before, self._kept()
 
     def compare(self) -> None:
         """Find what the last forward has changed and other processes have different. Collective, in some steps."""
@@ -85,17 +96,33 @@ class KeptValues:
             if is_own and all(math.isclose(one, found[0], rel_tol=self._limit) or one != one for one in found):
                 continue
             owner = after[place][0] if place in after else None
-            self._different.append(f"{place}.{name}")
+            words = f"{place}.{name}".removeprefix(".")
+            self._different.append(words)
             error = (
-                f"{self._layout}: {{}} {place}.{name}, which differs between the processes of one model, because each "
-                "computes it from some of the features, tokens or blocks. Compute it outside of the blocks from their "
-                "outputs, or use another strategy."
+                f"{self._layout}: {{}} {words}, which differs between the processes of one model. Each computes "
+                "some of the features, tokens or blocks, and in a pipeline the last stage alone what comes after them. "
+                "Compute the value before the blocks, or from their outputs; or use another strategy."
             )
             if is_own and isinstance(owner, nn.Module) and name in owner._buffers:
                 raise ConfigError(error.format("the blocks change the buffer"))
             # What a list has in it is known by reading the list, as for adding to it.
             if owner is not None and not (is_own and is_container(attributes(owner).get(name))):
                 self.unread.setdefault(id(owner), (owner, {}))[1][name] = error.format("the training reads")
+
+    def _kept(self) -> Kept:
+        found: Kept = {}
+        seen: set[int] = set()
+        for name, part in self._modules.items():
+            own = {key: one for key, one in vars(part).items() if key not in OF_TORCH} | part._buffers
+            if isinstance(part, TrainModule):
+                own = {key: one for key, one in own.items() if key[:1] != "_" and not hasattr(TrainModule, key)}
+            found[name] = part, {key: _values(one) for key, one in own.items()}
+        for block, one in self._blocks.items():
+            for place, value in places(block, one):
+                for number, held in enumerate(filter(is_users, objects_behind(value, seen)), start=1):
+                    of_object = {key: _values(value) for key, value in attributes(held).items()}
+                    found[f"{place} ({type(held).__name__} {number})"] = held, of_object
+        return found
 
     def refuse_different_loss(self, loss: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         """Raise ConfigError if the processes of a group have different losses. Collective."""
@@ -114,25 +141,12 @@ class KeptValues:
                 )
 
 
-def _kept(blocks: Mapping[str, nn.Module]) -> Kept:
-    found: Kept = {}
-    seen: set[int] = set()
-    for name, block in blocks.items():
-        for path, child in block.named_modules():
-            of_child = {key: one for key, one in vars(child).items() if key not in OF_TORCH} | child._buffers
-            found[f"{name}.{path}".removesuffix(".")] = child, {key: _values(one) for key, one in of_child.items()}
-        for place, value in places(name, block):
-            for number, one in enumerate(filter(is_users, objects_behind(value, seen)), start=1):
-                of_object = {key: _values(value) for key, value in attributes(one).items()}
-                found[f"{place} ({type(one).__name__} {number})"] = one, of_object
-    return found
-
-
 def _values(kept: Any) -> list[tuple[Any, int]]:
-    """Return the tensors, numbers and texts of an attribute; none of a large container."""
+    """Return the tensors, numbers and texts of an attribute, with versions; of generators numbers for their states."""
     is_large = isinstance(kept, (list, tuple, deque, dict)) and not is_container([*kept])
     leaves, _ = torch.utils._pytree.tree_flatten(None if is_large else kept)
-    return [(one, one._version if isinstance(one, torch.Tensor) else 0) for one in leaves if _is_value(one)]
+    states = [] if is_large else [digest(one.get_state()) for one in own_generators(kept, depth=1)]
+    return [(one, one._version if isinstance(one, torch.Tensor) else 0) for one in (*leaves, *states) if _is_value(one)]
 
 
 def _is_value(one: Any) -> bool:
@@ -156,7 +170,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, f
 def _number(value: Any) -> float:
     if isinstance(value, torch.Tensor):
         return float((value.abs() if value.is_complex() else value).detach().float().norm())
-    return 0.0 if isinstance(value, str) else float(value)
+    return float(digest(value) if isinstance(value, str) else value)
 
 
 @contextmanager

@@ -692,7 +692,7 @@ class FSDPStrategy(DistributedStrategy):
             from trainer.strategies.fsdp.kept_values import KeptValues
 
             dtype = self.precision.autocast or self.precision.weights
-            self._kept_values = KeptValues(self._split_blocks, self.processes, self.layout, dtype)
+            self._kept_values = KeptValues(self.module, self._split_blocks, self.processes, self.layout, dtype)
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)

@@ -540,8 +540,6 @@ REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
     "losses in a list, split features": ("TP x2", WithParts, samples, "tensor 1 in lists and dicts that it gets"),
     "an object": ("CP x2", WithObject, samples, "what is in a State among the arguments is a tensor with a gradient"),
     "features of hooks": ("CP x2", WithHooks, samples, "what a hook of blocks.0.down writes to is a tensor with"),
-    "a generator behind the blocks": ("PP x2", NoiseAfter, samples, "leaves other values in noise on the stages"),
-    "a counter behind the blocks": ("PP x2", CountsAfter, samples, "leaves other values in count on the stages"),
     "a running mean of tokens": ("CP x2", WithAverages, samples, "the training reads blocks.0.average, which differs"),
     "a tensor of tokens": ("CP x2", WithTensors, samples, "the training reads blocks.0.average, which differs"),
     "a buffer of tokens": ("CP x2", WithBuffers, samples, "the blocks change the buffer blocks.0.average, which"),
@@ -565,6 +563,8 @@ ENDS: dict[str, tuple[type[Stack], str]] = {
     "a number in an object": (WithObjectOfNumbers, "writes into a State that others read, too"),
     "losses in a global list": (WithGlobals, "LOSSES at the level of "),
     "numbers in a global list": (WithGlobalNumbers, WRITES),
+    "a generator behind the blocks": (NoiseAfter, "the training reads noise, which differs between the processes"),
+    "a counter behind the blocks": (CountsAfter, "the training reads count, which differs between the processes"),
     "a late skip": (LateSkip, "in this step stage 1 computes from the output of a block of an earlier stage"),
 }
 """What one stage of a pipeline finds, while the other one waits for it."""
