@@ -34,7 +34,7 @@ class KeptValues:
 
     Each process has a part of the features, tokens or blocks, so that a mean that a block keeps is that of a part: it
     may be logged, but no loss and no later step is right that reads it. The processes compare such values, and the
-    loss, in the steps 0, 1, 2, 4, 8 and so on, and in every 64th. In the step after one of these an attribute with
+    loss, in the calls 0, 1, 2, 4, 8 and so on, and in every 64th. In the call after one of these an attribute with
     different values cannot be read before it is written.
 
     Args:
@@ -143,10 +143,12 @@ class KeptValues:
 
 def _values(kept: Any) -> list[tuple[Any, int]]:
     """Return the tensors, numbers and texts of an attribute, with versions; of generators numbers for their states."""
-    is_large = isinstance(kept, (list, tuple, deque, dict)) and not is_container([*kept])
-    leaves, _ = torch.utils._pytree.tree_flatten(None if is_large else kept)
-    states = [] if is_large else [digest(one.get_state()) for one in own_generators(kept, depth=1)]
-    return [(one, one._version if isinstance(one, torch.Tensor) else 0) for one in (*leaves, *states) if _is_value(one)]
+    values = [kept]
+    if isinstance(kept, (list, tuple, deque, dict)):
+        values = torch.utils._pytree.tree_leaves(kept) if is_container([*kept]) else []
+    if isinstance(kept, torch.Generator) or is_users(kept):
+        values = [digest(one.get_state()) for one in own_generators(kept, depth=1)]
+    return [(one, one._version if isinstance(one, torch.Tensor) else 0) for one in values if _is_value(one)]
 
 
 def _is_value(one: Any) -> bool:

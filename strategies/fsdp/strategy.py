@@ -120,6 +120,7 @@ class FSDPStrategy(DistributedStrategy):
     collective_forward = True
     _compares_gradients = False  # True until the first window has ended, if layers are split
     _kept_values: KeptValues | None = None  # of a model that is split
+    _split_blocks: dict[str, nn.Module]  # the blocks, also those of other stages
     _will_load_checkpoint = False
     _reuses_memory = False
     _communicates = True
@@ -164,8 +165,6 @@ class FSDPStrategy(DistributedStrategy):
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
         self._experts: dict[str, nn.Module] = {}  # that are split
-        self._split_blocks: dict[str, nn.Module] = {}
-        """The blocks of a model that is split, also those of other stages."""
         self._shared: list[Any] = []
         """Containers and objects to which several blocks of a pipeline can write."""
         self._loss_parallel = False
@@ -513,14 +512,13 @@ class FSDPStrategy(DistributedStrategy):
     def _split_model(self, module: TrainModule) -> dict[str, nn.Module]:
         """Split layers, sequences and blocks over the processes of one model; return the blocks of this process."""
         assert self._mesh is not None
-        blocks = self._find_blocks(module)
+        blocks = self._split_blocks = self._find_blocks(module)
         if not self.layout:
             return blocks
         if self.layout.pipeline * self.layout.context > 1:
-            blocks = main_stack(blocks)
+            blocks = self._split_blocks = main_stack(blocks)
             refuse_collecting(f"{self.layout}", module)
             refuse_unsplittable(module, blocks, self.layout, self.context_exchange)
-        self._split_blocks = blocks
         lines, here = [], blocks
         if self.layout.pipeline > 1:
             assert self._mesh is not None
