@@ -191,30 +191,11 @@ class ContextParallel:
                 self._unchecked.remove(name)
                 refuse_left_tensors("context_parallel", name, block, (args, kwargs))
                 _refuse_captured(name, block, (args, kwargs), output)
-                self._refuse_different_buffers(name, block)
             if waiting and not block.training and not torch.compiler.is_compiling():
                 waiting.clear()
                 refuse_left_in_evaluation("context_parallel", name, block, (args, kwargs))
 
         return check
-
-    def _refuse_different_buffers(self, name: str, block: nn.Module) -> None:
-        """Raise ConfigError if a block has computed a buffer from its part of the tokens. Collective."""
-        buffers = {path: b for path, b in block.named_buffers() if b.is_floating_point() and b.numel()}
-        if not buffers:
-            return
-        own = torch.stack([b.detach().float().norm() for b in buffers.values()])
-        largest, smallest = own.clone(), -own
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MAX, group=self.group)
-        equal = torch.isclose(largest, -smallest, rtol=1e-5, equal_nan=True).tolist()
-        different = [path for path, same in zip(buffers, equal, strict=True) if not same]
-        if different:
-            raise ConfigError(
-                f"context_parallel: {name} ({class_of(block).__name__}) computes its buffer {different[0]} from a part "
-                "of each sequence in training: compute statistics of tokens outside of the blocks, or use another "
-                "strategy."
-            )
 
     def _parts_of(self, name: str, args: Any, kwargs: Any, guess: int = 0) -> tuple[Any, Any]:
         """Return this process's tokens of a block's arguments; masks of attention stay full.

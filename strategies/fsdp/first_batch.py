@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
-from trainer.strategies.fsdp.reachable import objects_behind, places, tensors_in
+from trainer.strategies.fsdp.reachable import global_containers, objects_behind, places, tensors_in
 from trainer.strategies.fsdp.rehearsal import rehearsal
 
 
@@ -154,7 +154,7 @@ def refuse_left_tensors(option: str, name: str, block: nn.Module, inputs: Any) -
     trained = [one for one in (*tensors_in(inputs), *block.parameters()) if one.requires_grad]
     begins = {torch.autograd.graph.get_gradient_edge(one).node for one in trained}
     seen: set[int] = set()
-    for place, value in places(name, block, inputs):
+    for place, value in (*places(name, block, inputs), *global_containers(block)):
         tensors = [one for one in objects_behind(value, seen) if isinstance(one, torch.Tensor)]
         if any(_comes_from(one.grad_fn, begins) for one in tensors if one.grad_fn is not None):
             raise ConfigError(

@@ -19,7 +19,6 @@ from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
 from trainer.strategies.fsdp.first_batch import FirstBatch, refuse_outer_checkpoint
 from trainer.strategies.fsdp.messages import Neighbour
-from trainer.strategies.fsdp.one_reader import outer_state, refuse_different_state
 from trainer.strategies.fsdp.stages import split_blocks, stages_of_parameters
 
 
@@ -87,9 +86,6 @@ class Pipeline:
         self.connect(forwards, backwards, shared)
         self._began = False
         """True after the first call of the first own block."""
-        self._state_before: tuple[dict[str, str], torch.device] | None = None
-        """The module's own state outside of the blocks before the first window of a training, until that ends; and the
-        device on which stages compare it."""
         self._first_batch = FirstBatch(module, self.stage, self.elsewhere, blocks)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
@@ -210,8 +206,6 @@ class Pipeline:
         self._taken = False
         if self._before is not None:
             self._received = self._before.receive(device).requires_grad_(training)
-        if training and not self._first_batch.has_trained:
-            self._state_before = outer_state(self.module, self.stage_of_block), device
         with self._shared_random_numbers(device):
             outputs = call()
         received, self._received = self._received, None
@@ -286,9 +280,6 @@ class Pipeline:
         while self._saved:
             self._backward_of_oldest(run)
         self.flush()
-        if self._state_before is not None:
-            (before, device), self._state_before = self._state_before, None
-            refuse_different_state(self.module, self.stage_of_block, before, self._forwards, device)
         parameters = dict(self.module.named_parameters()) if self.ties else {}
         for name, stages in sorted(self.ties.items()):
             parameter = parameters[name]

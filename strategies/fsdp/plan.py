@@ -477,10 +477,8 @@ class FirstStepErrors:
         self._succeeded = self._succeeded or error is None
 
 
-def refuse_partial_gradients(
-    loss: torch.Tensor, parameters: Mapping[str, Any], dtype: torch.dtype, group: dist.ProcessGroup
-) -> None:
-    """Compare a loss, and gradients of parameters, that each process of a group has full. Collective.
+def refuse_partial_gradients(parameters: Mapping[str, Any], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    """Compare the gradients of parameters that each process of a group has full. Collective.
 
     Args:
         dtype: they are computed in.
@@ -490,12 +488,6 @@ def refuse_partial_gradients(
     """
     # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
     limit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps ** 0.5)
-    if float(_differences([loss], group)) > limit:
-        raise ConfigError(
-            f"tensor_parallel={dist.get_world_size(group)}: the loss differs between the processes, which have parts "
-            "of what it is computed from: a head's style is 'colwise_gather_output', or, for cross_entropy, "
-            "'colwise_loss_parallel'; a 'colwise' layer is followed by a 'rowwise' one."
-        )
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
     different = (_differences(gradients, group) > limit).tolist() if gradients else []
     names = [name for name, is_partial in zip(parameters, different, strict=True) if is_partial]

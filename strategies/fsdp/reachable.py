@@ -16,6 +16,7 @@ from torch import nn
 from trainer.data.sampler_state import attributes, is_filled
 
 _OPAQUE = (np.ndarray, type, ModuleType, str, bytes, int, float, complex, NoneType)
+_PACKAGES = ("trainer", "torch", "transformers")
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _LARGEST = 1000
@@ -47,20 +48,20 @@ def containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
 def objects(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
     """Return the users' other objects and the sets among the arguments of a call."""
     args, kwargs = arguments
-    return [one for one in (*args, *kwargs.values()) if isinstance(one, set) or _is_users(one)]
+    return [one for one in (*args, *kwargs.values()) if isinstance(one, set) or is_users(one)]
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of an attribute: itself, in containers, and in the attributes of a user's object."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple, set, deque, dict)) or _is_users(value):
+    elif isinstance(value, (list, tuple, set, deque, dict)) or is_users(value):
         for one in value if isinstance(value, (list, tuple, set, deque)) else content(value).values():
             if one is not value:
-                yield from tensors_of(one) if not _is_users(one) else ()
+                yield from tensors_of(one) if not is_users(one) else ()
 
 
-def _is_users(one: Any) -> bool:
+def is_users(one: Any) -> bool:
     """Whether this is an object of a class of the user's, with attributes, and no module."""
     kind = type(one)
     if isinstance(one, (*_OPAQUE, torch.Tensor, nn.Module, FunctionType, MethodType, partial)):
@@ -131,13 +132,28 @@ def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str,
             yield f"what is in a {type(leaf).__name__} among the arguments", leaf
 
 
+def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the lists, sets and dicts at module level that a block's methods and functions they call use, by name."""
+    kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if kind is not nn.Module}
+    waiting = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+    seen: set[int] = set()
+    for function in waiting:
+        for name in function.__code__.co_names if id(function) not in seen else ():
+            value, package = function.__globals__.get(name), function.__module__.partition(".")[0]
+            if isinstance(value, (list, deque, set, dict)) and package not in _PACKAGES:
+                yield f"{name} at the level of {function.__module__}", value
+            elif isinstance(value, FunctionType) and value.__module__.partition(".")[0] == package:
+                waiting.append(value)
+        seen.add(id(function))
+
+
 def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield an object and what is in it, in any nesting of containers, objects and what functions enclose, each once.
 
     What belongs to this package or to a library is not looked into.
     """
     of = value if isinstance(value, FunctionType) else type(value)
-    is_package = str(of.__module__).partition(".")[0] in ("trainer", "torch", "transformers")
+    is_package = str(of.__module__).partition(".")[0] in _PACKAGES
     if id(value) in seen or (not isinstance(value, torch.Tensor) and (isinstance(value, _OPAQUE) or is_package)):
         return
     seen.add(id(value))
@@ -147,7 +163,10 @@ def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
-    """Return the containers and objects that several blocks have in attributes, or their hooks know."""
+    """Return the containers and objects that several blocks have in attributes, or their hooks know, and global lists.
+
+    A dict at module level may be a cache, which each process can fill for itself.
+    """
     found: dict[int, Any] = {}
     times: Counter[int] = Counter()
     for block in blocks.values():
@@ -155,7 +174,9 @@ def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
         of_block = [one for _, place in places("", block) for one in objects_behind(place, seen) if is_container(one)]
         found.update({id(one): one for one in of_block})
         times.update(map(id, of_block))
-    return [found[key] for key, number in times.items() if number > 1]
+    of_all = [one for block in blocks.values() for _, one in global_containers(block) if isinstance(one, list)]
+    shared = [found[key] for key, number in times.items() if number > 1]
+    return [*shared, *{id(one): one for one in of_all if is_container(one)}.values()]
 
 
 def _inside(value: Any) -> list[Any]:

@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.data.transfer import map_leaves
 from trainer.float8.conversion import layers_in_8_bits
 from trainer.seed import isolated_rng
-from trainer.strategies.fsdp.reachable import content, fill, is_container, objects_behind, places, same_content
+from trainer.strategies.fsdp.reachable import (
+    content,
+    fill,
+    global_containers,
+    is_container,
+    objects_behind,
+    places,
+    same_content,
+)
 from trainer.strategies.swapped_parameters import without_hooks
 from trainer.strategy import eval_mode
 
@@ -149,7 +157,8 @@ def rehearsal(
 def _state_kept(block: nn.Module, inputs: Any) -> Iterator[None]:
     kept = [(child, dict(child._buffers), dict(vars(child))) for child in block.modules()]
     seen: set[int] = set()
-    behind = [one for _, place in places("", block, inputs) for one in objects_behind(place, seen) if is_container(one)]
+    held_by = (*places("", block, inputs), *global_containers(block))
+    behind = [one for _, place in held_by for one in objects_behind(place, seen) if is_container(one)]
     held = [(one, content(one)) for one in behind]
     for child, buffers, _ in kept:
         child._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})

@@ -60,16 +60,20 @@ class SideOutputs:
         block.register_forward_hook(torch.compiler.disable(self._take_from_output))
 
     def _of_caller(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self._callers = [*containers((args, kwargs)), *self._shared]
         self._objects = objects((args, kwargs))
+        self._callers = self._written_by(args, kwargs)
         self._held = {id(one) for held in self._objects for one in tensors_of(held)}
 
     def _of_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        own = [*containers((args, kwargs)), *self._shared] if self._callers else []
+        own = self._written_by(args, kwargs) if self._callers else []
         for theirs, one in zip(self._callers, own, strict=True):
             if one is not theirs:
                 keep_attributes_of(theirs, one)
         self._before = [(one, content(one)) for one in own]
+
+    def _written_by(self, args: Any, kwargs: Any) -> list[Any]:
+        """Return what a block can write for others; of objects, which are passed uncopied, other stages see nothing."""
+        return [*containers((args, kwargs)), *self._shared, *(self._objects if "pipeline" in self._split else ())]
 
     def _add_to_output(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the output with the other tensors from which a backward may begin, for the hook of FSDP2."""

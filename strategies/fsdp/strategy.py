@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from trainer.strategies.fsdp.gradients import Gradients
+    from trainer.strategies.fsdp.kept_values import KeptValues
     from trainer.strategies.fsdp.plan_check import PlanCheck
     from trainer.strategies.fsdp.trainable import Places
 
@@ -118,7 +119,8 @@ class FSDPStrategy(DistributedStrategy):
     shards_state = True
     collective_forward = True
     _compares_gradients = False  # True until the first window has ended, if layers are split
-    _loss: torch.Tensor | None = None  # to compare
+    _kept_values: KeptValues | None = None  # of a model that is split
+    _split_blocks: dict[str, nn.Module]  # the blocks, also those of other stages
     _will_load_checkpoint = False
     _reuses_memory = False
     _communicates = True
@@ -391,6 +393,7 @@ class FSDPStrategy(DistributedStrategy):
             {name: getattr(self, name) for name in _FIXED},
             self.wrapped_blocks,
             self._mesh,
+            self._split_blocks,
         )
 
     def _checkpoint(self, module: TrainModule, policy: BlockPolicy) -> None:
@@ -480,7 +483,7 @@ class FSDPStrategy(DistributedStrategy):
             )
         for name, value in others.items():
             setattr(self, name, value)
-        self._mesh = before.mesh
+        self._mesh, self._split_blocks = before.mesh, before.blocks
 
     def _set_policies(self) -> None:
         """Have the units of an earlier run gather and reduce in the dtypes of this run, and keep weights as it asks."""
@@ -509,11 +512,11 @@ class FSDPStrategy(DistributedStrategy):
     def _split_model(self, module: TrainModule) -> dict[str, nn.Module]:
         """Split layers, sequences and blocks over the processes of one model; return the blocks of this process."""
         assert self._mesh is not None
-        blocks = self._find_blocks(module)
+        blocks = self._split_blocks = self._find_blocks(module)
         if not self.layout:
             return blocks
         if self.layout.pipeline * self.layout.context > 1:
-            blocks = main_stack(blocks)
+            blocks = self._split_blocks = main_stack(blocks)
             refuse_collecting(f"{self.layout}", module)
             refuse_unsplittable(module, blocks, self.layout, self.context_exchange)
         lines, here = [], blocks
@@ -683,6 +686,11 @@ class FSDPStrategy(DistributedStrategy):
             self._order.end()
         self._is_first_step = True
         self._compares_gradients = self.layout.tensor > 1
+        if self.layout.processes > 1:
+            from trainer.strategies.fsdp.kept_values import KeptValues
+
+            dtype = self.precision.autocast or self.precision.weights
+            self._kept_values = KeptValues(self.module, self._split_blocks, self.processes, self.layout, dtype)
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
@@ -720,29 +728,41 @@ class FSDPStrategy(DistributedStrategy):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
-        with self._explaining.paused(), self._uncompiled_once(step), self._order.of(step):
+        kept = self._kept_values if step == "training_step" and torch.is_grad_enabled() else None
+        eager = self._uncompiled_once(step, bool(kept and kept.unread))
+        with self._explaining.paused(), eager, self._order.of(step), kept.step() if kept else NULL_CONTEXT:
             if self.layout.processes > 1 and args[1:2] == (0,):
                 refuse_different_batches(step, args[0], self._groups_of_model(), self.device)
-            if self._context is None:
-                return self._call_step(step, *args)
-            self._context.begin()
+            if self._context is not None:
+                self._context.begin()
             outputs = self._call_step(step, *args)
-            self._context.end(outputs)
-            return outputs
+            if self._context is not None:
+                self._context.end(outputs)
+        if kept is not None and self.pipeline is None:  # whose stages meet at the end of a window
+            kept.compare()
+        return outputs
 
     def _groups_of_model(self) -> Iterator[Any]:
         """Yield the groups through this process that compute one model, along each way in which it is split."""
         assert self._mesh is not None
-        yield from (self._mesh.group(name) for name in ("stage", "context"))
-        if self.layout.tensor > 1:
-            yield self._mesh.tensor.get_group()
+        yield self._mesh.group("stage")
+        yield from self._groups_of_parts()
 
-    def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
+    def _groups_of_parts(self) -> list[Any]:
+        """Return the groups through this process that compute one stage."""
+        assert self._mesh is not None
+        of_layers = [self._mesh.tensor.get_group()] if self.layout.tensor > 1 else []
+        return [self._mesh.group("context"), *of_layers]
+
+    def _uncompiled_once(self, step: str, again: bool) -> AbstractContextManager[Any]:
         """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call.
 
         In training until its window ends, since a backward recomputes what was not compiled.
+
+        Args:
+            again: this call is checked, too.
         """
-        if not self.layout or step in self._called:
+        if not self.layout or (step in self._called and not again):
             return NULL_CONTEXT
         (self._called_first if torch.is_grad_enabled() else self._called).add(step)
         return torch.compiler.set_stance("force_eager") if has_compiled(self.module) else NULL_CONTEXT
@@ -973,8 +993,8 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_changes_within_step()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        if self._compares_gradients:
-            self._loss = loss.detach()
+        if self._kept_values is not None and self._kept_values.looks:
+            self._kept_values.refuse_different_loss(loss, self._groups_of_parts())
         if self.pipeline is not None:
             with self._explaining.paused():
                 self.pipeline.backward(loss, self._backward_of)
@@ -998,6 +1018,8 @@ class FSDPStrategy(DistributedStrategy):
             with self._explaining.paused():
                 self.pipeline.end_window(self._backward_of)
             self._gathered_at_start = []
+            if self._kept_values is not None:
+                self._kept_values.compare()
         if self._called_first:
             self._end_first_window()
         if self._compares_gradients:
@@ -1007,8 +1029,6 @@ class FSDPStrategy(DistributedStrategy):
         """Raise ConfigError if the processes of a layer have different gradients of what they all have full."""
         from trainer.strategies.fsdp.plan import refuse_partial_gradients
 
-        if self._loss is None:  # the window was skipped
-            return
         assert self._mesh is not None
         self._compares_gradients = all(p.grad is None for p in self.module.parameters())
         shards = self._mesh.shards
@@ -1020,8 +1040,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.pipeline is not None:
             replicated = {name: p for name, p in replicated.items() if name not in self.pipeline.elsewhere}
         dtype = self.precision.autocast or self.precision.weights
-        refuse_partial_gradients(self._loss, replicated, dtype, self._mesh.tensor.get_group())
-        self._loss = None
+        refuse_partial_gradients(replicated, dtype, self._mesh.tensor.get_group())
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         if self._called_first:
@@ -1196,6 +1215,7 @@ class AppliedSplit(NamedTuple):
     """Options that cannot change."""
     wrapped_blocks: str
     mesh: ParallelMesh | None
+    blocks: dict[str, nn.Module]
 
 
 _FIXED = ("auto_wrap_policy", "cpu_offload", "sharding_strategy", "device_mesh", "reshard_after_forward")

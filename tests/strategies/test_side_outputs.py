@@ -228,6 +228,206 @@ class WithMeans(Stack):
     layer = Remembers
 
 
+class Averages(Layer):
+    """Scales by a running mean of its outputs, a number."""
+
+    average: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x) * (1 + self.average)
+        if self.training:
+            self.average = 0.5 * self.average + 0.5 * float(output.detach().square().mean())
+        return output
+
+
+class WithAverages(Stack):
+    layer = Averages
+
+
+class AveragesTensors(Averages):
+    """The same of a tensor, which is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = Layer.forward(self, x) * (1 + self.average)
+        if self.training:
+            self.average = self.average.clone().lerp_(output.detach().square().mean(), 0.5)
+        return output
+
+
+class WithTensors(Stack):
+    layer = AveragesTensors
+
+
+class AveragesBuffer(Layer):
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.average.lerp_(output.detach().square().mean(), 0.5)
+        return output
+
+
+class WithBuffers(Stack):
+    layer = AveragesBuffer
+
+
+class AveragesSplit(Averages):
+    """A running mean of split features, which scales what is computed from them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.up(x)
+        output = x + self.down(torch.tanh(features)) * (1 + self.average)
+        self.average = 0.5 * self.average + 0.5 * float(features.detach().square().mean())
+        return output
+
+
+class WithSplitAverages(Stack):
+    layer = AveragesSplit
+
+
+class Tracker:
+    """An object that a block and its hook share."""
+
+    average = 0.0
+
+    def track(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.average = 0.5 * self.average + 0.5 * float(output.detach().square().mean())
+
+
+class ReadsTracker(Layer):
+    tracker: Tracker
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + (self.tracker.average if self.training else 0.0))
+
+
+class WithTrackers(Stack):
+    layer = ReadsTracker
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.tracker = Tracker()  # type: ignore[assignment]
+            block.get_submodule("down").register_forward_hook(block.tracker.track)  # type: ignore[union-attr, arg-type]
+
+
+class LeavesNumber(Layer):
+    size = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.size = float(output.detach().square().mean())
+        return output
+
+
+class LogsNumbers(Stack):
+    layer = LeavesNumber
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("size", self.blocks[-1].size)  # type: ignore[arg-type]
+        return loss
+
+
+class WithNumbers(Stack):
+    """Computes its loss with numbers that its blocks leave."""
+
+    layer = LeavesNumber
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + sum(block.size for block in self.blocks))  # type: ignore[operator, misc]
+
+
+class NumbersFirst(WithNumbers):
+    """Computes the input of the blocks with what the step before has left."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scale = 1 + sum(block.size for block in self.blocks)  # type: ignore[operator, misc]
+        return Stack.training_step(self, [batch[0] * scale], batch_idx)
+
+
+class LateLoss(Stack):
+    """Collects features by hooks from the third step on, and has a loss of their sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.sums = 0, list[torch.Tensor]()
+        for block in self.blocks:
+            block.get_submodule("down").register_forward_hook(self.take)
+
+    def take(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if self.step >= 2:
+            self.sums.append(output.square().sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.step = batch_idx
+        self.sums.clear()
+        return super().training_step(batch, batch_idx) + 0.01 * sum(self.sums)
+
+
+LOSSES: list[Any] = []
+
+
+def collect(loss: Any) -> None:
+    LOSSES.append(loss)
+
+
+class WritesGlobal(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        collect(output.square().mean())
+        return output
+
+
+class WithGlobals(Stack):
+    layer = WritesGlobal
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        LOSSES.clear()
+        return super().training_step(batch, batch_idx) + sum(LOSSES)
+
+
+class WritesGlobalNumber(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        collect(float(output.detach().square().mean()))
+        return output
+
+
+class WithGlobalNumbers(Stack):
+    layer = WritesGlobalNumber
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        LOSSES.clear()
+        return super().training_step(batch, batch_idx) * (1 + sum(LOSSES))
+
+
+class WritesNumber(Layer):
+    def forward(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        output = super().forward(x)
+        state.latest = float(output.detach().square().mean())
+        return output
+
+
+class WithObjectOfNumbers(Stack):
+    layer = WritesNumber
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        state, x = State(), self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x, state)
+        return mse_loss(self.head(x), batch[0].roll(1, -1)) * (1 + state.latest)
+
+
 class LateSkip(Stack):
     """From the third step on, the head reads the first block, too."""
 
@@ -320,6 +520,14 @@ TRAINED: dict[str, tuple[Any, ...]] = {
     "lists in blocks of a pipeline": ("PP x2", WithMeans),
     "a generator before the blocks": ("PP x2", NoiseBefore),
     "a counter before the blocks": ("PP x2", CountsBefore),
+    "running means of full features": ("TP x2", WithAverages),
+    "running means in blocks of a pipeline": ("PP x2", WithAverages),
+    "running means in compiled blocks of a pipeline": ("PP x2", WithAverages, "eager"),
+    "running means of full features, in buffers": ("TP x2", WithBuffers),
+    "objects that hooks write to": ("PP x2", WithTrackers),
+    "numbers of full features": ("TP x2", WithNumbers),
+    "numbers of parts, to log": ("CP x2", LogsNumbers),
+    "losses in a global list": ("TP x2", WithGlobals),
     "losses in a list, FSDP": ("FSDP x2", WithLosses),
     "an object, FSDP": ("FSDP x2", WithObject),
     "losses in a list, ZeRO-3": ("ZeRO-3 x2", WithLosses),
@@ -332,8 +540,17 @@ REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
     "losses in a list, split features": ("TP x2", WithParts, samples, "tensor 1 in lists and dicts that it gets"),
     "an object": ("CP x2", WithObject, samples, "what is in a State among the arguments is a tensor with a gradient"),
     "features of hooks": ("CP x2", WithHooks, samples, "what a hook of blocks.0.down writes to is a tensor with"),
-    "a generator behind the blocks": ("PP x2", NoiseAfter, samples, "leaves other values in noise on the stages"),
-    "a counter behind the blocks": ("PP x2", CountsAfter, samples, "leaves other values in count on the stages"),
+    "a running mean of tokens": ("CP x2", WithAverages, samples, "the training reads blocks.0.average, which differs"),
+    "a tensor of tokens": ("CP x2", WithTensors, samples, "the training reads blocks.0.average, which differs"),
+    "a buffer of tokens": ("CP x2", WithBuffers, samples, "the blocks change the buffer blocks.0.average, which"),
+    "a running mean of split features": ("TP x2", WithSplitAverages, samples, "the training reads blocks.0.average,"),
+    "an object that a hook writes to": ("CP x2", WithTrackers, samples, "blocks.0.tracker (Tracker 1).average, which"),
+    "numbers in a loss": ("CP x2", WithNumbers, samples, "keeps other values in blocks.0.size, blocks.1.size"),
+    "numbers of the step before": ("CP x2", NumbersFirst, samples, "the training reads blocks.0.size, which differs"),
+    "a number in an object": ("CP x2", WithObjectOfNumbers, samples, "the loss differs between the processes of one"),
+    "features of hooks from the third step on": ("CP x2", LateLoss, samples, "the loss differs between the processes"),
+    "losses in a global list": ("CP x2", WithGlobals, samples, "LOSSES at the level of "),
+    "numbers in a global list": ("CP x2", WithGlobalNumbers, samples, "the loss differs between the processes of one"),
     **{f"other batches, {way}": (way, Stack, Unseeded, "different batches") for way in ("TP x2", "CP x2", "PP x2")},
 }
 """What all processes find."""
@@ -342,6 +559,12 @@ ENDS: dict[str, tuple[type[Stack], str]] = {
     "an object": (WithObject, "what is in a State among the arguments is a tensor with a gradient"),
     "an object that counts": (WithCounter, "writes into a State that others read, too"),
     "features of hooks": (WithHooks, "what a hook of blocks.0.down writes to is a tensor with"),
+    "numbers in a loss": (WithNumbers, "the training reads blocks.0.size, which differs between the processes"),
+    "a number in an object": (WithObjectOfNumbers, "writes into a State that others read, too"),
+    "losses in a global list": (WithGlobals, "LOSSES at the level of "),
+    "numbers in a global list": (WithGlobalNumbers, WRITES),
+    "a generator behind the blocks": (NoiseAfter, "the training reads noise, which differs between the processes"),
+    "a counter behind the blocks": (CountsAfter, "the training reads count, which differs between the processes"),
     "a late skip": (LateSkip, "in this step stage 1 computes from the output of a block of an earlier stage"),
 }
 """What one stage of a pipeline finds, while the other one waits for it."""
