@@ -8,20 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, get_args, get_origin, is_typeddict
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of
+from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of, with_python_numbers
 from trainer.callback import Callback, available_callbacks
 from trainer.config.classes import find_class, one_line_error
-from trainer.config.read import INVALID, Values
+from trainer.config.read import INVALID, Values, reference_to_data
 from trainer.config.tree import (
     Diagnostics,
     KeyPath,
     Node,
+    OfData,
     Problem,
     Source,
     canonical_class,
@@ -34,6 +36,7 @@ from trainer.config.tree import (
 )
 from trainer.config.types import (
     TypeMismatchError,
+    allowed,
     callables_in,
     classes_in,
     constructor_parameters,
@@ -41,6 +44,7 @@ from trainer.config.types import (
     is_structured,
     objects_in,
     takes_mapping,
+    validate,
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError
@@ -96,9 +100,56 @@ class ClassSpec:
             raise ConfigError(str(Problem(self.source, message))) from error
 
 
+@dataclass
+class ValueOfData:
+    """A value that is, or in which are, attributes of the data module's object."""
+
+    node: Node
+    annotation: Any
+    path: str
+    data: Callable[[], Any]
+    """Returns a data module, for those who make the module alone."""
+
+    def __repr__(self) -> str:
+        return str(reference_to_data(self.node))
+
+    def build(self, **provided: Any) -> Any:
+        """Return the value; `data` among the provided ones returns the object in place of the field.
+
+        Raises:
+            ConfigError: the object has no such attribute, or its value does not fit.
+        """
+        data = provided.get("data", self.data)()
+        value = self._filled(self.node.plain(), data)
+        try:
+            return validate(with_python_numbers(value), self.annotation)
+        except (TypeMismatchError, TypeError):
+            given = f"{self} is {value!r}, allowed: {allowed(self.annotation)}."
+            raise ConfigError(str(Problem(self.node.source, f"{self.path}: {given}"))) from None
+
+    def _filled(self, value: Any, data: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._filled(item, data) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._filled(item, data) for item in value]
+        if not isinstance(value, OfData):
+            return value
+        name = value.removeprefix("${data.").removesuffix("}")
+        try:
+            return attrgetter(name)(data)
+        except Exception as error:
+            parameter = constructor_parameters(type(data)).named.get(name)
+            if isinstance(error, AttributeError) and parameter is not None and parameter.default is not parameter.empty:
+                return parameter.default
+            known = sorted(one for one in {*dir(type(data)), *vars(data)} - {*dir(DataModule)} if one[0] != "_")
+            has = f"The data ({type(data).__name__}) has: {', '.join(known) or 'no attributes'}."
+            message = f"{self.path}: {value}: {one_line_error(error)}. {has}"
+            raise ConfigError(str(Problem(self.node.source, message))) from error
+
+
 def instantiate(value: Any, **provided: Any) -> Any:
     """Return a value with the objects that its specs describe; `provided` as in `ClassSpec.build`."""
-    if isinstance(value, ClassSpec):
+    if isinstance(value, (ClassSpec, ValueOfData)):
         return value.build(**provided)
     if type(value) in (list, tuple):
         return type(value)(instantiate(item, **provided) for item in value)
@@ -117,9 +168,13 @@ class Checker(Values):
         """Return the module."""
         return self.class_spec(node, (TrainModule,), ("module",))
 
+    data_spec: ClassSpec | None = None
+
     def data(self, node: Node | None) -> ClassSpec | None:
         """Return the data module, if there is one."""
-        return None if node is None or node.value is None else self.class_spec(node, (DataModule,), ("data",))
+        if node is not None and node.value is not None:
+            self.data_spec = self.class_spec(node, (DataModule,), ("data",))
+        return self.data_spec
 
     def optimizer(self, node: Node | None, module: type) -> ClassSpec | None:
         """Return the optimizer of a module that has no `configure_optimizers`."""
@@ -264,6 +319,12 @@ class Checker(Values):
 
     # -- values -------------------------------------------------------------------------------------------------------
 
+    def of_data(self, node: Node, annotation: Any, path: KeyPath, reference: OfData) -> Any:
+        """Return a spec of the value of an attribute of the data, for what is made after these."""
+        if path[0] in ("trainer", "data"):
+            return super().of_data(node, annotation, path, reference)
+        return ValueOfData(node, annotation, dotted(path), lambda: instantiate(self.data_spec))
+
     def value(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
         if path == ("trainer", "strategy"):
@@ -388,4 +449,4 @@ def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
 def has_spec(value: Any) -> bool:
     """Whether an object is still to be made for this value (or it is an invalid one)."""
     inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return value is INVALID or isinstance(value, ClassSpec) or any(map(has_spec, inside))
+    return value is INVALID or isinstance(value, (ClassSpec, ValueOfData)) or any(map(has_spec, inside))

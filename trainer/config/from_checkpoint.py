@@ -8,7 +8,7 @@ from trainer.arguments import local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.storage import StoragePath
-from trainer.config.check import has_spec
+from trainer.config.check import ValueOfData, has_spec
 from trainer.config.loading import Configuration
 from trainer.config.tree import COMMAND_LINE
 from trainer.config.types import constructor_parameters
@@ -37,9 +37,10 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
     parameters = constructor_parameters(module.cls).named
     for name, value in arguments.items():
         source = module.sources.get(name)
-        if name not in stored or source == COMMAND_LINE or has_spec(module.arguments.get(name)):
-            continue
         given = module.arguments.get(name, parameters[name].default if name in parameters else None)
+        is_object = has_spec(given) and not isinstance(given, ValueOfData)
+        if name not in stored or source == COMMAND_LINE or is_object:
+            continue
         if source is not None and given != value:
             lines.append(
                 f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have that, "

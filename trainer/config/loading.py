@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ class Configuration:
             ConfigError: everything that constructors refused.
         """
         found = Diagnostics()
-        arguments = {name: _try(value, found) for name, value in self.trainer.items()}
+        arguments = {name: _try(partial(instantiate, value), found) for name, value in self.trainer.items()}
         found.report()
         try:
             trainer = Trainer(**arguments)
@@ -67,14 +69,15 @@ class Configuration:
             raise
         trainer.record_config(self.recorded, self.run_dir)
         # After the trainer, whose seed the weights are drawn from.
-        module, data = _try(self.module, found), _try(self.data, found)
+        made = cache(partial(instantiate, self.data))  # first, where the module refers to the object
+        module, data = _try(partial(instantiate, self.module, data=made), found), _try(made, found)
         found.report()
         return trainer, module, data
 
 
-def _try(value: Any, found: Diagnostics) -> Any:
+def _try(make: Callable[[], Any], found: Diagnostics) -> Any:
     try:
-        return instantiate(value)
+        return make()
     except ConfigError as error:
         found.add(None, str(error), error)
         return None

@@ -31,6 +31,7 @@ from trainer.config.tree import (
     Diagnostics,
     KeyPath,
     Node,
+    OfData,
     canonical,
     dotted,
     entries,
@@ -228,6 +229,8 @@ class Values:
         """Return a value as its annotation wants it; `INVALID` when it does not fit."""
         if path == ("trainer", "precision"):
             annotation = str | int  # no file can hold a Precision
+        if (reference := reference_to_data(node)) is not None:
+            return self.of_data(node, annotation, path, reference)
         take_texts(node, annotation)
         if node.unreadable is not None:
             self.findings.add(node.source, node.unreadable)
@@ -238,6 +241,12 @@ class Values:
             return self.coerce(node, annotation, path, mismatch)
         make_absolute(node, value)
         return value
+
+    def of_data(self, node: Node, annotation: Any, path: KeyPath, reference: OfData) -> Any:
+        """Refuse a value that only the data module's object knows; it is made after the trainer."""
+        words = f"{dotted(path)}: {reference} refers to an attribute of the data's object, which is made after this."
+        self.findings.add(node.source, f"{words} Write the value here, or as an argument of data.")
+        return INVALID
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return what was typed as text; if that does not fit either, report the mismatch."""
@@ -285,6 +294,14 @@ class Values:
             node.value = str(as_storage_path(value).absolute())
         except ConfigError as error:
             self.findings.add(node.source, f"weights: {error}")
+
+
+def reference_to_data(node: Node) -> OfData | None:
+    """Return the first reference to an attribute of the data in a value; None where there is none."""
+    if isinstance(node.value, (dict, list)):
+        items = node.value.values() if isinstance(node.value, dict) else node.value
+        return next(filter(None, map(reference_to_data, items)), None)
+    return node.value if isinstance(node.value, OfData) else None
 
 
 def take_texts(node: Node, annotation: Any) -> None:
