@@ -294,8 +294,8 @@ class _YamlReader:
         if self.json_text is not None:
             return _from_json(self.json_text[node.start_mark.index : node.end_mark.index])
         kind = node.tag.removeprefix(TAG)
-        if kind in ("str", "merge"):
-            return text
+        if kind in ("str", "merge"):  # a character that JSON escapes in two parts, of which PyYAML makes two
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if kind not in SCALARS or not SCALARS[kind][0].match(text):
             self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")
             return None

@@ -103,16 +103,21 @@ def objects_in(annotation: Any) -> list[type]:
 
 
 def holds_objects(annotation: Any) -> bool:
-    """Whether objects, or classes, may be anywhere in the values of an annotation, or anything is in a container."""
+    """Whether objects, or classes, may be anywhere in the values of an annotation, or a container has anything in it,
+    or members of enumerations, which have names."""
     options = options_of(annotation)
     inside = [part for option in options if not _is_callable(option) for part in get_args(option)]
     here = [*objects_in(annotation), *classes_in(annotation), *callables_in(annotation), *filter(is_typeddict, options)]
-    return bool(here) or any(part is Any or holds_objects(part) for part in inside)
+    return bool(here) or any(part is Any or _is_enum(part) or holds_objects(part) for part in inside)
 
 
 def callables_in(annotation: Any) -> list[Any]:
     """Return the members `Callable` and `Callable[..., X]` of a union."""
     return [option for option in options_of(annotation) if _is_callable(option)]
+
+
+def _is_enum(option: Any) -> bool:
+    return isinstance(option, type) and get_origin(option) is None and issubclass(option, enum.Enum)
 
 
 def _is_callable(option: Any) -> bool:
@@ -194,7 +199,7 @@ def wants_text(value: Any, annotation: Any) -> bool:
 def member_named(text: str, annotation: Any) -> enum.Enum | None:
     """Return the member of an enumeration with this name, as LightningCLI writes them, where no value is like that."""
     for option in options_of(annotation):
-        if isinstance(option, type) and issubclass(option, enum.Enum) and text in option.__members__:
+        if _is_enum(option) and text in option.__members__:
             return None if _fits(text, annotation) else option[text]
     return None
 
@@ -214,7 +219,7 @@ def item_annotations(value: Any, annotation: Any) -> list[Any]:
     arguments: tuple[Any, ...] = found[0] if len(found) == 1 else ()
     if isinstance(value, list) and len(arguments) == len(value) and ... not in arguments:
         return [*arguments]
-    of_each = arguments[-1] if isinstance(value, dict) and arguments else arguments[0] if arguments else Any
+    of_each = (arguments or (Any,))[0 if isinstance(value, list) else -1]
     return [of_each] * len(value)
 
 
