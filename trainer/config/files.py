@@ -99,7 +99,7 @@ TRANSLATED = {
 OTHER_PROGRAMS = {
     **TRANSLATED,
     "a configuration of LightningCLI": ("model", "seed_everything"),
-    "a configuration of Hydra": ("defaults", "hydra"),
+    "a configuration of Hydra": ("defaults", "hydra", "_target_"),
 }
 """The same, with those that `trainer migrate` rewrites."""
 

@@ -63,6 +63,8 @@ SCHEDULER_OPTIONS = {
     "name": str | None,
 }
 """Settings of a scheduler that are the trainer's, next to the scheduler's own arguments."""
+OTHER_KEYS = {"datamodule": "data", "model": "module", "seed_everything": "trainer.seed", "_target_": "class_path"}
+"""Keys of LightningCLI and Hydra, and those that stand for them here."""
 INVALID = object()
 """Placeholder of a value that does not fit."""
 
@@ -136,7 +138,8 @@ def _check(tree: Node, findings: Diagnostics) -> None:
 def _check_names(tree: Node, findings: Diagnostics) -> None:
     """Check the names of a configuration's keys, and of the trainer's arguments."""
     for key in [key for key in entries(tree) if key not in KEYS]:
-        hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else did_you_mean(str(key), KEYS)
+        close = did_you_mean(str(key), KEYS, OTHER_KEYS)
+        hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else close
         words = f"unknown key {key!r}.{hint} Top-level keys: {', '.join(KEYS)}."
         findings.add(entries(tree)[key].source, words)
     parameters = constructor_parameters(Settings)
