@@ -37,7 +37,7 @@ SIMPLIFIED = {
     r"linear_attn_.*|(use_)?mamba_.*|ssm_.*|conv_L_cache|linear_num_key_heads|lru_width|.*block_types?": (
         "its layers of recurrence or convolution are planned as attention"
     ),
-    r"first_k_dense_replace|moe_layer_start_index|mlp_only_layers|(expert|interleave_moe)_layer_.*|decoder_sparse_step": (
+    r"first_k_dense_replace|moe_layer_start_index|mlp_only_layers|(expert|interleave_moe)_layer_.*|decoder_sparse_.*": (
         "its layers without experts are planned with them"
     ),
     r"kv_lora_rank": "its projections of low rank are planned at full size",
