@@ -8,8 +8,9 @@ from trainer.arguments import local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.storage import StoragePath
-from trainer.config.check import ValueOfData, has_spec
+from trainer.config.check import ValueOfData
 from trainer.config.loading import Configuration
+from trainer.config.read import has_spec
 from trainer.config.tree import COMMAND_LINE
 from trainer.config.types import constructor_parameters
 from trainer.errors import CheckpointError

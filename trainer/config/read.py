@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, is_typeddict
 
-from trainer.arguments import options_of
+from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.compat.added_names import added_names
 from trainer.compat.answers import is_default
@@ -45,7 +47,6 @@ from trainer.config.types import (
     TypeMismatchError,
     allowed,
     constructor_parameters,
-    item_annotations,
     member_named,
     reads_as_number,
     validate,
@@ -203,6 +204,10 @@ def _check_arguments(path: KeyPath, kind: str, known: list[str], node: Node, fin
             findings.add(child.source, words)
 
 
+class Spec:
+    """A description of a value that is made later."""
+
+
 class Values:
     """Checks values against annotations. Problems go to `findings`."""
 
@@ -232,18 +237,70 @@ class Values:
         """Return a value as its annotation wants it; `INVALID` when it does not fit."""
         if path == ("trainer", "precision"):
             annotation = str | int  # no file can hold a Precision
+        take_text(node, annotation)
+        if isinstance(node.value, (dict, list)) and (ways := self.ways(node, annotation, path)):
+            found = self._first_fitting(node, ways)
+            limits = has_spec(found) or self._checked(node, found, annotation, path) is not INVALID
+            return found if limits else INVALID
         if (reference := reference_to_data(node)) is not None:
             return self.of_data(node, annotation, path, reference)
-        take_texts(node, annotation)
         if node.unreadable is not None:
             self.findings.add(node.source, node.unreadable)
             return INVALID
+        value = self._checked(node, node.plain(), annotation, path)
+        if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
+            node.value = str(value.absolute())
+        return value
+
+    def _checked(self, node: Node, given: Any, annotation: Any, path: KeyPath) -> Any:
         try:
-            value = validate(node.plain(), annotation)
+            return validate(given, annotation)
         except TypeMismatchError as mismatch:
             return self.coerce(node, annotation, path, mismatch)
-        make_absolute(node, value)
-        return value
+
+    def _first_fitting(self, node: Node, ways: Sequence[Callable[[Node], Any]]) -> Any:
+        """Return a value in the first of several ways in which it has no problems, or the fewest."""
+        before, tried = self.findings, []
+        for way in ways if len(ways) > 1 else ():
+            self.findings = Diagnostics()
+            way(copy.deepcopy(node))
+            tried.append(len(self.findings.problems))
+        self.findings = before
+        return ways[tried.index(min(tried)) if tried else 0](node)
+
+    def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
+        """Return the ways to read a mapping or a list part by part, by the members of a union."""
+        is_list = isinstance(node.value, list)
+        kinds = (*LISTS, tuple) if is_list else MAPPINGS
+        return [
+            partial(self._items if is_list else self._entries, annotation=option, path=path)
+            for option in options_of(annotation)
+            if (get_origin(option) in kinds and get_args(option)) or (is_typeddict(option) and not is_list)
+        ]
+
+    def _items(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        assert isinstance(node.value, list)
+        of_each, several = get_args(annotation), get_origin(annotation) is not tuple or ... in get_args(annotation)
+        if not several and len(of_each) != len(node.value):
+            reason = f"{len(of_each)} of them, and there are {len(node.value)}"
+            return self.coerce(node, annotation, path, TypeMismatchError((), reason))
+        annotations = of_each[:1] * len(node.value) if several else of_each
+        pairs = zip(node.value, annotations, strict=True)
+        values = [self.value(item, one, (*path, index)) for index, (item, one) in enumerate(pairs)]
+        kind: Any = {tuple: tuple, set: set, frozenset: frozenset}.get(get_origin(annotation), list)
+        return values if has_spec(values) and kind is not tuple else kind(values)
+
+    def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        if is_typeddict(annotation):
+            hints, given = hints_of(annotation, annotation), entries(node)
+            missing = sorted(annotation.__required_keys__ - given.keys())
+            for name in (*missing, *(key for key in given if key not in hints)):
+                problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"
+                self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
+            return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
+        of_key, of_value = get_args(annotation)
+        keys = {key: self.value(Node(key, child.source), of_key, path) for key, child in entries(node).items()}
+        return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
     def of_data(self, node: Node, annotation: Any, path: KeyPath, reference: OfData) -> Any:
         """Refuse a value that only the data module's object knows; it is made after the trainer."""
@@ -307,28 +364,18 @@ def reference_to_data(node: Node) -> OfData | None:
     return node.value if isinstance(node.value, OfData) else None
 
 
-def take_texts(node: Node, annotation: Any) -> None:
-    """Let a value, and all that it holds, be as it was written where its annotation wants a text."""
+def take_text(node: Node, annotation: Any) -> None:
+    """Let a value be as it was written where its annotation wants a text, or the member of an enumeration so named."""
     if node.text is not None and wants_text(node.plain(), annotation):
         node.value, node.text, node.unreadable = node.text, None, None
     elif isinstance(node.value, str) and (member := member_named(node.value, annotation)) is not None:
         node.value = member.value
-    elif isinstance(node.value, (dict, list)):
-        items = [*(node.value.values() if isinstance(node.value, dict) else node.value)]
-        for item, of_item in zip(items, item_annotations(node.value, annotation), strict=True):
-            take_texts(item, of_item)
 
 
-def make_absolute(node: Node, value: Any) -> None:
-    """Let the paths of a value mean the same from any folder in the saved configuration; one from ~ does already."""
-    if isinstance(value, Path):
-        node.value = str(value if value.parts[:1] == ("~",) else value.absolute())
-    elif isinstance(value, (list, tuple)) and isinstance(node.value, list) and len(value) == len(node.value):
-        for child, item in zip(node.value, value, strict=True):
-            make_absolute(child, item)
-    elif isinstance(value, dict) and isinstance(node.value, dict):
-        for (_, child), item in zip(node.value.items(), value.values(), strict=False):
-            make_absolute(child, item)
+def has_spec(value: Any) -> bool:
+    """Whether an object is still to be made for this value (or it is an invalid one)."""
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return value is INVALID or isinstance(value, Spec) or any(map(has_spec, inside))
 
 
 def hint_for(name: str, known: Iterable[str], path: KeyPath) -> str:
