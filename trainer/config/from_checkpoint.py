@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from trainer.arguments import local_path
-from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
+from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.storage import StoragePath
 from trainer.config.check import ValueOfData
 from trainer.config.loading import Configuration
 from trainer.config.read import has_spec
@@ -15,7 +11,6 @@ from trainer.config.tree import COMMAND_LINE
 from trainer.config.types import constructor_parameters
 from trainer.errors import CheckpointError
 from trainer.hyperparameters import constructor_arguments
-from trainer.settings import Settings
 
 
 def take_hyperparameters(configuration: Configuration) -> list[str]:
@@ -25,7 +20,10 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         A line for each value of a file that another one took the place of.
     """
     module, lines = configuration.module, []
-    path = _checkpoint(configuration)
+    try:
+        path = None if configuration.ckpt_path is None else locate(configuration.ckpt_path)
+    except CheckpointError:  # which is said where its weights are loaded
+        path = None
     if path is None:
         return []
     kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
@@ -49,16 +47,3 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
             )
         module.arguments[name] = value
     return lines
-
-
-def _checkpoint(configuration: Configuration) -> StoragePath | None:
-    """Return the checkpoint with which the command will begin, if there is one."""
-    which = configuration.ckpt_path
-    with suppress(CheckpointError):
-        if which is not None and which not in ("last", "best"):
-            return locate(which)
-        root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
-        for run_dir in reversed(versions(root)) if which is not None else ():
-            with suppress(CheckpointError):
-                return CheckpointDirectory(run_dir / CHECKPOINTS).resolve(which or "last")
-    return None

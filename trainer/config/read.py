@@ -120,8 +120,8 @@ def _check(tree: Node, findings: Diagnostics) -> None:
         findings.add(scheduler.source, words)
     for path, node in _class_choices(tree):
         _check_class_name(path, node, findings)
-    values.ckpt_path(given.get("ckpt_path"))
-    values.weights(given.get("weights"))
+    values.path(given.get("ckpt_path"), "ckpt_path", has_to_be_there=True)
+    values.path(given.get("weights"), "weights", has_to_be_there=False)
     if "name" in given:
         values.value(given["name"], str | None, ("name",))
     trainer = given.get("trainer")
@@ -146,8 +146,7 @@ def _check_names(tree: Node, findings: Diagnostics) -> None:
     parameters = constructor_parameters(Settings)
     for name, child in entries(entries(tree).get("trainer")).items():
         if name not in parameters.named and not is_default("Trainer", name, child.value):
-            words = f"trainer has no argument {name!r}.{hint_for(str(name), parameters.named, ('trainer',))}"
-            findings.add(child.source, words)
+            findings.add(child.source, no_argument("trainer", name, parameters.named, ("trainer",)))
 
 
 def _class_choices(tree: Node) -> Iterator[tuple[KeyPath, Node]]:
@@ -161,6 +160,16 @@ def _class_choices(tree: Node) -> Iterator[tuple[KeyPath, Node]]:
             yield ("trainer", name), node
 
 
+CHOICES: dict[str, tuple[str, Callable[[], Iterable[str]], str | None]] = {
+    "strategy": ("strategy", lambda: [*strategies(), "auto"], "strategies"),
+    "callbacks": ("callback", lambda: callbacks("Callback"), "callbacks"),
+    "logger": ("logger", lambda: callbacks("Logger"), "callbacks"),
+    "optimizer": ("optimizer", optimizers, None),
+    "lr_scheduler": ("scheduler", schedulers, None),
+}
+"""The places where a class has a short name: what it is called, the names, and the package whose classes these are."""
+
+
 def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     """Check the name of a class as far as that needs no import: a short one of a table, or that there is the file."""
     name = entries(node).get("class_path")
@@ -169,29 +178,19 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     if name.unreadable is not None:
         findings.add(name.source, name.unreadable)
         return
-    tables: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {
-        "strategy": ("strategy", lambda: [*strategies(), "auto"]),
-        "callbacks": ("callback", lambda: callbacks("Callback")),
-        "logger": ("logger", lambda: callbacks("Logger")),
-        "optimizer": ("optimizer", optimizers),
-        "lr_scheduler": ("scheduler", schedulers),
-    }
+    key = str(path[1] if path[0] == "trainer" else path[0])
+    kind, names, package = CHOICES.get(key, (key, list, None))
     try:
-        if (key := str(path[1] if path[0] == "trainer" else path[0])) in tables:
-            kind, names = tables[key]
-            added = {"strategy": "trainer.strategies", "callbacks": "trainer.callbacks", "logger": "trainer.callbacks"}
-            if (known := list(names())) and name.value not in known:
-                known += added_names(added.get(key, key))
-                of_class = {cls: repr(short) for cls, short in strategy_classes().items()}
-                others = {**of_class, **OTHER_STRATEGIES} if key == "strategy" else None
-                check_short_name(name.value, kind, known, others)
+        if (known := [*names()]) and name.value not in known:
+            of_class = {cls: repr(short) for cls, short in strategy_classes().items()}
+            others = {**of_class, **OTHER_STRATEGIES} if key == "strategy" else None
+            check_short_name(name.value, kind, [*known, *added_names(f"trainer.{package}")], others)
         location, colon, _ = name.value.rpartition(":")
         if location.endswith(".py") or (not colon and name.value.endswith(".py")):
             find_file(location or name.value, name.source)
     except ConfigError as error:
         findings.add(name.source, f"{dotted(path)}: {error}")
     else:
-        package = {"strategy": "strategies", "callbacks": "callbacks", "logger": "callbacks"}.get(key)
         if package is not None and (found := arguments_of(package, name.value)) is not None:
             _check_arguments(path, *found, node, findings)
 
@@ -200,8 +199,7 @@ def _check_arguments(path: KeyPath, kind: str, known: list[str], node: Node, fin
     """Check the names of the arguments of a class."""
     for name, child in entries(entries(node).get("init_args")).items():
         if name not in known and not is_default(kind, name, child.value):
-            words = f"{dotted(path)} ({kind}) has no argument {name!r}.{hint_for(str(name), known, path)}"
-            findings.add(child.source, words)
+            findings.add(child.source, no_argument(f"{dotted(path)} ({kind})", name, known, path))
 
 
 class Spec:
@@ -229,8 +227,7 @@ class Values:
             elif parameters.open:
                 values[name] = self.value(child, Any, (*path, name))
             elif path != ("trainer",) and not is_default(cls.__name__, name, child.value):
-                hint = hint_for(str(name), parameters.named, path)
-                self.findings.add(child.source, f"{who} has no argument {name!r}.{hint}")
+                self.findings.add(child.source, no_argument(who, name, parameters.named, path))
         return values
 
     def value(self, node: Node, annotation: Any, path: KeyPath) -> Any:
@@ -329,31 +326,24 @@ class Values:
         )
         return INVALID
 
-    def ckpt_path(self, node: Node | None) -> None:
-        """Check that this is "last", "best" or a checkpoint that exists, whose path is made absolute."""
-        value = None if node is None else self.value(node, str | None, ("ckpt_path",))
-        if node is None or not isinstance(value, str) or value in ("last", "best"):
+    def path(self, node: Node | None, key: str, has_to_be_there: bool) -> None:
+        """Make the path of a checkpoint, or of weights, absolute; "last" and "best" are words.
+
+        Weights need not be there: only a `fit` without a checkpoint reads them.
+        """
+        value = None if node is None else self.value(node, str | None, (key,))
+        if node is None or not isinstance(value, str) or (has_to_be_there and value in ("last", "best")):
             return
         try:
-            path, there = as_storage_path(value), checkpoint_may_exist(value)
+            node.value = str(as_storage_path(value).absolute())
+            there = not has_to_be_there or checkpoint_may_exist(value)
         except ConfigError as error:
-            self.findings.add(node.source, f"ckpt_path: {error}")
+            self.findings.add(node.source, f"{key}: {error}")
             return
         if not there:
             close = did_you_mean(value, ["last", "best"])
             allowed = "Allowed: last, best, or a checkpoint's folder."
-            self.findings.add(node.source, f"ckpt_path: there is no {value!r}.{close} {allowed}")
-        node.value = str(path.absolute())
-
-    def weights(self, node: Node | None) -> None:
-        """Make the path of pretrained weights absolute; only a `fit` without a checkpoint needs them to be there."""
-        value = None if node is None else self.value(node, str | None, ("weights",))
-        if node is None or not isinstance(value, str):
-            return
-        try:
-            node.value = str(as_storage_path(value).absolute())
-        except ConfigError as error:
-            self.findings.add(node.source, f"weights: {error}")
+            self.findings.add(node.source, f"{key}: there is no {value!r}.{close} {allowed}")
 
 
 def reference_to_data(node: Node) -> OfData | None:
@@ -378,14 +368,14 @@ def has_spec(value: Any) -> bool:
     return value is INVALID or isinstance(value, Spec) or any(map(has_spec, inside))
 
 
-def hint_for(name: str, known: Iterable[str], path: KeyPath) -> str:
-    """Return a suggestion for an argument that does not exist; without a close one, those that do."""
+def no_argument(who: str, name: Any, known: Iterable[str], path: KeyPath) -> str:
+    """Return the problem of an argument that does not exist, with a suggestion; without a close one, those that do."""
     known = sorted(known)
     equivalents = TRAINER_ARGUMENTS if path == ("trainer",) else None
-    close = did_you_mean(name, [*known, "class_path", "init_args"], equivalents)
-    if close or not known:
-        return close or " It takes none."
-    return f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."
+    hint = did_you_mean(str(name), [*known, "class_path", "init_args"], equivalents)
+    if not hint and known:
+        hint = f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."
+    return f"{who} has no argument {name!r}.{hint or ' It takes none.'}"
 
 
 def quotes_hint(node: Node, annotation: Any) -> str:
