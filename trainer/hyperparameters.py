@@ -269,13 +269,15 @@ def data_problem(value: Any, where: str) -> str | None:
     Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, a timedelta, a dtype or
     device of torch, and mappings, lists, tuples, sets and dataclasses of data.
     """
-    if is_scalar(value) or isinstance(value, (os.PathLike, enum.Enum, datetime.timedelta)) or _is_of_torch(value):
+    if _is_leaf(value):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _fields(value)
     if isinstance(value, Mapping):
-        if not all(is_scalar(key) or isinstance(key, (enum.Enum, tuple)) for key in value):
+        if not all(_is_leaf(key) or isinstance(key, tuple) for key in value):
             return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
+        if len({repr(as_stored(key)) for key in value}) < len(value):
+            return f"hyperparameter {where} is a dict with keys that a checkpoint stores alike: give it others."
         found = (data_problem(item, f"{where}[{key!r}]") for key, item in value.items())
         return next(filter(None, found), None)
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes, bytearray)):
@@ -288,6 +290,11 @@ def data_problem(value: Any, where: str) -> str | None:
         "(None, bool, int, float, str, paths, enumerations, lists and dicts of them). "
         f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
     )
+
+
+def _is_leaf(value: Any) -> bool:
+    kinds = (os.PathLike, enum.Enum, datetime.timedelta)
+    return is_scalar(value) or isinstance(value, kinds) or _is_of_torch(value)
 
 
 def as_stored(value: Any) -> Any:

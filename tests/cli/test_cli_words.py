@@ -465,6 +465,14 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
         "validate --trainer.precision bf16-m": "bf16-mixed",
         "init --template vi": "vit",
         "fit --ckpt-path sc": "script",
+        "fit --optimizer AdamW": "AdamW",
+        "fit --lr_scheduler Step": "StepLR",
+        "fit --trainer.callbacks ModelC": "ModelCheckpoint",
+        "fit --trainer.logger CSV": "CSVLogger",
+        "config --preset zero3-": "zero3-offload",
+        "launch --nproc-per-node 2 trainer vali": "validate",
+        "launch trainer fit --trainer.max_e": "--trainer.max_epochs",
+        "launch trainer fit --trainer.strategy fs": "fsdp",
     }
     typed, found = list(completed), list(completed.values())
     if shell == "fish":

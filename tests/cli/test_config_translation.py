@@ -121,6 +121,29 @@ def test_what_cannot_be_done_is_named_with_the_alternative(command: Command, for
     assert trainer_section("run.yaml")["strategy"] == "xla"
 
 
+def test_what_deepspeed_does_not_read_is_not_taken_over(command: Command, project: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (project / "ds.json").write_text(
+        json.dumps(
+            {
+                "zero_optimization": {"stage": 2, "contigous_gradients": True, "overlap_comm": False},
+                "gradient_cliping": 1.0,
+                "gradient_clipping": 0.5,
+                "comms_config": {"verbose": True},
+                "compile": {"backend": "inductor"},
+                "fp8": {"enabled": True},
+            }
+        )
+    )
+    rows = report_of(command, "ds.json")
+    for key in ("zero_optimization.contigous_gradients", "gradient_cliping", "comms_config", "compile", "fp8"):
+        assert rows[key].startswith("cannot be done here"), key
+    assert "Did you mean 'gradient_clipping'" in rows["gradient_cliping"]
+    strategy = trainer_section("run.yaml")["strategy"]["init_args"]
+    assert strategy == {"config": {"zero_optimization": {"overlap_comm": False}}}
+    accepted(command, "run.yaml", HERE)
+
+
 def test_hybrid_sharding(command: Command, foreign: Path) -> None:
     report_of(command, "hybrid.yaml")
     assert trainer_section("run.yaml")["strategy"] == {

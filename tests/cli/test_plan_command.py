@@ -207,6 +207,8 @@ def _configs() -> list[Any]:
         ("LlamaConfig", {**small, "num_key_value_heads": 2, "intermediate_size": 160}),
         ("Qwen3Config", {**small, "num_key_value_heads": 2, "intermediate_size": 160, "head_dim": 32}),
         ("MixtralConfig", {**small, "num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4}),
+        ("MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 128}),
+        ("Llama4TextConfig", {**small, "num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4}),
         ("GPT2Config", {"n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 128, "n_positions": 16}),
         (
             "Qwen2MoeConfig",
@@ -261,7 +263,11 @@ def test_parameters_are_those_of_the_model(name: str, sizes: dict[str, Any], tmp
         ("deepseek_v3", ["without experts", "low rank"]),
         ("llava", ["images or sound"]),
         ("mllama", ["images or sound", "cross-attention"]),
-        ("ernie4_5_moe", []),
+        ("ernie4_5_moe", ["without experts"]),
+        ("minimax", ["recurrence or convolution"]),
+        ("opt", ["table of positions"]),
+        ("llama4_text", []),
+        ("mpt", []),
     ],
 )
 def test_what_is_planned_as_something_else_is_named(kind: str, notes: list[str], tmp_path: Path) -> None:

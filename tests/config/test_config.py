@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from trainer.arguments import PositiveInt
+from trainer.config import load
 from trainer.config.files import read_file, to_yaml
 from trainer.config.tree import (
     Diagnostics,
@@ -23,6 +25,7 @@ from trainer.config.tree import (
     merge,
 )
 from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
+from trainer.errors import ConfigError
 
 
 def read(text: str, name: str = "run.yaml") -> tuple[Any, list[str]]:
@@ -387,3 +390,17 @@ def test_parameters_without_a_usable_annotation_take_anything() -> None:
         "c": (int, True),
     }
     assert parameters.open
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("module: a.B\ndatamodule: c.D\n", "unknown key 'datamodule'. Use data."),
+        ("module: a.B\nseed_everything: 3\n", "unknown key 'seed_everything'. Use trainer.seed."),
+        ("_target_: a.B\n", "this is a configuration of Hydra, not one of ours. Translate it with: trainer migrate"),
+    ],
+)
+def test_keys_of_other_programs_get_ours(text: str, words: str) -> None:
+    Path("other.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load("other.yaml")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from trainer import ConfigError
+from trainer.checkpoint.directory import locate
+from trainer.checkpoint.format import read_checkpoint
+from trainer.cli.main import main
 from trainer.config import load
 from trainer.config.loading import load as checked
 from trainer.config.read import read
@@ -64,3 +69,116 @@ def test_a_pipe_is_a_configuration(tmp_path: Path) -> None:
         assert load(pipe).trainer.max_epochs == 3
     finally:
         writer.join()
+
+
+MINE = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainer import DataModule, TrainModule
+
+class Data(DataModule):
+    def __init__(self, n: int = 3, size: int = 4):
+        super().__init__()
+        self.num_classes, self.made_from = n, torch.initial_seed()
+
+    @property
+    def shape(self):
+        return [self.num_classes, 2]
+
+    @property
+    def broken(self):
+        raise ValueError("no file")
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(8, 5), torch.randint(3, (8,))), batch_size=4)
+
+class Module(TrainModule):
+    def __init__(self, num_classes: int, lr: float = 0.5, shape: tuple[int, ...] = (), size: int = 0):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(5, num_classes)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+"""
+LINKED = """
+module: {class_path: mine.py:Module, num_classes: "${data.num_classes}", shape: ["${data.num_classes}", 7]}
+data: {class_path: mine.py:Data}
+trainer: {max_epochs: 1, accelerator: cpu, logger: false, enable_progress_bar: false}
+optimizer: {class_path: SGD, lr: "${module.lr}"}
+lr_scheduler: {class_path: StepLR, step_size: "${data.num_classes}", frequency: "${data.num_classes}"}
+"""
+
+
+@pytest.fixture
+def linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the configuration of a module that gets what the data know, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text(LINKED)
+    return tmp_path / "run.yaml"
+
+
+def test_the_module_gets_what_the_object_of_the_data_has(linked: Path) -> None:
+    one = load(linked)
+    one.trainer.fit(one.module, one.data)
+    assert dict(one.module.hparams) == {"num_classes": 3, "lr": 0.5, "shape": (3, 7), "size": 0}
+    config = yaml.safe_load((one.trainer.run_dir / "config.yaml").read_text())
+    assert config["module"]["init_args"]["num_classes"] == "${data.num_classes}"
+    assert config["optimizer"]["init_args"]["lr"] == 0.5
+    assert config["lr_scheduler"]["init_args"]["step_size"] == "${data.num_classes}"
+    optimizers = one.module.configure_optimizers()
+    assert optimizers["optimizer"].param_groups[0]["lr"] == 0.5
+    assert (optimizers["lr_scheduler"]["scheduler"].step_size, optimizers["lr_scheduler"]["frequency"]) == (3, 3)
+    again = load(one.trainer.run_dir / "config.yaml", overrides={"data.n": 4})
+    assert again.module.hparams["num_classes"] == 4
+    checkpoint = one.trainer.run_dir / "checkpoints" / "last"
+    assert type(one.module).load_from_checkpoint(checkpoint).hparams == one.module.hparams
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"module.size": "${data.size}"}, {"size": 4}),  # a default, which the object has not kept
+        ({"vars.n": "${data.num_classes}", "module.size": "${vars.n}"}, {"size": 3}),
+        ({"module.shape": "${data.shape}"}, {"shape": (3, 2)}),
+        ({"data.n": "${trainer.accumulate_grad_batches}"}, {"num_classes": 1}),
+        ({"module.lr": "${module.nothing}"}, "module is given no 'nothing' there"),
+        ({"module.size": "${data.nothing}"}, r"module\.size: \$\{data\.nothing\}: .* The data \(Data\) has: broken, m"),
+        ({"module.size": "${data.broken}"}, r"mine\.py:\d+: ValueError: no file"),
+        ({"module.size": "${data.shape}"}, r"\$\{data\.shape\} is \[3, 2\], allowed: an integer"),
+        ({"data.n": "${data.num_classes}"}, "data's object, which is made after this"),
+        ({"data.n": "${module.num_classes}"}, "data's object, which is made after this"),
+        ({"trainer.max_steps": "${data.num_classes}"}, "data's object, which is made after this"),
+        ({"module.lr": "${module.size}", "module.size": "${module.lr}"}, "refers to itself"),
+        ({"trainer.default_root_dir": "runs-${data.num_classes}"}, "cannot be a part of a text"),
+        ({"trainer.max_steps": "${optimizer.momentum}"}, "optimizer is given no 'momentum' there"),
+    ],
+)
+def test_references_to_defaults_and_to_the_data(
+    linked: Path, overrides: dict[str, str], expected: dict[str, Any] | str
+) -> None:
+    if isinstance(expected, dict):
+        assert load(linked, overrides=overrides).module.hparams.items() >= expected.items()
+        return
+    with pytest.raises(ConfigError, match=expected):
+        load(linked, overrides=overrides)
+
+
+def test_texts_in_overrides_stay_texts(linked: Path) -> None:
+    objects = load(linked, overrides={"trainer.default_root_dir": "0042 #1"})
+    assert objects.trainer.default_root_dir == "0042 #1"
+
+
+def test_references_are_typed_and_evaluations_have_the_value_of_the_checkpoint(
+    linked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = Path("mine.py")
+    mine.write_text(f"{MINE}\n    validation_step = training_step\n\nData.val_dataloader = Data.train_dataloader\n")
+    options = ["--config", "run.yaml", "--module.size", "${data.num_classes}"]
+    assert main(["fit", *options]) == 0
+    kept = read_checkpoint(locate("runs/version_0"), keys=["hyperparameters"])["hyperparameters"]["module"]
+    assert kept == {"num_classes": 3, "lr": 0.5, "shape": (3, 7), "size": 3}
+    capsys.readouterr()
+    assert main(["validate", *options[:2], "--ckpt-path", "last", "--data.n", "9"]) == 0
+    assert "module.num_classes is 3, as in the checkpoint, and not ${data.num_classes}" in capsys.readouterr().err

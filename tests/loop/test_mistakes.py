@@ -341,3 +341,9 @@ def test_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="max_epoch"):
         Trainer(max_epoch=3)
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
+def test_a_module_that_was_compiled_outside() -> None:
+    with pytest.raises(ConfigError, match=r"pass the module itself, and Trainer\(compile=True\)"):
+        quiet(max_steps=1).fit(torch.compile(Net()), loader())

@@ -27,7 +27,10 @@ LOGGED: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], list[str]]] = {
     "a dict": (lambda self, loss, batch: self.log("x", {"a": 1}), ["got a dict", "self.log_dict"]),
     "None": (lambda self, loss, batch: self.log("x", None), ["got a NoneType", "give a number"]),
     "value first": (lambda self, loss, batch: self.log(loss, "x"), ["Tensor as the name", "self.log('loss', value)"]),
-    "the trainer's step": (lambda self, loss, batch: self.log("step", loss), ["self.log('step')", "such as 'my_step'"]),
+    "the trainer's step": (
+        lambda self, loss, batch: self.log("step", loss),
+        ["self.log('step')", "'my_step'", "as the axis"],
+    ),
     "the trainer's epoch": (
         lambda self, loss, batch: self.log_dict({"x": loss, "epoch": 1.0}, on_step=True, on_epoch=True),
         ["self.log('epoch')", "such as 'my_epoch'"],

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.alike import alike
 from tests.helpers.toy import quiet
 from tests.tiers import Inputs
 from trainer import CheckpointError, DataModule, TrainModule
@@ -85,19 +86,6 @@ def again(value: Any, **more: Any) -> Model:
     trainer.save_checkpoint("saved")
     assert alike(Data.load_from_checkpoint("saved").given, value)
     return Model.load_from_checkpoint("saved")
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two values are equal, and all their parts of the same types."""
-    if type(one) is not type(other):
-        return False
-    if dataclasses.is_dataclass(one):
-        return all(alike(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
-    if isinstance(one, dict):
-        return alike([*one], [*other]) and alike([*one.values()], [*other.values()])
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == other)
 
 
 LEAVES: list[Callable[[random.Random], Any]] = [

@@ -13,12 +13,13 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 
 from trainer.cli.checkpoint.command import DTYPES
+from trainer.cli.config.wizard import PRESETS
 from trainer.cli.init import TEMPLATES
 from trainer.cli.main import COMMANDS, main
 from trainer.cli.options import DOTTED_HELP, CommandParser, make_parser, reports_errors
 from trainer.cli.settings_help import NAMES, arguments_help
 from trainer.cli.tune.command import OPTIONS as TUNE_OPTIONS
-from trainer.config.plug_names import callbacks, precisions, strategies
+from trainer.config.plug_names import callbacks, optimizers, precisions, schedulers, strategies
 from trainer.distributed.accelerators import ACCELERATORS
 from trainer.settings import Settings
 
@@ -44,7 +45,12 @@ OR_A_PATH = ("--ckpt-path",)
 
 BASH = """\
 _trainer() {{
-    local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} option= words=
+    local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} option= words= own=0 i
+    if [[ ${{COMP_WORDS[1]}} == launch ]]; then  # trainer launch ... trainer fit
+        for ((i = 2; i < COMP_CWORD; i++)); do
+            [[ ${{COMP_WORDS[i]}} == trainer ]] && own=$i
+        done
+    fi
     if [[ $current == --*=* ]]; then
         before=${{current%%=*}} option=${{current%%=*}}= current=${{current#*=}}
     elif [[ $current == = ]]; then
@@ -62,14 +68,14 @@ _trainer() {{
         esac
         return
     fi
-    if [ "$COMP_CWORD" -eq 1 ]; then
+    if [ "$((COMP_CWORD - own))" -eq 1 ]; then
         words="{commands}"
     elif [[ $current == -* ]]; then
-        case "${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}} " in
+        case "${{COMP_WORDS[own+1]}} ${{COMP_WORDS[own+2]}} " in
 {options}
         esac
-    elif [ "$COMP_CWORD" -eq 2 ]; then
-        case ${{COMP_WORDS[1]}} in
+    elif [ "$((COMP_CWORD - own))" -eq 2 ]; then
+        case ${{COMP_WORDS[own+1]}} in
 {second_words}
         esac
     fi
@@ -133,6 +139,9 @@ def values() -> dict[str, list[str]]:
         if choices or "bool" in str(field.type):
             found[f"--trainer.{field.name}"] = choices + ["true", "false"] * ("bool" in str(field.type))
     found["--trainer.accelerator"] = list(ACCELERATORS)
+    found |= {"--optimizer": optimizers(), "--lr_scheduler": schedulers(), "--preset": [*PRESETS]}
+    for option, base in (("--trainer.callbacks", "Callback"), ("--trainer.logger", "Logger")):
+        found |= {option: [*callbacks(base), *found.get(option, ())], f"{option}+": callbacks(base)}
     found |= {name: ["last", "best"] for name in ("--ckpt", *OR_A_PATH)}
     return found | {"--precision": [*precisions()], "--template": [*TEMPLATES], "--dtype": [*DTYPES]}
 
@@ -156,6 +165,8 @@ def _bash(options: dict[tuple[str, str], list[str]]) -> str:
 def _fish(options: dict[tuple[str, str], list[str]]) -> str:
     about = {name: words.replace("'", r"\'") for name, (_, words) in COMMANDS.items()}
     lines = [f"complete -c trainer -n __fish_use_subcommand -f -a {name} -d '{about[name]}'" for name in COMMANDS]
+    launched = "__fish_seen_subcommand_from launch ; and test (commandline -opc)[-1] = trainer"
+    lines.append(f"complete -c trainer -n '{launched}' -f -a '{' '.join(COMMANDS)}'")
     for command, words in SECOND_WORDS.items():
         first = f"__fish_seen_subcommand_from {command} ; and test (count (commandline -opc)) -eq 2"
         lines.append(f"complete -c trainer -n '{first}' -f -a '{' '.join(words)}'")

@@ -290,6 +290,8 @@ def is_assignment(word: str) -> bool:
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagnostics) -> Options:
     """Parse a command line; problems go to `findings`."""
+    from trainer.config.files import as_node
+
     options = Options()
     helps = {f"--{root}.help": root for root in ("module", "data")}
     options.help_of = next((helps[word] for word in arguments if word in helps), None)
@@ -302,15 +304,9 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
     options.config = [word for word in known.config if not is_assignment(word)]
     options.print_config, options.traceback = known.print_config, known.traceback
     rest += [word for word in known.config if is_assignment(word)]
-    if known.ckpt_path is not None:
-        options.overrides.append(("ckpt_path", Node(known.ckpt_path, COMMAND_LINE)))
-    if known.name is not None:
-        options.overrides.append(("name", Node(known.name, COMMAND_LINE)))
-    if getattr(known, "weights", None) is not None:
-        options.overrides.append(("weights", Node(known.weights, COMMAND_LINE)))
-    if getattr(known, "allow_changes", None) is not None:
-        names = [Node(name, COMMAND_LINE) for name in known.allow_changes]
-        options.overrides.append(("allow_changes", Node(names, COMMAND_LINE)))
+    for name in ("ckpt_path", "name", "weights", "allow_changes"):
+        if (value := getattr(known, name, None)) is not None:
+            options.overrides.append((name, as_node(value, COMMAND_LINE)))
     if known.ray is not None:
         from trainer.cli.ray import read_ray
 

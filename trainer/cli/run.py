@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.arguments import local_path
 from trainer.cli.collisions import collisions, own_file, searched_before
 from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
@@ -19,7 +17,6 @@ from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
 from trainer.config.tree import Diagnostics
 from trainer.errors import (
-    CheckpointError,
     ConfigError,
     MissingPackageError,
     TrainerError,
@@ -99,17 +96,13 @@ def run_command(
             return fit_on_ray(options.ray, configuration)
         if prepare is not None:
             prepare(configuration)
-        _in_named_run(configuration, options.config, command)
-        if configuration.run_dir is None and configuration.ckpt_path in ("last", "best"):
-            from trainer.config.chosen_run import choose_run
+        from trainer.config.chosen_run import choose_run
+        from trainer.config.from_checkpoint import take_hyperparameters
 
-            if (line := choose_run(configuration, command)) is not None:
-                _print_note(line)
-        if command != "fit" and configuration.ckpt_path is not None:
-            from trainer.config.from_checkpoint import take_hyperparameters
-
-            for line in take_hyperparameters(configuration):
-                _print_note(line)
+        for line in choose_run(configuration, options.config, command):
+            _print_note(line)
+        for line in take_hyperparameters(configuration) if command != "fit" else ():
+            _print_note(line)
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
         return _with_traceback(error, 2) if traced else usage_error(str(error))
@@ -181,36 +174,6 @@ def _with_traceback(error: Exception, code: int) -> int:
     """Print an error with its traceback. Returns the exit code that it has without one, too."""
     traceback.print_exception(error)
     return code
-
-
-def _in_named_run(configuration: Configuration, names: Sequence[str], command: str) -> None:
-    """Work in the run whose own configuration is among the files, wherever its directory was moved to.
-
-    `last` and `best` are that run's, not those of the newest one; `default_root_dir` is its parent folder.
-
-    Raises:
-        ConfigError: two runs are meant by `last` or `best`.
-    """
-    files = [local_path(name) for name in names]
-    own = [file for file in files if file.name == "config.yaml" and (file.parent / "checkpoints").is_dir()]
-    runs = list(dict.fromkeys(file.absolute().parent for file in own))
-    which = configuration.ckpt_path if configuration.ckpt_path in ("last", "best") else None
-    if len(runs) > 1 and which is not None:
-        raise ConfigError(
-            f"--ckpt-path {which}: two of the files are configurations of runs, {runs[0]} and {runs[1]}. Give one of "
-            f"them, or the run: --ckpt-path {runs[0]}."
-        )
-    if len(runs) != 1:
-        return
-    (configuration.run_dir,) = runs
-    source = configuration.sources.get("default_root_dir")
-    if source is not None and local_path(source.name).absolute().parent == configuration.run_dir:
-        configuration.trainer["default_root_dir"] = str(configuration.run_dir.parent)
-    if which is not None and (command, which) != ("fit", "last"):  # in which `fit` goes on in place
-        from trainer.checkpoint.directory import CheckpointDirectory
-
-        with suppress(CheckpointError):
-            configuration.ckpt_path = str(CheckpointDirectory(configuration.run_dir / "checkpoints").resolve(which))
 
 
 def print_results(job: Job, title: str, results: list[dict[str, float]]) -> None:

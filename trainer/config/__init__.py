@@ -38,14 +38,12 @@ def load(*files: str | Path, overrides: Mapping[str, Any] | None = None) -> Obje
     Raises:
         ConfigError: lists all problems of the files, each with file and line, or what a constructor has refused.
     """
-    import json
-
     from trainer.config import loading
-    from trainer.config.files import read_value
+    from trainer.config.files import as_node
     from trainer.config.read import read
-    from trainer.config.tree import Diagnostics
+    from trainer.config.tree import COMMAND_LINE, Diagnostics
 
     findings = Diagnostics()
-    typed = [(name, read_value(json.dumps(value), name)) for name, value in (overrides or {}).items()]
+    typed = [(name, as_node(value, COMMAND_LINE)) for name, value in (overrides or {}).items()]
     configuration = loading.load(read([*map(str, files)], typed, findings), findings)
     return Objects(*configuration.build(), configuration.ckpt_path)

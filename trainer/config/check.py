@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, get_args, get_origin, is_typeddict
+from operator import attrgetter
+from typing import Any, get_args
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of
+from trainer.arguments import with_python_numbers
 from trainer.callback import Callback, available_callbacks
 from trainer.config.classes import find_class, one_line_error
-from trainer.config.read import INVALID, Values
+from trainer.config.read import INVALID, Spec, Values, has_spec, reference_to_data
 from trainer.config.tree import (
-    Diagnostics,
     KeyPath,
     Node,
+    OfData,
     Problem,
     Source,
     canonical_class,
@@ -34,13 +34,14 @@ from trainer.config.tree import (
 )
 from trainer.config.types import (
     TypeMismatchError,
+    allowed,
     callables_in,
     classes_in,
     constructor_parameters,
-    holds_objects,
     is_structured,
     objects_in,
     takes_mapping,
+    validate,
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError
@@ -54,7 +55,7 @@ from trainer.trainer import Trainer
 
 
 @dataclass
-class ClassSpec:
+class ClassSpec(Spec):
     """A class, or a function, with arguments that fit its signature; among them may be other specs."""
 
     cls: Any
@@ -96,9 +97,56 @@ class ClassSpec:
             raise ConfigError(str(Problem(self.source, message))) from error
 
 
+@dataclass
+class ValueOfData(Spec):
+    """A value that is, or in which are, attributes of the data module's object."""
+
+    node: Node
+    annotation: Any
+    path: str
+    data: Callable[[], Any]
+    """Returns a data module, for those who make the module alone."""
+
+    def __repr__(self) -> str:
+        return str(reference_to_data(self.node))
+
+    def build(self, **provided: Any) -> Any:
+        """Return the value; `data` among the provided ones returns the object in place of the field.
+
+        Raises:
+            ConfigError: the object has no such attribute, or its value does not fit.
+        """
+        data = provided.get("data", self.data)()
+        value = self._filled(self.node.plain(), data)
+        try:
+            return validate(with_python_numbers(value), self.annotation)
+        except (TypeMismatchError, TypeError):
+            given = f"{self} is {value!r}, allowed: {allowed(self.annotation)}."
+            raise ConfigError(str(Problem(self.node.source, f"{self.path}: {given}"))) from None
+
+    def _filled(self, value: Any, data: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._filled(item, data) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._filled(item, data) for item in value]
+        if not isinstance(value, OfData):
+            return value
+        name = value.removeprefix("${data.").removesuffix("}")
+        try:
+            return attrgetter(name)(data)
+        except Exception as error:
+            parameter = constructor_parameters(type(data)).named.get(name)
+            if isinstance(error, AttributeError) and parameter is not None and parameter.default is not parameter.empty:
+                return parameter.default
+            known = sorted(one for one in {*dir(type(data)), *vars(data)} - {*dir(DataModule)} if one[0] != "_")
+            has = f"The data ({type(data).__name__}) has: {', '.join(known) or 'no attributes'}."
+            message = f"{self.path}: {value}: {one_line_error(error)}. {has}"
+            raise ConfigError(str(Problem(self.node.source, message))) from error
+
+
 def instantiate(value: Any, **provided: Any) -> Any:
     """Return a value with the objects that its specs describe; `provided` as in `ClassSpec.build`."""
-    if isinstance(value, ClassSpec):
+    if isinstance(value, (ClassSpec, ValueOfData)):
         return value.build(**provided)
     if type(value) in (list, tuple):
         return type(value)(instantiate(item, **provided) for item in value)
@@ -117,9 +165,13 @@ class Checker(Values):
         """Return the module."""
         return self.class_spec(node, (TrainModule,), ("module",))
 
+    data_spec: ClassSpec | None = None
+
     def data(self, node: Node | None) -> ClassSpec | None:
         """Return the data module, if there is one."""
-        return None if node is None or node.value is None else self.class_spec(node, (DataModule,), ("data",))
+        if node is not None and node.value is not None:
+            self.data_spec = self.class_spec(node, (DataModule,), ("data",))
+        return self.data_spec
 
     def optimizer(self, node: Node | None, module: type) -> ClassSpec | None:
         """Return the optimizer of a module that has no `configure_optimizers`."""
@@ -264,74 +316,39 @@ class Checker(Values):
 
     # -- values -------------------------------------------------------------------------------------------------------
 
+    def of_data(self, node: Node, annotation: Any, path: KeyPath, reference: OfData) -> Any:
+        """Return a spec of the value of an attribute of the data, for what is made after these."""
+        if path[0] in ("trainer", "data"):
+            return super().of_data(node, annotation, path, reference)
+        return ValueOfData(node, annotation, dotted(path), lambda: instantiate(self.data_spec))
+
     def value(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
         if path == ("trainer", "strategy"):
             return self.strategy(node)
         if annotation is Any and _names_a_class(node):
             return self.class_spec(node, (object,), path) or INVALID
-        if isinstance(node.value, (dict, list)) and holds_objects(annotation):
-            ways = self._ways(node, annotation, path)
-            if len(ways) > 1:  # the first one that fits
-                before, tried = self.findings, []
-                for way in ways:
-                    self.findings = Diagnostics()
-                    tried.append((way(copy.deepcopy(node)), len(self.findings.problems)))
-                self.findings = before
-                ways = [ways[min(range(len(ways)), key=lambda number: tried[number][1])]]
-            for way in ways:
-                return way(node)
         return super().value(node, annotation, path)
 
-    def _ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
-        """Return the ways to read a mapping or a list in which objects may be, by the members of a union."""
-        objects, calls, options = tuple(objects_in(annotation)), callables_in(annotation), options_of(annotation)
-        if isinstance(node.value, list):
-            lists = [option for option in options if get_origin(option) in (*LISTS, tuple) and holds_objects(option)]
-            return [partial(self._items, annotation=option, path=path) for option in lists]
-        mappings: list[Callable[[Node], Any]] = [
-            partial(self._entries, annotation=option, path=path)
-            for option in options
-            if (get_origin(option) in MAPPINGS and holds_objects(option)) or is_typeddict(option)
-        ]
-        structured = [cls for cls in objects if is_structured(cls)]
-        chosen = "class_path" in entries(node) and (objects or calls)
-        if chosen or not (mappings or structured or takes_mapping(annotation)):
-            node.value = canonical_class(node, path, self.findings).value
-            if calls:
-                return [lambda node: self.callable_spec(node, calls[0], path)]
-            return [lambda node: self.class_spec(node, objects, path) or INVALID]
-        return [
-            *(partial(self._structured, cls=cls, path=path) for cls in structured),
-            *mappings,
-        ]
+    def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
+        """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
+        objects, calls, parts = (
+            tuple(objects_in(annotation)),
+            callables_in(annotation),
+            super().ways(node, annotation, path),
+        )
+        if isinstance(node.value, list) or not (objects or calls):
+            return parts
+        structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
+        if "class_path" not in entries(node) and (parts or structured or takes_mapping(annotation)):
+            return [*structured, *parts]
+        node.value = canonical_class(node, path, self.findings).value
+        if calls:
+            return [lambda node: self.callable_spec(node, calls[0], path)]
+        return [lambda node: self.class_spec(node, objects, path) or INVALID]
 
     def _structured(self, node: Node, cls: type, path: KeyPath) -> Any:
         return self.spec_of(cls, node, path, node.source, node.source)
-
-    def _items(self, node: Node, annotation: Any, path: KeyPath) -> Any:
-        assert isinstance(node.value, list)
-        of_each, several = get_args(annotation), get_origin(annotation) is not tuple or ... in get_args(annotation)
-        if not several and len(of_each) != len(node.value):
-            reason = f"{len(of_each)} of them, and there are {len(node.value)}"
-            return self.coerce(node, annotation, path, TypeMismatchError((), reason))
-        annotations = of_each[:1] * len(node.value) if several else of_each
-        pairs = zip(node.value, annotations, strict=True)
-        values = [self.value(item, one, (*path, index)) for index, (item, one) in enumerate(pairs)]
-        kind: Any = {tuple: tuple, set: set, frozenset: frozenset}.get(get_origin(annotation), list)
-        return values if has_spec(values) and kind is not tuple else kind(values)
-
-    def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
-        if is_typeddict(annotation):
-            hints, given = hints_of(annotation, annotation), entries(node)
-            missing = sorted(annotation.__required_keys__ - given.keys())
-            for name in (*missing, *(key for key in given if key not in hints)):
-                problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"
-                self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
-            return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
-        of_key, of_value = get_args(annotation)
-        keys = {key: self.value(Node(key, child.source), of_key, path) for key, child in entries(node).items()}
-        return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return the class that a text names, or what was typed as text; if it is neither, report the mismatch."""
@@ -383,9 +400,3 @@ def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
     elif name not in table and {Callback, Logger} & {*bases} and name in available_callbacks():
         table[name] = available_callbacks()[name]
     return table
-
-
-def has_spec(value: Any) -> bool:
-    """Whether an object is still to be made for this value (or it is an invalid one)."""
-    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return value is INVALID or isinstance(value, ClassSpec) or any(map(has_spec, inside))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,40 +22,63 @@ _SHOWN = 5
 """Runs, and differences of each, that a message lists."""
 
 
-def choose_run(configuration: Configuration, command: str) -> str | None:
-    """Have the command work in the run that "last" or "best" means, and return a line that names it.
+def choose_run(configuration: Configuration, files: Iterable[str], command: str) -> Iterator[str]:
+    """Have the command work in the run that it means, and yield a line that names it where that is not said.
 
-    Of the runs below `default_root_dir` that have a checkpoint it is the newest with the command's name, or, without
-    one, with its module and data and their values. None: runs that scripts have started are searched by the trainer.
+    It is the run whose own configuration is among the files, or, for "last" and "best", of the runs below
+    `default_root_dir` that have a checkpoint the newest with the command's name, or, without one, with its module and
+    data and their values. Runs that scripts have started have no configuration: of these it is the newest.
 
     Raises:
-        ConfigError: there are runs, and none is the command's; lists them with what differs.
+        ConfigError: two runs are meant, or none of those that there are; lists them with what differs.
     """
     which, name = configuration.ckpt_path, configuration.name
+    if _in_named_run(configuration, files, command) or which not in ("last", "best"):
+        return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
+    anew = (command, which) == ("fit", "last")
     records = {run: record for run in reversed(versions(root)) if (record := _record(run)) is not None}
     if name is not None:
         records = {run: record for run, record in records.items() if record.get("name") == name}
-        if not records and (command, which) != ("fit", "last"):
+        if not records and not anew:
             raise ConfigError(f"--name {name}: no run below {_shown(root)} that has a checkpoint is called so.")
         if not records:
             configuration.ckpt_path = None
-            return f"no run below {_shown(root)} is called {name!r} yet: the training begins anew"
+            yield f"no run below {_shown(root)} is called {name!r} yet: the training begins anew"
+            return
     if not records:
-        nothing = (command, which) == ("fit", "last") and not versions(root)
-        return f"there is no run below {_shown(root)} yet: the training begins anew" if nothing else None
+        if anew and not versions(root):
+            yield f"there is no run below {_shown(root)} yet: the training begins anew"
+        elif command != "fit":
+            any(configuration.take_checkpoint(run) for run in reversed(versions(root)))
+        return
     wanted = yaml.safe_load(configuration.recorded)
     found = {run: [*_differences(configuration, record, wanted)] for run, record in records.items()}
     run = next((one for one, lines in found.items() if name is not None or not lines), None)
     if run is None and (command == "fit" or len(found) > 1):
         raise ConfigError(_none_is_equal(configuration, command, found, root))
     run = run or next(iter(found))
-    configuration.run_dir = run
-    if (command, which) != ("fit", "last"):
-        with suppress(CheckpointError):
-            configuration.ckpt_path = str(CheckpointDirectory(run / CHECKPOINTS).resolve(str(which)))
+    configuration.work_in(run, command)
     differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
-    return f"--ckpt-path {which} is that of {_shown(run)}{differs}"
+    yield f"--ckpt-path {which} is that of {_shown(run)}{differs}"
+
+
+def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> bool:
+    """Work in the run whose own configuration is among the files, wherever its directory was moved to."""
+    which, given = configuration.ckpt_path, map(local_path, files)
+    own = [file for file in given if file.name == "config.yaml" and (file.parent / CHECKPOINTS).is_dir()]
+    runs = list(dict.fromkeys(file.absolute().parent for file in own))
+    if len(runs) > 1 and which in ("last", "best"):
+        raise ConfigError(
+            f"--ckpt-path {which}: two of the files are configurations of runs, {runs[0]} and {runs[1]}. Give one of "
+            f"them, or the run: --ckpt-path {runs[0]}."
+        )
+    if len(runs) == 1:
+        source = configuration.sources.get("default_root_dir")
+        if source is not None and local_path(source.name).absolute().parent == runs[0]:
+            configuration.trainer["default_root_dir"] = str(runs[0].parent)
+        configuration.work_in(runs[0], command)
+    return len(runs) == 1
 
 
 def _none_is_equal(configuration: Configuration, command: str, found: dict[Path, list[str]], root: Path) -> str:

@@ -99,7 +99,7 @@ TRANSLATED = {
 OTHER_PROGRAMS = {
     **TRANSLATED,
     "a configuration of LightningCLI": ("model", "seed_everything"),
-    "a configuration of Hydra": ("defaults", "hydra"),
+    "a configuration of Hydra": ("defaults", "hydra", "_target_"),
 }
 """The same, with those that `trainer migrate` rewrites."""
 
@@ -294,8 +294,8 @@ class _YamlReader:
         if self.json_text is not None:
             return _from_json(self.json_text[node.start_mark.index : node.end_mark.index])
         kind = node.tag.removeprefix(TAG)
-        if kind in ("str", "merge"):
-            return text
+        if kind in ("str", "merge"):  # a character that JSON escapes in two parts, of which PyYAML makes two
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if kind not in SCALARS or not SCALARS[kind][0].match(text):
             self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")
             return None
@@ -351,7 +351,7 @@ def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
         findings.add(source, _too_large(RecursionError()))
         return None
     try:
-        return _toml_node(tomllib.loads(text), source, 0)
+        return as_node(tomllib.loads(text), source)
     except tomllib.TOMLDecodeError as error:
         position = re.search(r" ?\(at line (\d+), column (\d+)\)", str(error))
         reason = str(error).replace(position[0], f" (column {position[2]})") if position else str(error)
@@ -364,14 +364,14 @@ def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
     return None
 
 
-def _toml_node(value: Any, source: Source, depth: int) -> Node:
-    """Return the node of a value. The parser does not report lines, so all have the file as their source."""
+def as_node(value: Any, source: Source, depth: int = 0) -> Node:
+    """Return the node of plain data. The parser of TOML does not report lines: all have the file as their source."""
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, dict):
-        return Node({key: _toml_node(child, source, depth + 1) for key, child in value.items()}, source)
-    if isinstance(value, list):
-        return Node([_toml_node(child, source, depth + 1) for child in value], source)
+        return Node({key: as_node(child, source, depth + 1) for key, child in value.items()}, source)
+    if isinstance(value, (list, tuple)):
+        return Node([as_node(child, source, depth + 1) for child in value], source)
     if type(value) is int and abs(value) >= 10**MAX_DIGITS:
         raise _TooLargeError(f"an integer of more than {MAX_DIGITS} digits")
     if isinstance(value, (datetime.date, datetime.time)):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from trainer.arguments import local_path
-from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
+from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.storage import StoragePath
-from trainer.config.check import has_spec
+from trainer.config.check import ValueOfData
 from trainer.config.loading import Configuration
+from trainer.config.read import has_spec
 from trainer.config.tree import COMMAND_LINE
 from trainer.config.types import constructor_parameters
 from trainer.errors import CheckpointError
 from trainer.hyperparameters import constructor_arguments
-from trainer.settings import Settings
 
 
 def take_hyperparameters(configuration: Configuration) -> list[str]:
@@ -24,7 +20,10 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         A line for each value of a file that another one took the place of.
     """
     module, lines = configuration.module, []
-    path = _checkpoint(configuration)
+    try:
+        path = None if configuration.ckpt_path is None else locate(configuration.ckpt_path)
+    except CheckpointError:  # which is said where its weights are loaded
+        path = None
     if path is None:
         return []
     kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
@@ -37,9 +36,10 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
     parameters = constructor_parameters(module.cls).named
     for name, value in arguments.items():
         source = module.sources.get(name)
-        if name not in stored or source == COMMAND_LINE or has_spec(module.arguments.get(name)):
-            continue
         given = module.arguments.get(name, parameters[name].default if name in parameters else None)
+        is_object = has_spec(given) and not isinstance(given, ValueOfData)
+        if name not in stored or source == COMMAND_LINE or is_object:
+            continue
         if source is not None and given != value:
             lines.append(
                 f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have that, "
@@ -47,16 +47,3 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
             )
         module.arguments[name] = value
     return lines
-
-
-def _checkpoint(configuration: Configuration) -> StoragePath | None:
-    """Return the checkpoint with which the command will begin, if there is one."""
-    which = configuration.ckpt_path
-    with suppress(CheckpointError):
-        if which is not None and which not in ("last", "best"):
-            return locate(which)
-        root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
-        for run_dir in reversed(versions(root)) if which is not None else ():
-            with suppress(CheckpointError):
-                return CheckpointDirectory(run_dir / CHECKPOINTS).resolve(which or "last")
-    return None

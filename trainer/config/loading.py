@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from trainer.arguments import local_path
 from trainer.callback import Callback
+from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from trainer.config.check import Checker, ClassSpec, instantiate
 from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
@@ -15,7 +19,7 @@ from trainer.config.optimizers import with_optimizer
 from trainer.config.references import escaped
 from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries, sources_of, with_source
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.module import TrainModule
 from trainer.settings import Settings
 from trainer.trainer import Trainer
@@ -50,6 +54,20 @@ class Configuration:
         if not any(isinstance(item, ClassSpec) and issubclass(item.cls, cls) for item in callbacks):
             self.trainer["callbacks"] = [*callbacks, ClassSpec(cls, {}, COMMAND_LINE, cls.__name__)]
 
+    def work_in(self, run: Path, command: str) -> None:
+        """Work in the directory of a run: "last" and "best" are its own; `fit` goes on from its last one in place."""
+        self.run_dir = run
+        if (command, self.ckpt_path) != ("fit", "last"):
+            self.take_checkpoint(run)
+
+    def take_checkpoint(self, run: Path) -> bool:
+        """Take the checkpoint of a run that "last" or "best" means; False if there is none."""
+        if self.ckpt_path in ("last", "best"):
+            with suppress(CheckpointError):
+                self.ckpt_path = str(CheckpointDirectory(run / CHECKPOINTS).resolve(self.ckpt_path))
+                return True
+        return False
+
     def build(self) -> tuple[Trainer, TrainModule, DataModule | None]:
         """Return the trainer, the module and the data; with `trainer.seed`, weights are drawn from that seed.
 
@@ -57,7 +75,7 @@ class Configuration:
             ConfigError: everything that constructors refused.
         """
         found = Diagnostics()
-        arguments = {name: _try(value, found) for name, value in self.trainer.items()}
+        arguments = {name: _try(partial(instantiate, value), found) for name, value in self.trainer.items()}
         found.report()
         try:
             trainer = Trainer(**arguments)
@@ -67,14 +85,15 @@ class Configuration:
             raise
         trainer.record_config(self.recorded, self.run_dir)
         # After the trainer, whose seed the weights are drawn from.
-        module, data = _try(self.module, found), _try(self.data, found)
+        made = cache(partial(instantiate, self.data))  # first, where the module refers to the object
+        module, data = _try(partial(instantiate, self.module, data=made), found), _try(made, found)
         found.report()
         return trainer, module, data
 
 
-def _try(value: Any, found: Diagnostics) -> Any:
+def _try(make: Callable[[], Any], found: Diagnostics) -> Any:
     try:
-        return instantiate(value)
+        return make()
     except ConfigError as error:
         found.add(None, str(error), error)
         return None

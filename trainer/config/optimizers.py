@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer.config.check import ClassSpec
+from trainer.config.check import ClassSpec, instantiate
 from trainer.config.read import SCHEDULER_OPTIONS
 from trainer.config.tree import Problem
 from trainer.errors import ConfigError
@@ -34,7 +34,7 @@ class _ModuleWithOptimizer(ClassSpec):
         module = super().build(**provided)
         if self.scheduler is not None and getattr(module, "automatic_optimization", True):
             _require_monitor(self.scheduler)
-        module.configure_optimizers = partial(configured_optimizers, module, self.optimizer, self.scheduler)
+        module.configure_optimizers = partial(configured_optimizers, module, self.optimizer, self.scheduler, **provided)
         return module
 
 
@@ -50,12 +50,18 @@ def _require_monitor(scheduler: ClassSpec) -> None:
     raise ConfigError(str(Problem(scheduler.source, words)))
 
 
-def configured_optimizers(module: TrainModule, optimizer: ClassSpec, scheduler: ClassSpec | None) -> dict[str, Any]:
-    """Return what `configure_optimizers` would: the optimizer of all parameters that are trained, and its scheduler."""
-    made = optimizer.build(params=[parameter for parameter in module.parameters() if parameter.requires_grad])
+def configured_optimizers(
+    module: TrainModule, optimizer: ClassSpec, scheduler: ClassSpec | None, **provided: Any
+) -> dict[str, Any]:
+    """Return what `configure_optimizers` would: the optimizer of all parameters that are trained, and its scheduler.
+
+    Args:
+        provided: as in `ClassSpec.build`.
+    """
+    made = optimizer.build(params=[one for one in module.parameters() if one.requires_grad], **provided)
     if scheduler is None:
         return {"optimizer": made}
     own = {name: value for name, value in scheduler.arguments.items() if name not in SCHEDULER_OPTIONS}
     options = {name: value for name, value in scheduler.arguments.items() if name in SCHEDULER_OPTIONS}
-    made_scheduler = dataclasses.replace(scheduler, arguments=own).build(optimizer=made)
-    return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, **options}}
+    made_scheduler = dataclasses.replace(scheduler, arguments=own).build(optimizer=made, **provided)
+    return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, **instantiate(options, **provided)}}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, is_typeddict
 
-from trainer.arguments import options_of
+from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.compat.added_names import added_names
 from trainer.compat.answers import is_default
@@ -31,6 +33,7 @@ from trainer.config.tree import (
     Diagnostics,
     KeyPath,
     Node,
+    OfData,
     canonical,
     dotted,
     entries,
@@ -44,7 +47,6 @@ from trainer.config.types import (
     TypeMismatchError,
     allowed,
     constructor_parameters,
-    item_annotations,
     member_named,
     reads_as_number,
     validate,
@@ -62,6 +64,8 @@ SCHEDULER_OPTIONS = {
     "name": str | None,
 }
 """Settings of a scheduler that are the trainer's, next to the scheduler's own arguments."""
+OTHER_KEYS = {"datamodule": "data", "model": "module", "seed_everything": "trainer.seed", "_target_": "class_path"}
+"""Keys of LightningCLI and Hydra, and those that stand for them here."""
 INVALID = object()
 """Placeholder of a value that does not fit."""
 
@@ -116,8 +120,8 @@ def _check(tree: Node, findings: Diagnostics) -> None:
         findings.add(scheduler.source, words)
     for path, node in _class_choices(tree):
         _check_class_name(path, node, findings)
-    values.ckpt_path(given.get("ckpt_path"))
-    values.weights(given.get("weights"))
+    values.path(given.get("ckpt_path"), "ckpt_path", has_to_be_there=True)
+    values.path(given.get("weights"), "weights", has_to_be_there=False)
     if "name" in given:
         values.value(given["name"], str | None, ("name",))
     trainer = given.get("trainer")
@@ -135,14 +139,14 @@ def _check(tree: Node, findings: Diagnostics) -> None:
 def _check_names(tree: Node, findings: Diagnostics) -> None:
     """Check the names of a configuration's keys, and of the trainer's arguments."""
     for key in [key for key in entries(tree) if key not in KEYS]:
-        hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else did_you_mean(str(key), KEYS)
+        close = did_you_mean(str(key), KEYS, OTHER_KEYS)
+        hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else close
         words = f"unknown key {key!r}.{hint} Top-level keys: {', '.join(KEYS)}."
         findings.add(entries(tree)[key].source, words)
     parameters = constructor_parameters(Settings)
     for name, child in entries(entries(tree).get("trainer")).items():
         if name not in parameters.named and not is_default("Trainer", name, child.value):
-            words = f"trainer has no argument {name!r}.{hint_for(str(name), parameters.named, ('trainer',))}"
-            findings.add(child.source, words)
+            findings.add(child.source, no_argument("trainer", name, parameters.named, ("trainer",)))
 
 
 def _class_choices(tree: Node) -> Iterator[tuple[KeyPath, Node]]:
@@ -156,6 +160,16 @@ def _class_choices(tree: Node) -> Iterator[tuple[KeyPath, Node]]:
             yield ("trainer", name), node
 
 
+CHOICES: dict[str, tuple[str, Callable[[], Iterable[str]], str | None]] = {
+    "strategy": ("strategy", lambda: [*strategies(), "auto"], "strategies"),
+    "callbacks": ("callback", lambda: callbacks("Callback"), "callbacks"),
+    "logger": ("logger", lambda: callbacks("Logger"), "callbacks"),
+    "optimizer": ("optimizer", optimizers, None),
+    "lr_scheduler": ("scheduler", schedulers, None),
+}
+"""The places where a class has a short name: what it is called, the names, and the package whose classes these are."""
+
+
 def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     """Check the name of a class as far as that needs no import: a short one of a table, or that there is the file."""
     name = entries(node).get("class_path")
@@ -164,29 +178,19 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     if name.unreadable is not None:
         findings.add(name.source, name.unreadable)
         return
-    tables: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {
-        "strategy": ("strategy", lambda: [*strategies(), "auto"]),
-        "callbacks": ("callback", lambda: callbacks("Callback")),
-        "logger": ("logger", lambda: callbacks("Logger")),
-        "optimizer": ("optimizer", optimizers),
-        "lr_scheduler": ("scheduler", schedulers),
-    }
+    key = str(path[1] if path[0] == "trainer" else path[0])
+    kind, names, package = CHOICES.get(key, (key, list, None))
     try:
-        if (key := str(path[1] if path[0] == "trainer" else path[0])) in tables:
-            kind, names = tables[key]
-            added = {"strategy": "trainer.strategies", "callbacks": "trainer.callbacks", "logger": "trainer.callbacks"}
-            if (known := list(names())) and name.value not in known:
-                known += added_names(added.get(key, key))
-                of_class = {cls: repr(short) for cls, short in strategy_classes().items()}
-                others = {**of_class, **OTHER_STRATEGIES} if key == "strategy" else None
-                check_short_name(name.value, kind, known, others)
+        if (known := [*names()]) and name.value not in known:
+            of_class = {cls: repr(short) for cls, short in strategy_classes().items()}
+            others = {**of_class, **OTHER_STRATEGIES} if key == "strategy" else None
+            check_short_name(name.value, kind, [*known, *added_names(f"trainer.{package}")], others)
         location, colon, _ = name.value.rpartition(":")
         if location.endswith(".py") or (not colon and name.value.endswith(".py")):
             find_file(location or name.value, name.source)
     except ConfigError as error:
         findings.add(name.source, f"{dotted(path)}: {error}")
     else:
-        package = {"strategy": "strategies", "callbacks": "callbacks", "logger": "callbacks"}.get(key)
         if package is not None and (found := arguments_of(package, name.value)) is not None:
             _check_arguments(path, *found, node, findings)
 
@@ -195,8 +199,11 @@ def _check_arguments(path: KeyPath, kind: str, known: list[str], node: Node, fin
     """Check the names of the arguments of a class."""
     for name, child in entries(entries(node).get("init_args")).items():
         if name not in known and not is_default(kind, name, child.value):
-            words = f"{dotted(path)} ({kind}) has no argument {name!r}.{hint_for(str(name), known, path)}"
-            findings.add(child.source, words)
+            findings.add(child.source, no_argument(f"{dotted(path)} ({kind})", name, known, path))
+
+
+class Spec:
+    """A description of a value that is made later."""
 
 
 class Values:
@@ -220,24 +227,83 @@ class Values:
             elif parameters.open:
                 values[name] = self.value(child, Any, (*path, name))
             elif path != ("trainer",) and not is_default(cls.__name__, name, child.value):
-                hint = hint_for(str(name), parameters.named, path)
-                self.findings.add(child.source, f"{who} has no argument {name!r}.{hint}")
+                self.findings.add(child.source, no_argument(who, name, parameters.named, path))
         return values
 
     def value(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         """Return a value as its annotation wants it; `INVALID` when it does not fit."""
         if path == ("trainer", "precision"):
             annotation = str | int  # no file can hold a Precision
-        take_texts(node, annotation)
+        take_text(node, annotation)
+        if isinstance(node.value, (dict, list)) and (ways := self.ways(node, annotation, path)):
+            found = self._first_fitting(node, ways)
+            limits = has_spec(found) or self._checked(node, found, annotation, path) is not INVALID
+            return found if limits else INVALID
+        if (reference := reference_to_data(node)) is not None:
+            return self.of_data(node, annotation, path, reference)
         if node.unreadable is not None:
             self.findings.add(node.source, node.unreadable)
             return INVALID
+        value = self._checked(node, node.plain(), annotation, path)
+        if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
+            node.value = str(value.absolute())
+        return value
+
+    def _checked(self, node: Node, given: Any, annotation: Any, path: KeyPath) -> Any:
         try:
-            value = validate(node.plain(), annotation)
+            return validate(given, annotation)
         except TypeMismatchError as mismatch:
             return self.coerce(node, annotation, path, mismatch)
-        make_absolute(node, value)
-        return value
+
+    def _first_fitting(self, node: Node, ways: Sequence[Callable[[Node], Any]]) -> Any:
+        """Return a value in the first of several ways in which it has no problems, or the fewest."""
+        before, tried = self.findings, []
+        for way in ways if len(ways) > 1 else ():
+            self.findings = Diagnostics()
+            way(copy.deepcopy(node))
+            tried.append(len(self.findings.problems))
+        self.findings = before
+        return ways[tried.index(min(tried)) if tried else 0](node)
+
+    def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
+        """Return the ways to read a mapping or a list part by part, by the members of a union."""
+        is_list = isinstance(node.value, list)
+        kinds = (*LISTS, tuple) if is_list else MAPPINGS
+        return [
+            partial(self._items if is_list else self._entries, annotation=option, path=path)
+            for option in options_of(annotation)
+            if (get_origin(option) in kinds and get_args(option)) or (is_typeddict(option) and not is_list)
+        ]
+
+    def _items(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        assert isinstance(node.value, list)
+        of_each, several = get_args(annotation), get_origin(annotation) is not tuple or ... in get_args(annotation)
+        if not several and len(of_each) != len(node.value):
+            reason = f"{len(of_each)} of them, and there are {len(node.value)}"
+            return self.coerce(node, annotation, path, TypeMismatchError((), reason))
+        annotations = of_each[:1] * len(node.value) if several else of_each
+        pairs = zip(node.value, annotations, strict=True)
+        values = [self.value(item, one, (*path, index)) for index, (item, one) in enumerate(pairs)]
+        kind: Any = {tuple: tuple, set: set, frozenset: frozenset}.get(get_origin(annotation), list)
+        return values if has_spec(values) and kind is not tuple else kind(values)
+
+    def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        if is_typeddict(annotation):
+            hints, given = hints_of(annotation, annotation), entries(node)
+            missing = sorted(annotation.__required_keys__ - given.keys())
+            for name in (*missing, *(key for key in given if key not in hints)):
+                problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"
+                self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
+            return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
+        of_key, of_value = get_args(annotation)
+        keys = {key: self.value(Node(key, child.source), of_key, path) for key, child in entries(node).items()}
+        return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
+
+    def of_data(self, node: Node, annotation: Any, path: KeyPath, reference: OfData) -> Any:
+        """Refuse a value that only the data module's object knows; it is made after the trainer."""
+        words = f"{dotted(path)}: {reference} refers to an attribute of the data's object, which is made after this."
+        self.findings.add(node.source, f"{words} Write the value here, or as an argument of data.")
+        return INVALID
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return what was typed as text; if that does not fit either, report the mismatch."""
@@ -260,65 +326,56 @@ class Values:
         )
         return INVALID
 
-    def ckpt_path(self, node: Node | None) -> None:
-        """Check that this is "last", "best" or a checkpoint that exists, whose path is made absolute."""
-        value = None if node is None else self.value(node, str | None, ("ckpt_path",))
-        if node is None or not isinstance(value, str) or value in ("last", "best"):
+    def path(self, node: Node | None, key: str, has_to_be_there: bool) -> None:
+        """Make the path of a checkpoint, or of weights, absolute; "last" and "best" are words.
+
+        Weights need not be there: only a `fit` without a checkpoint reads them.
+        """
+        value = None if node is None else self.value(node, str | None, (key,))
+        if node is None or not isinstance(value, str) or (has_to_be_there and value in ("last", "best")):
             return
         try:
-            path, there = as_storage_path(value), checkpoint_may_exist(value)
+            node.value = str(as_storage_path(value).absolute())
+            there = not has_to_be_there or checkpoint_may_exist(value)
         except ConfigError as error:
-            self.findings.add(node.source, f"ckpt_path: {error}")
+            self.findings.add(node.source, f"{key}: {error}")
             return
         if not there:
             close = did_you_mean(value, ["last", "best"])
             allowed = "Allowed: last, best, or a checkpoint's folder."
-            self.findings.add(node.source, f"ckpt_path: there is no {value!r}.{close} {allowed}")
-        node.value = str(path.absolute())
-
-    def weights(self, node: Node | None) -> None:
-        """Make the path of pretrained weights absolute; only a `fit` without a checkpoint needs them to be there."""
-        value = None if node is None else self.value(node, str | None, ("weights",))
-        if node is None or not isinstance(value, str):
-            return
-        try:
-            node.value = str(as_storage_path(value).absolute())
-        except ConfigError as error:
-            self.findings.add(node.source, f"weights: {error}")
+            self.findings.add(node.source, f"{key}: there is no {value!r}.{close} {allowed}")
 
 
-def take_texts(node: Node, annotation: Any) -> None:
-    """Let a value, and all that it holds, be as it was written where its annotation wants a text."""
+def reference_to_data(node: Node) -> OfData | None:
+    """Return the first reference to an attribute of the data in a value; None where there is none."""
+    if isinstance(node.value, (dict, list)):
+        items = node.value.values() if isinstance(node.value, dict) else node.value
+        return next(filter(None, map(reference_to_data, items)), None)
+    return node.value if isinstance(node.value, OfData) else None
+
+
+def take_text(node: Node, annotation: Any) -> None:
+    """Let a value be as it was written where its annotation wants a text, or the member of an enumeration so named."""
     if node.text is not None and wants_text(node.plain(), annotation):
         node.value, node.text, node.unreadable = node.text, None, None
     elif isinstance(node.value, str) and (member := member_named(node.value, annotation)) is not None:
         node.value = member.value
-    elif isinstance(node.value, (dict, list)):
-        items = [*(node.value.values() if isinstance(node.value, dict) else node.value)]
-        for item, of_item in zip(items, item_annotations(node.value, annotation), strict=True):
-            take_texts(item, of_item)
 
 
-def make_absolute(node: Node, value: Any) -> None:
-    """Let the paths of a value mean the same from any folder in the saved configuration; one from ~ does already."""
-    if isinstance(value, Path):
-        node.value = str(value if value.parts[:1] == ("~",) else value.absolute())
-    elif isinstance(value, (list, tuple)) and isinstance(node.value, list) and len(value) == len(node.value):
-        for child, item in zip(node.value, value, strict=True):
-            make_absolute(child, item)
-    elif isinstance(value, dict) and isinstance(node.value, dict):
-        for (_, child), item in zip(node.value.items(), value.values(), strict=False):
-            make_absolute(child, item)
+def has_spec(value: Any) -> bool:
+    """Whether an object is still to be made for this value (or it is an invalid one)."""
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return value is INVALID or isinstance(value, Spec) or any(map(has_spec, inside))
 
 
-def hint_for(name: str, known: Iterable[str], path: KeyPath) -> str:
-    """Return a suggestion for an argument that does not exist; without a close one, those that do."""
+def no_argument(who: str, name: Any, known: Iterable[str], path: KeyPath) -> str:
+    """Return the problem of an argument that does not exist, with a suggestion; without a close one, those that do."""
     known = sorted(known)
     equivalents = TRAINER_ARGUMENTS if path == ("trainer",) else None
-    close = did_you_mean(name, [*known, "class_path", "init_args"], equivalents)
-    if close or not known:
-        return close or " It takes none."
-    return f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."
+    hint = did_you_mean(str(name), [*known, "class_path", "init_args"], equivalents)
+    if not hint and known:
+        hint = f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."
+    return f"{who} has no argument {name!r}.{hint or ' It takes none.'}"
 
 
 def quotes_hint(node: Node, annotation: Any) -> str:

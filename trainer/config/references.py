@@ -7,9 +7,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from trainer.config.files import read_value
-from trainer.config.tree import Diagnostics, Node, dotted, entries, is_index
-from trainer.errors import did_you_mean
+from trainer.config.classes import find_class
+from trainer.config.files import as_node, read_value
+from trainer.config.tree import Diagnostics, Node, OfData, dotted, entries, is_index
+from trainer.config.types import constructor_parameters
+from trainer.errors import ConfigError, did_you_mean
+from trainer.hyperparameters import as_stored, data_problem
+from trainer.settings import Settings
 
 REFERENCE = re.compile(r"(\$?)\$\{\s*((?:[^${}]|\$\{[^${}]*\})*?)\s*\}")
 """`${name}`, in which another one may stand; a second `$` before it makes it plain text."""
@@ -20,7 +24,8 @@ def with_references(tree: Node, findings: Diagnostics) -> Node:
     """Return a configuration of canonical form without references; those that lead nowhere are problems.
 
     A value that is one reference has the type of what it refers to. Within a text, the values are as they were written.
-    `${env:NAME}` is read as YAML, and `${env:NAME,default}` has a value for a variable that is not set.
+    `${env:NAME}` is read as YAML, and `${env:NAME,default}` has a value for a variable that is not set. References to
+    attributes of the data, which are not known before there is the object, stay as `OfData`.
     """
     return _Resolver(tree, findings).resolved(tree)
 
@@ -31,12 +36,14 @@ def escaped(value: Any) -> Any:
         return {key: escaped(one) for key, one in value.items()}
     if isinstance(value, list):
         return [escaped(one) for one in value]
+    if isinstance(value, OfData):
+        return str(value)
     return REFERENCE.sub(lambda match: f"${match[0]}", value) if isinstance(value, str) else value
 
 
 class _Resolver:
     def __init__(self, tree: Node, findings: Diagnostics) -> None:
-        self.tree = tree
+        self.tree = replace(tree, value={"trainer": Node({}, tree.source), **entries(tree)})
         self.findings = findings
         self.open: list[str] = []
 
@@ -65,7 +72,9 @@ class _Resolver:
         found = self.look_up(match[2], node)
         if found is not None and found.text is not None:
             return found.text
-        if found is not None and isinstance(found.value, (dict, list)):
+        if found is not None and isinstance(found.value, OfData) and isinstance(node.value, list):
+            return found.value
+        if found is not None and isinstance(found.value, (dict, list, OfData)):
             self.findings.add(node.source, f"{match[0]} is not a single value, and cannot be a part of a text.")
         value = None if found is None else found.value
         return ("true" if value else "false") if isinstance(value, bool) else str(value)
@@ -83,19 +92,34 @@ class _Resolver:
         for number, part in enumerate(names):
             children = _children(found)
             if part not in children:
-                before = dotted(tuple(names[:number])) or "the configuration"
-                close = did_you_mean(part, list(children))
-                words = f"${{{name}}}: {before} is given no {part!r} there.{close}"
-                self.findings.add(
-                    node.source, f"{words} A reference takes values that are written in the configuration."
-                )
-                return None
+                return self.not_written(name, found, number, node)
             found = children[part]
         self.open.append(name)
         try:
             return self.resolved(found)
         finally:
             self.open.pop()
+
+    def not_written(self, name: str, found: Node, number: int, node: Node) -> Node | None:
+        """Return an attribute of the data, or the default of an argument; None, and a problem, where there is none."""
+        names = name.split(".")
+        if names[0] == "data" and "class_path" in entries(entries(self.tree).get("data")):
+            return Node(OfData(f"${{{name}}}"), node.source)
+        before, part = dotted(tuple(names[:number])) or "the configuration", names[number]
+        try:
+            defaults = _defaults(found, before)
+        except ConfigError as error:
+            self.findings.add(node.source, f"{before}: {error}", error)
+            return None
+        if part in defaults and part == names[-1] and data_problem(defaults[part], part) is None:
+            return as_node(as_stored(defaults[part]), node.source)
+        close = did_you_mean(part, [*_children(found), *defaults])
+        words = f"${{{name}}}: {before} is given no {part!r} there.{close}"
+        fix = (
+            "A reference takes values of the configuration, plain defaults of its classes, and attributes of the data."
+        )
+        self.findings.add(node.source, f"{words} {fix}")
+        return None
 
     def variable(self, text: str, node: Node) -> Node | None:
         """Return an environment variable, read as YAML."""
@@ -117,3 +141,16 @@ def _children(node: Node) -> dict[str, Node]:
         return {str(position): item for position, item in enumerate(node.value)}
     found: dict[Any, Node] = {**entries(entries(node).get("init_args")), **entries(node)}
     return {str(key): child for key, child in found.items() if isinstance(key, str) or is_index(key)}
+
+
+def _defaults(node: Node, before: str) -> dict[str, Any]:
+    """Return the defaults of the arguments of the trainer, or of the class that is chosen by its path.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    choice, made_by = entries(node).get("class_path"), Settings if before == "trainer" else None
+    if choice is not None and re.search(r"[.:]", str(choice.value)):
+        made_by = find_class(str(choice.value), (object,), {}, choice.source, functions=True).cls
+    arguments = {} if made_by is None else constructor_parameters(made_by).named
+    return {name: one.default for name, one in arguments.items() if one.default is not one.empty}

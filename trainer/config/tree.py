@@ -53,6 +53,10 @@ class Source:
 COMMAND_LINE = Source("command line")
 
 
+class OfData(str):
+    """A reference to an attribute of the data module's object: `${data.num_classes}`, which the configuration keeps."""
+
+
 @dataclass
 class Node:
     """A value: a scalar, a mapping of nodes or a list of nodes."""

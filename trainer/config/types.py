@@ -10,6 +10,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from os import PathLike
@@ -102,17 +103,13 @@ def objects_in(annotation: Any) -> list[type]:
     return found
 
 
-def holds_objects(annotation: Any) -> bool:
-    """Whether objects, or classes, may be anywhere in the values of an annotation, or anything is in a container."""
-    options = options_of(annotation)
-    inside = [part for option in options if not _is_callable(option) for part in get_args(option)]
-    here = [*objects_in(annotation), *classes_in(annotation), *callables_in(annotation), *filter(is_typeddict, options)]
-    return bool(here) or any(part is Any or holds_objects(part) for part in inside)
-
-
 def callables_in(annotation: Any) -> list[Any]:
     """Return the members `Callable` and `Callable[..., X]` of a union."""
     return [option for option in options_of(annotation) if _is_callable(option)]
+
+
+def _is_enum(option: Any) -> bool:
+    return isinstance(option, type) and get_origin(option) is None and issubclass(option, enum.Enum)
 
 
 def _is_callable(option: Any) -> bool:
@@ -147,6 +144,15 @@ def is_object(cls: type) -> bool:
     return False
 
 
+@cache
+def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
+    with suppress(PydanticUserError):
+        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    with suppress(PydanticUserError):  # a model or typed dict brings its own configuration
+        return TypeAdapter(annotation)
+    return None
+
+
 def validate(value: Any, annotation: Any) -> Any:
     """Return the value as the annotation wants it, for example a tuple for a list, a float for 1.
 
@@ -156,18 +162,17 @@ def validate(value: Any, annotation: Any) -> Any:
         TypeMismatchError: it does not fit.
     """
     try:
-        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:
-        try:
-            adapter = TypeAdapter(annotation)  # a model or typed dict brings its own configuration
-        except PydanticUserError:
-            return value
+        adapter = _adapter(annotation)
+    except TypeError:  # not hashable
+        adapter = _adapter.__wrapped__(annotation)
+    if adapter is None:
+        return value
     try:
         return adapter.validate_python(value, strict=True)
     except ValidationError:
         pass
     try:  # what JSON has no type for (tuples, paths, enums) may be written as a list or text
-        return adapter.validate_json(json.dumps(value), strict=True)
+        return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         inside = bool(first["loc"]) and _holds_model(annotation)
@@ -194,7 +199,7 @@ def wants_text(value: Any, annotation: Any) -> bool:
 def member_named(text: str, annotation: Any) -> enum.Enum | None:
     """Return the member of an enumeration with this name, as LightningCLI writes them, where no value is like that."""
     for option in options_of(annotation):
-        if isinstance(option, type) and issubclass(option, enum.Enum) and text in option.__members__:
+        if _is_enum(option) and text in option.__members__:
             return None if _fits(text, annotation) else option[text]
     return None
 
@@ -205,17 +210,6 @@ def _fits(value: Any, option: Any) -> bool:
     except TypeMismatchError:
         return False
     return True
-
-
-def item_annotations(value: Any, annotation: Any) -> list[Any]:
-    """Return the annotation of each item of a list, or of each value of a mapping; `Any` where there are several."""
-    kinds = (*LISTS, tuple) if isinstance(value, list) else MAPPINGS
-    found = [get_args(option) for option in options_of(annotation) if get_origin(option) in kinds]
-    arguments: tuple[Any, ...] = found[0] if len(found) == 1 else ()
-    if isinstance(value, list) and len(arguments) == len(value) and ... not in arguments:
-        return [*arguments]
-    of_each = arguments[-1] if isinstance(value, dict) and arguments else arguments[0] if arguments else Any
-    return [of_each] * len(value)
 
 
 def allowed(annotation: Any) -> str:

@@ -84,6 +84,9 @@ def check_call(
         raise ConfigError(f"{stage}() was called while {running}() runs: make another Trainer for it.")
     if isinstance(module, type):
         raise ConfigError(f"{stage}() got the class {module.__name__}; give it an object: {module.__name__}(...).")
+    if isinstance(getattr(module, "_orig_mod", None), TrainModule):
+        fix = "pass the module itself, and Trainer(compile=True), or call module.compile() before"
+        raise ConfigError(f"{stage}() got what torch.compile(module) returned: {fix}.")
     if not isinstance(module, TrainModule):
         raise ConfigError(
             f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from trainer.cli.config.draft import strategy_name
-from trainer.cli.config.report import MigrationReport, flatten, read_rows
+from trainer.cli.config.report import IMPOSSIBLE, MigrationReport, flatten, read_rows
 
 ROWS = read_rows("""
 fp16.enabled=TRUE                   = <precision: 16-mixed>
@@ -104,4 +106,25 @@ def set_strategy(report: MigrationReport, shown: str = "") -> None:
     if draft.settings["strategy"] == copies:
         draft.arguments.clear()
     elif report.deepspeed:
+        _leave_out_unknown(report, shown)
         report.draft.set("strategy.config", report.deepspeed)
+
+
+def _leave_out_unknown(report: MigrationReport, shown: str) -> None:
+    """Leave out what the installed DeepSpeed does not take, which `fit` would refuse."""
+    if find_spec("deepspeed") is None:
+        return
+    from trainer.strategies.deepspeed.config_checks import key_problems
+
+    for key, value in [*report.deepspeed.items()]:
+        for inner in [*value] if isinstance(value, dict) else [None]:
+            problems = key_problems({key: value if inner is None else {inner: value[inner]}})
+            if not problems:
+                continue
+            (report.deepspeed if inner is None else value).pop(key if inner is None else inner)
+            names = (shown + key, f"{shown}{key}.{inner}")
+            report.entries = [
+                replace(entry, kind=IMPOSSIBLE, message=problems[0]) if entry.key in names else entry
+                for entry in report.entries
+            ]
+    report.deepspeed = {key: value for key, value in report.deepspeed.items() if value != {}}

@@ -14,6 +14,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 from trainer.cli.migrate.names import NOT_THERE, lightning_root
 from trainer.compat.answers import argument_words, is_default
 from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, NAMES, SURFACE, WORDS
+from trainer.metrics.log_arguments import RESERVED_NAMES
 
 OPTIMIZER_IDX = (
     "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
@@ -159,8 +160,12 @@ class _DecisionFinder(cst.CSTVisitor):
         if called.rpartition(".")[2] in ("dict", "OrderedDict") or called.endswith(".update"):
             for arg in node.args:
                 self._report_key(arg, arg.keyword.value if arg.keyword else "")
+        first = node.args[0].value if called.endswith(".log") and node.args else None
+        if isinstance(first, cst.SimpleString) and first.evaluated_value in RESERVED_NAMES:
+            instead = "another name: values have their step and epoch already, by which loggers and plots order them"
+            self._add(node, f"{called}({first.value})", f"use {instead}")
         if called.endswith(".link_arguments"):
-            instead = "a reference in the configuration, ${data.NAME}, which takes the value that is written there"
+            instead = "a reference in the configuration, ${data.NAME}, to a value in it or an attribute of the object"
             self._add(node, "link_arguments", f"use {instead}")
         path = self._path(node.func)
         kind = path.rpartition(".")[2] if path else ""

@@ -34,17 +34,20 @@ NOT_GATED = (
 TIED = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3", "gemma3_text")
 """Model types whose head has the weights of the embedding, unless the config says otherwise."""
 SIMPLIFIED = {
-    r"(use_)?mamba_.*|ssm_.*|conv_L_cache|linear_num_key_heads|lru_width|.*block_types?": (
+    r"linear_attn_.*|(use_)?mamba_.*|ssm_.*|conv_L_cache|linear_num_key_heads|lru_width|.*block_types?": (
         "its layers of recurrence or convolution are planned as attention"
     ),
-    r"first_k_dense_replace|expert_layer_period|interleave_moe_layer_step|decoder_sparse_step|mlp_only_layers": (
+    r"first_k_dense_replace|moe_layer_start_index|mlp_only_layers|(expert|interleave_moe)_layer_.*|decoder_sparse_.*": (
         "its layers without experts are planned with them"
     ),
     r"kv_lora_rank": "its projections of low rank are planned at full size",
+    r"word_embed_proj_dim": "its table of positions and its biases are left out",
     r"vision_config|audio_config": "its layers for images or sound are left out",
     r"cross_attention_layers": "its layers of cross-attention are planned as others",
 }
 """Names in configs that say what the plan leaves out, and the words for it."""
+OF_ONE = ("moe_layer_start_index", "first_k_dense_replace", "linear_attn_alpha_factor")
+"""Those of which 1 says something; a step or period of 1 does not."""
 
 
 def read_config(path: str) -> tuple[Architecture, list[str]]:
@@ -59,7 +62,7 @@ def read_config(path: str) -> tuple[Architecture, list[str]]:
         raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model. {error}") from error
     for part in ("text_config", "attn_config", "ffn_config"):  # of a model for texts and images, and of DBRX
         if isinstance(config, dict) and isinstance(config.get(part), dict):
-            config = {**config, **config[part]}
+            config = {**config[part], **config, **(config[part] if part == "text_config" else {})}
     if not isinstance(config, dict):
         raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model; this is not a JSON object.")
     if config.get("is_encoder_decoder"):
@@ -79,7 +82,8 @@ def read_config(path: str) -> tuple[Architecture, list[str]]:
     each = found["intermediate"] if found["experts"] else None
     shared = _first(config, ("shared_expert_intermediate_size", "shared_intermediate_size"))
     found["shared"] = shared or (each or 0) * (
-        _first(config, ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")) or 0
+        _first(config, ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"))
+        or int("intermediate_size_mlp" in config)  # of Llama 4, which has one
     )
     kind = config.get("model_type", "")
     tied = config.get("tie_word_embeddings", kind in TIED)
@@ -91,8 +95,8 @@ def read_config(path: str) -> tuple[Architecture, list[str]]:
 
 def simplified(config: Mapping[str, Any]) -> list[str]:
     """Return a note for each part of the model that is planned as something else, or left out."""
-    # A step or period of 1, and an empty list, say that there is nothing of the kind.
-    said = [name for name, value in config.items() if value and value is not True and value != 1]
+    # An empty list says that there is nothing of the kind.
+    said = [name for name, value in config.items() if value and value is not True and (value != 1 or name in OF_ONE)]
     notes = []
     for pattern, words in SIMPLIFIED.items():
         if found := [name for name in said if re.fullmatch(pattern, name)]:
