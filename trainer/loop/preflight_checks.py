@@ -85,10 +85,11 @@ def check_call(
     if isinstance(module, type):
         raise ConfigError(f"{stage}() got the class {module.__name__}; give it an object: {module.__name__}(...).")
     if not isinstance(module, TrainModule):
-        raise ConfigError(
-            f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "
-            "Subclass TrainModule, or hold your model as an attribute of one."
-        )
+        fix = "Subclass TrainModule, or hold your model as an attribute of one."
+        if hasattr(module, "_orig_mod"):
+            fix = "Instead of torch.compile(module), call module.compile(), or give Trainer(compile=True)."
+        kind = type(module).__name__
+        raise ConfigError(f"{stage}() takes a trainer.TrainModule as its first argument, and got a {kind}. {fix}")
     problems = module_problems(module, stage) or wrapping_problems(module, config.strategy)
     problems += _wrong_data(stage, data, datamodule)
     if stage == "fit":
