@@ -82,7 +82,7 @@ def machine() -> dict[str, Any]:
     from trainer.launchers.launcher import usable_cores
 
     memory = None
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    if "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return {
         "host": socket.gethostname(),

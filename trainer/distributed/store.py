@@ -126,8 +126,7 @@ def loopback_store(port: int = 0, timeout: timedelta = timedelta(seconds=60)) ->
 
     # torch's own socket would listen on all interfaces.
     with socket.socket() as listener:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((LOOPBACK, port))
         listener.listen(2048)
         port = listener.getsockname()[1]
@@ -137,7 +136,7 @@ def loopback_store(port: int = 0, timeout: timedelta = timedelta(seconds=60)) ->
 
 def use_loopback() -> None:
     """Have gloo and NCCL listen on the loopback unless the user has chosen an interface; for runs on one machine."""
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    names = [name for _, name in socket.if_nameindex()]
     interface = next((name for name in ("lo", "lo0") if name in names), None)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -160,12 +160,12 @@ def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
     if device_type != "cpu":
         return []
     problems = []
-    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    on_mac = sys.platform == "darwin"
+    compiler = os.environ.get("CXX") or ("clang++" if on_mac else "g++")
     if shutil.which(compiler.split()[0]) is None:
-        where = {
-            "win32": "Install Visual Studio's C++ build tools and start from its developer prompt",
-            "darwin": "Install it with 'xcode-select --install'",
-        }.get(sys.platform, "Install it ('apt-get install g++'), or name another one in the environment variable CXX")
+        where = (
+            f"Install it ({'xcode-select --install' if on_mac else 'apt-get install g++'}), or name another one in CXX"
+        )
         problems.append(f"compile= needs a C++ compiler on the CPU, and {compiler!r} is not found. {where}; {instead}.")
     if sys.platform == "linux" and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         problems.append(

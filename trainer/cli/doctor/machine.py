@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import socket
 import sys
@@ -139,27 +140,14 @@ def matrix_products() -> CheckResult:
 
 
 def _memory() -> Iterator[CheckResult]:
-    cores = usable_cores()
-    free = _available_memory()
+    from trainer.model.memory_limit import free_memory
+
+    cores, free = usable_cores(), free_memory()
     if free is None:
         yield CheckResult("OK", "cpu", f"{cores} cores for this process")
         return
     text = f"{cores} cores for this process, {gib(free)} of memory are free"
     yield check_result("WARN", free < ENOUGH_MEMORY, "memory", text, "Each process needs about 1 GiB for torch alone.")
-
-
-def _available_memory() -> int | None:
-    """Return the bytes that this process can still allocate, by the machine's memory and the container's limit."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return free if limit == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        return free
 
 
 def _limits() -> Iterator[CheckResult]:
@@ -174,10 +162,6 @@ def _limits() -> Iterator[CheckResult]:
         )
         fix = "Start the container with --shm-size=8g or --ipc=host."
         yield check_result("WARN", few, "/dev/shm", f"{gib(free)} are free{use}", fix)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     few = soft < ENOUGH_FILES and not unlimited
