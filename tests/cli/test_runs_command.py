@@ -265,10 +265,13 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["runs/empty"], "runs/empty has no metrics.csv or metrics.jsonl with values below it"),
+        (["runs/empty"], "runs/empty has no values: give the directory of a run"),
         (["runs/a", "--output", "taken.png"], "--output taken.png: it cannot be written: Is a directory."),
-        (["runs/a/version_0/hparams.json"], "hparams.json is a file: give the directory of a run, or its metrics.csv"),
-        (["empty/metrics.csv"], "empty/metrics.csv has no values. CSVLogger or JSONLLogger"),
+        (
+            ["runs/a/version_0/hparams.json"],
+            "hparams.json has no values: give the directory of a run, or",
+        ),
+        (["empty/metrics.csv"], "empty/metrics.csv has no values"),
         (["nowhere"], "there is no 'nowhere'. Give the directory of a run, or a folder with runs below."),
         (["runs/aa"], "there is no 'runs/aa'. Did you mean 'a'?"),
         (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),

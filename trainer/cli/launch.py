@@ -143,7 +143,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         default: str | None = None,
         pet: str = "",
         metavar: str = "N",
-        type: Callable[[str], Any] | None = None,
+        type: Callable[[str], Any] = str,
     ) -> None:
         names = dict.fromkeys((name, f"--{name[2:].replace('-', '_')}"))
         parser.add_argument(*names, metavar=metavar, help=help, default=environ.get(pet, default), type=type)

@@ -93,10 +93,10 @@ def curves_of(paths: list[str]) -> Curves:
                 raise ConfigError(
                     f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below."
                 )
-            if not path.is_dir() and path.name not in METRIC_FILES:
-                raise ConfigError(f"{text} is a file: give the directory of a run, or its {' or '.join(METRIC_FILES)}.")
-            why = "has no values" if path.is_file() else "has no metrics.csv or metrics.jsonl with values below it"
-            raise ConfigError(f"{text} {why}. CSVLogger or JSONLLogger writes one: Trainer(logger=[CSVLogger()]).")
+            raise ConfigError(
+                f"{text} has no values: give the directory of a run, or its {' or '.join(METRIC_FILES)}. CSVLogger or "
+                "JSONLLogger writes one: Trainer(logger=[CSVLogger()])."
+            )
         found |= here
     hyperparameters = {folder: summary_of(folder, folder).hyperparameters for folder in found}
     varied = differing([*hyperparameters.values()])[:MOST_VALUES]

@@ -78,11 +78,7 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
     Raises:
         TrainerError: it cannot be reached, or another program listens there.
     """
-    if wait is None:
-        try:
-            wait = float(os.environ.get(TIMEOUT, _TIMEOUT_S))
-        except ValueError:
-            raise TrainerError(f"{TIMEOUT}={os.environ[TIMEOUT]!r} is not a number of seconds.") from None
+    wait = float(os.environ.get(TIMEOUT, _TIMEOUT_S)) if wait is None else wait
 
     def reach() -> None:
         _resolve(host, port)

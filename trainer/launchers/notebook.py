@@ -113,7 +113,7 @@ def _number(devices: int | str) -> int:
         import torch
 
         return max(1, torch.cuda.device_count())
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+    if not isinstance(devices, int) or devices < 1:
         raise ConfigError(f"launch(devices={devices!r}): give a number of processes from 1, or 'auto'.")
     return devices
 

@@ -116,13 +116,6 @@ def compile_problems(setting: Any) -> list[str]:
         problems += _wrong_mode(setting["mode"], f"compile mode={setting['mode']!r}", MODES)
         if setting.get("options") is not None:
             problems.append("compile: torch takes either mode or options, not both: leave one out.")
-    if not isinstance(setting.get("options"), (Mapping, type(None))):
-        problems.append(f"compile options={setting['options']!r}: give a dict, such as {{'max_autotune': True}}.")
-    problems += [
-        f"compile {name}={setting[name]!r}: give {' or '.join(map(str, allowed))}."
-        for name, allowed in (("dynamic", (True, False, None)), ("fullgraph", (True, False)))
-        if name in setting and setting[name] not in allowed
-    ]
     return problems + _wrong_backend(setting.get("backend"))
 
 

@@ -133,6 +133,11 @@ def names_pointer(path: str) -> bool:
         return given.name in POINTERS and not given.exists()
 
 
+def is_one(path: str) -> bool:
+    """Whether a path is a single checkpoint, or a pointer to one."""
+    return is_committed(as_storage_path(path)) or names_pointer(path)
+
+
 def choose(path: str, wanted: str | None) -> StoragePath:
     """Return the checkpoint at `path`, or the one named `wanted` ("last", "best" or a folder's name) of a run.
 

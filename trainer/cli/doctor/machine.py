@@ -8,7 +8,6 @@ import resource
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,7 +39,6 @@ def machine(accelerators: bool = True) -> Iterator[CheckResult]:
     yield from _memory()
     yield from _limits()
     yield from _network()
-    yield _clock()
 
 
 def _versions() -> Iterator[CheckResult]:
@@ -192,14 +190,3 @@ def _network() -> Iterator[CheckResult]:
     alone = address.startswith("127.")
     found = f"{name} is {address}{', by which other machines do not find this one' if alone else ''}"
     yield check_result("NOTE", alone, "host name", found, "With several machines, give --rdzv another address of it.")
-
-
-def _clock() -> CheckResult:
-    """Check the clock, which logs, deadlines, the choice of the newest run, and TLS certificates depend on."""
-    now = time.time()
-    # The clock cannot be earlier than the installation of Python.
-    built = Path(os.__file__).stat().st_mtime
-    text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
-    wrong = now < built - 86400
-    found = f"it says {text}, which is before this Python was installed" if wrong else text
-    return check_result("WARN", wrong, "clock", found, "Set it: NTP.")

@@ -61,10 +61,8 @@ def run(arguments: list[str]) -> int:
     ]
     if options.sort:
         name = _require_known(options.sort.removeprefix("-"), known)
-        there = [row for row in rows if _has_order(row[1].get(name))]
-        others = [row for row in rows if not _has_order(row[1].get(name))]
-        there.sort(key=lambda row: _sortable(row[1][name]), reverse=options.sort.startswith("-"))
-        rows = there + others
+        rows.sort(key=lambda row: _sortable(row[1].get(name)), reverse=options.sort.startswith("-"))
+        rows.sort(key=lambda row: not _has_order(row[1].get(name)))  # which come last in both orders
     head = [*COLUMNS, *metrics, *parameters]
     titles = [_plain(name) for name in head]
     if options.json:
@@ -184,8 +182,9 @@ def _json_ready(value: Any) -> Any:
 
 def _sortable(value: Any) -> tuple[int, Any]:
     """Return a key that sorts numbers before texts."""
-    is_number = isinstance(value, (int, float))
-    return (0, value) if is_number else (1, str(value))
+    if not _has_order(value):
+        return (1, "")
+    return (0, value) if isinstance(value, (int, float)) else (1, str(value))
 
 
 def _cell(name: str, value: Any) -> str:
