@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,21 +18,23 @@ from trainer.arguments import PositiveInt, kept_path, local_path, make_folder
 from trainer.callback import Callback
 from trainer.checkpoint.disk import atomic_file, refuse_link
 from trainer.data.transfer import map_leaves
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
 
 
 class PredictionWriter(Callback):
     """Write what `predict_step` returns, batch by batch; memory holds one part at most.
 
     Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts,
-    `predictions-rank<r>-of-<processes>.json`. Files of an earlier prediction in the same folder are replaced. The
-    samples of batch `b` are spread over the processes in the order of ranks, so the order of the data is (loader,
-    batch, rank, row); `read_predictions` gives the rows in this order. Processes that hold one model together count as
-    one.
+    `predictions-rank<r>-of-<processes>.json`, with the checkpoint that made them. Files of an earlier prediction in the
+    same folder are replaced. The samples of batch `b` are spread over the processes in the order of ranks, so the order
+    of the data is (loader, batch, rank, row); `read_predictions` gives the rows in this order. Processes that hold one
+    model together count as one.
 
     `predict_step` returns a tensor, or a dict or tuple of tensors, whose first dimension is that of the batch; with
     "jsonl" lists with one item per sample too, and anything else that JSON can hold, which is then one row.
@@ -100,7 +103,8 @@ class PredictionWriter(Callback):
         folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "predictions"
         processes = trainer.strategy.processes
         if processes.reports:
-            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size)
+            origin = None if trainer.run.resumed_from is None else str(trainer.run.resumed_from)
+            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size, origin)
 
     def on_predict_batch_end(
         self,
@@ -197,8 +201,10 @@ class BasePredictionWriter(Callback):
 class _Parts:
     """The part files of one process. A part holds batches of one loader, in order."""
 
-    def __init__(self, folder: Path, format: str, rank: int, world_size: int, max_shard_size: int) -> None:
-        self.folder, self.format, self.max_shard_size = folder, format, max_shard_size
+    def __init__(
+        self, folder: Path, format: str, rank: int, world_size: int, max_shard_size: int, origin: str | None
+    ) -> None:
+        self.folder, self.format, self.max_shard_size, self.origin = folder, format, max_shard_size, origin
         self.stem = f"predictions-rank{rank:05d}-of-{world_size:05d}"
         self.names: list[str] = []
         self.batches: list[tuple[int, int]] = []
@@ -210,6 +216,11 @@ class _Parts:
         """The kind of contents, which all batches of a part have in common."""
         self.size = 0
         make_folder(folder, "PredictionWriter(dirpath=...)")
+        for index in folder.glob("predictions-rank00000-of-?????.json") if rank == 0 else ():
+            with suppress(OSError, ValueError, AttributeError):  # it is damaged
+                former = json.loads(index.read_text()).get("checkpoint", origin)
+                if former != origin:
+                    log.warning("the predictions of %s in %s are replaced", printable(str(former or "no run")), folder)
         for path in folder.glob("predictions-rank*-of-*"):
             old = re.match(r"predictions-rank(\d+)-of-\d+[-.]", path.name)
             # Each process removes its own, and rank 0 those of ranks that there are no longer.
@@ -260,7 +271,7 @@ class _Parts:
         """Write the last part, and the index, which marks the predictions as complete."""
         self.close_part()
         with _written(self.folder / f"{self.stem}.json") as temporary:
-            temporary.write_text(json.dumps({"parts": self.names}) + "\n")
+            temporary.write_text(json.dumps({"parts": self.names, "checkpoint": self.origin}) + "\n")
 
 
 @contextmanager

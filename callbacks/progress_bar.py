@@ -29,11 +29,11 @@ LEAST_BAR = 5
 class ProgressBar(Callback):
     """Show epoch, batches, batches per second and the values logged with `prog_bar=True`, on rank 0.
 
-    On a terminal it is a bar (of tqdm) on stderr, in a notebook with ipywidgets a widget; elsewhere a plain line every
-    10 seconds, and one at the end. A narrow terminal shows fewer values, never a part of a number. With `max_steps` the
-    time left is that of the run, otherwise that of the epoch. It shows only values that the trainer has read already,
-    and costs well under a microsecond per batch between two refreshes. An error of the terminal switches it off and
-    never ends a run.
+    On a terminal it is a bar (of tqdm) on stderr, in a notebook with ipywidgets a widget; elsewhere plain lines: one at
+    the end of each epoch and evaluation, and every 10 seconds in between. A narrow terminal shows fewer values, never a
+    part of a number. With `max_steps` the time left is that of the run, otherwise that of the epoch. It shows only
+    values that the trainer has read already, and costs well under a microsecond per batch between two refreshes. An
+    error of the terminal switches it off and never ends a run.
 
     Args:
         refresh_rate: batches between two refreshes, of which there are at most ten in a second; 0: show nothing.
@@ -477,7 +477,7 @@ class _Task:
 
 
 class _Lines:
-    """Plain lines for a log, with the methods of `_Bars`: one line every `PAUSE` seconds, and the last result."""
+    """Plain lines for a log, with the methods of `_Bars`: one line every `PAUSE` seconds, and each result."""
 
     seconds = 0.5
     PAUSE = 10.0
@@ -486,8 +486,6 @@ class _Lines:
         self.stream = stream
         self._running: list[_Task] = []
         self._due = time.monotonic() + self.PAUSE
-        self._result = ""
-        """The newest result, until a line is written."""
 
     def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
         self._running.append(_Task(title, total, done))
@@ -496,40 +494,30 @@ class _Lines:
         self._running[-1].counted_from, self._running[-1].started = done, time.monotonic()
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
-        self._write_if_due(self._line(self._running[-1], done, metrics))
+        if time.monotonic() >= self._due:
+            self._write(self._running[-1], done, metrics)
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         task = self._running.pop()
         if self._running:
             self._running[-1].started += time.monotonic() - task.started
         if report:
-            self._result = self._line(task, done, metrics)
-            self._write_if_due(self._result)
+            self._write(task, done, metrics)
 
     def finish_all(self, done: int, metrics: Sequence[str]) -> None:
         while self._running:
             self.finish(done, metrics, report=True)
-        self.close()
 
     def clear(self) -> None: ...
     def redraw(self) -> None: ...
+    def close(self) -> None: ...
 
-    def close(self) -> None:
-        _write(self.stream, self._result)
-        self._result = ""
-
-    def _write_if_due(self, line: str) -> None:
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + self.PAUSE
-            self._result = ""
-            _write(self.stream, line)
-
-    @staticmethod
-    def _line(task: _Task, done: int, metrics: Sequence[str]) -> str:
+    def _write(self, task: _Task, done: int, metrics: Sequence[str]) -> None:
+        self._due = time.monotonic() + self.PAUSE
         seconds = time.monotonic() - task.started
         rate = f", {(done - task.counted_from) / seconds:.4g}/s" if seconds > 0 else ""
         of = "" if task.total is None else f"/{task.total}"
-        return f"{task.title}: {done}{of} batches{rate}{''.join(f', {name}' for name in metrics)}\n"
+        _write(self.stream, f"{task.title}: {done}{of} batches{rate}{''.join(f', {name}' for name in metrics)}\n")
 
 
 def _write(stream: TextIO | None, text: str) -> None:

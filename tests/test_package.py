@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -77,6 +78,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy(file, source)
     for name in (
         "pyproject.toml",
+        "setup.py",
         "LICENSE",
         "MANIFEST.in",
         "Makefile",
@@ -89,6 +91,18 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     return source / "dist"
+
+
+def test_a_module_that_was_deleted_is_not_packed(release: Path, tmp_path: Path) -> None:
+    """Although pip builds in the clone, and leaves build/ there."""
+    source = release.parent
+    (source / "build" / "lib" / "trainer").mkdir(parents=True)
+    (source / "build" / "lib" / "trainer" / "ghost.py").touch()
+    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        assert "trainer/trainer.py" in wheel.namelist()
+        assert "trainer/ghost.py" not in wheel.namelist()
 
 
 def test_an_index_takes_the_sdist_and_the_wheel(release: Path) -> None:

@@ -8,7 +8,6 @@ import inspect
 import pickle
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -67,11 +66,6 @@ def test_submodules_and_stars_are_imported() -> None:
 
 
 class OfEarlierVersion(DDPStrategy):
-    only_on = "cpu"
-
-    def call(self, step: str, *args: Any) -> Any:
-        return None
-
     def bakward(self, loss: torch.Tensor) -> None: ...
 
     def barrier(self) -> None: ...
@@ -85,8 +79,6 @@ def test_a_strategy_with_a_name_that_is_never_used_is_refused() -> None:
     expected = {
         "bakward": "Did you mean 'backward'?",
         "barrier": "Use strategy.processes.barrier.",
-        "call": "Use strategy.call_step.",
-        "only_on": "Use strategy.required_device.",
     }
     for name, advice in expected.items():
         assert f"OfEarlierVersion.{name} is never used: Strategy has no such name. {advice}" in str(refused.value)

@@ -18,7 +18,8 @@ from trainer.checkpoint.format import evaluated_weights, read_checkpoint
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.checkpoint.schema import require
-from trainer.compat.answers import former_words, member_words
+from trainer.compat.answers import member_words
+from trainer.compat.names import FORMER_HOOKS
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested
 from trainer.errors import ConfigError, MissingPackageError, restoring
@@ -565,7 +566,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
                 return entries[name]
         if name == "on_gpu":  # no method: it would count as a hook
             return self.device.type == "cuda"
-        words = member_words("LightningModule", name) or former_words("LightningModule", name)
+        words = member_words("LightningModule", name) or FORMER_HOOKS.get(name)
         hint = f" Use {words}." if words is not None else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, DataModule
-from trainer.callbacks import PredictionWriter, read_predictions
+from trainer.callbacks import ModelCheckpoint, PredictionWriter, read_predictions
 
 FORMATS = pytest.mark.parametrize("format", ["safetensors", "jsonl"])
 
@@ -44,6 +44,22 @@ def write(predict: Any, batches: int = 3, **options: Any) -> list[Any]:
 def test_one_tensor(format: str, write_interval: str) -> None:
     rows = write(lambda x: 2 * x, format=format, write_interval=write_interval)
     assert torch.equal(torch.stack([torch.as_tensor(row) for row in rows]), 2 * features())
+
+
+def test_predictions_name_their_checkpoint_and_replacing_anothers_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    first, last = "runs/version_0/checkpoints/step=1", "runs/version_0/checkpoints/step=2"
+    checkpoint = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    quiet(callbacks=[checkpoint], enable_checkpointing=True, max_steps=2).fit(Toy(), loader())
+    for path in (first, first, last):
+        caplog.clear()
+        trainer = quiet(callbacks=[PredictionWriter("out")])
+        trainer.predict(Predicts(lambda x: x), loader(), ckpt_path=path, return_predictions=False)
+        index = json.loads(Path("out/predictions-rank00000-of-00001.json").read_text())
+        assert index["checkpoint"] == str(Path(path).absolute())
+        replaced = [one for one in caplog.messages if "are replaced" in one]
+        assert replaced == (
+            [f"the predictions of {Path(first).absolute()} in {Path('out').absolute()} are replaced"] * (path == last)
+        )
 
 
 @FORMATS
@@ -96,7 +112,7 @@ def test_parts(format: str) -> None:
     names = sorted(path.name for path in Path("out").iterdir())
     parts = [f"predictions-rank00000-of-00001-part{n:05d}.{format}" for n in range(5)]
     assert names == [*parts, "predictions-rank00000-of-00001.json"]
-    assert json.loads(Path("out", names[-1]).read_text()) == {"parts": parts}
+    assert json.loads(Path("out", names[-1]).read_text()) == {"parts": parts, "checkpoint": None}
     # Files of an earlier prediction are replaced, all other files stay.
     Path("out/mine.txt").write_text("keep")
     write(lambda x: x, format=format)

@@ -220,7 +220,7 @@ def test_lines_on_a_terminal_that_can_do_no_more(attach: Attach, options: dict[s
     terminal = attach(**options)
     fit()
     text = terminal.text()
-    assert [line[:9] for line in text.splitlines()] == ["epoch 1/1"]
+    assert [line[:9] for line in text.splitlines()] == ["epoch 0/1", "epoch 1/1"]
     assert "\x1b" not in text
 
 
@@ -295,7 +295,7 @@ def test_plain_lines_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
     fit()
     lines = capfd.readouterr().err.splitlines()
     number = r"[\d.e+-]+"
-    (line,) = lines
+    *_, line = lines
     assert re.fullmatch(rf"epoch 1/1: 6/6 batches, {number}/s, train_loss={number}, val_loss={number}", line), line
 
 
@@ -316,11 +316,11 @@ def test_a_log_has_validations_inside_an_epoch_and_a_stop(capfd: pytest.CaptureF
     assert titles == ["epoch 0/8 validation: 3/3", "epoch 0/8 validation: 3/3", "epoch 0/8: 5/5"]
 
 
-def test_short_epochs_share_a_line(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_each_epoch_has_a_line(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr(_Lines, "PAUSE", 1000.0)
     fit(max_epochs=20)
     titles = [line.split(":")[0] for line in capfd.readouterr().err.splitlines()]
-    assert titles == ["epoch 19/19"]
+    assert titles == [f"epoch {number}/19" for number in range(20)]
 
 
 def test_long_epochs_print_lines_in_between(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

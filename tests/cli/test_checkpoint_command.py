@@ -184,7 +184,7 @@ def test_a_path_may_end_in_a_pointer(checkpoint, run: Path, tmp_path: Path) -> N
     assert refused.code == 2
     assert "is itself a checkpoint: leave out --ckpt last" in refused.err
     (run / "checkpoints" / "best.json").unlink()
-    assert "there is no checkpoint 'best' in " in checkpoint("show", best).err
+    assert json.loads(checkpoint("show", best, "--json").out)["data"]["progress"]["step"] == 30  # then it is the last
 
 
 def test_long_lists_of_tensors_are_cut_unless_all_are_asked_for(checkpoint, tmp_path: Path) -> None:

@@ -261,12 +261,12 @@ def test_a_training_that_does_not_map_is_reported(tmp_path: Path) -> None:
             {"a": torch.eye(2).to_sparse()},
             "the weight 'a' in 'state_dict' is a tensor of torch.sparse_coo",
         ),
-        ("epoch", "a", "its 'epoch' is 'a'"),
-        ("epoch", -1, "its 'epoch' is '-1'"),
-        ("global_step", [1], "its 'global_step' is"),
-        ("hyper_parameters", 3, "not a dict of names"),
-        ("hyper_parameters", {1: 2}, "not a dict of names"),
-        ("datamodule_hyper_parameters", [2], "its 'datamodule_hyper_parameters' are not a dict of names"),
+        ("epoch", "a", "its 'epoch'"),
+        ("epoch", -1, "its 'epoch'"),
+        ("global_step", [1], "its 'global_step'"),
+        ("hyper_parameters", 3, "its 'hyper_parameters'"),
+        ("hyper_parameters", {1: 2}, "its 'hyper_parameters'"),
+        ("datamodule_hyper_parameters", [2], "its 'datamodule_hyper_parameters'"),
     ],
 )
 def test_an_entry_of_another_kind_is_refused(entry: str, value: object, words: str) -> None:

@@ -267,7 +267,7 @@ def test_an_interval_that_no_epoch_reaches(dry: Command, net: Path) -> None:
     code, out, _ = dry("--world-size", "8", *message)
     assert code == 1
     assert "val_check_interval=100 is more than the 32 training batches of an epoch" in printed(out, "data")[0]
-    assert "check_val_every_n_epoch=None to count over epochs" in printed(out, "data")[0]
+    assert "set check_val_every_n_epoch=None" in printed(out, "data")[0]
 
 
 # -- where it runs -----------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
         (["--template", "digits"], "DIR, the folder to make is missing"),
         (["--template", "digit", "new"], "Did you mean 'digits'?"),
         (["--template", "../digits", "new"], "unknown template"),
-        (["--template", "gpt", "mymodel.py"], "mymodel.py is a file: give the name of a new folder"),
+        (["--template", "gpt", "mymodel.py"], "mymodel.py cannot be written"),
         (["--template", "gpt", "."], "is not empty, and nothing in it is replaced"),
         (["--template", "gpt", "mymodel.py/new"], "cannot be written"),
         (["--template", "gpt", "new", "newer"], "unexpected 'newer'. See trainer init --help."),

@@ -135,10 +135,6 @@ SHAPE = ("--layers", "2", "--hidden", "64", "--vocab", "128")
         (("--config", "t5.json"), "is of an encoder-decoder"),
         ((*SHAPE, "--heads", "5"), "--hidden 64 is not a multiple of --heads 5: give --head-dim"),
         ((*SHAPE, "--heads", "4", "--kv-heads", "3"), "--kv-heads 3 does not divide --heads 4"),
-        (
-            (*SHAPE, "--heads", "4", "--experts", "8", "--experts-per-token", "9"),
-            "--experts-per-token 9 is more than --experts 8",
-        ),
         (("--params", "7b", "--memory", "80"), "--memory is 80 bytes: give it with its unit, such as 80G"),
         (("--params", "7b", "--precision", "transformer-engine"), "'fp8'"),
         (("--params", "7b", "--precision", "bf16-mixd"), "bf16-mixed"),

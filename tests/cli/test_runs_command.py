@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from tests.helpers.toy import Toy, loader, quiet
-from trainer.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint
+from trainer.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint
 from trainer.cli.plot import MOST_NAMES, smoothed, style_of
 from trainer.cli.runs.find import find_runs, read_metrics
 from trainer.fault_tolerance.file_lock import FolderLock
@@ -70,7 +70,8 @@ def listed(command: Command, *arguments: str) -> list[dict]:
 def test_states_steps_metrics_and_hyperparameters_that_differ(command: Command, runs: Path) -> None:
     first, second, empty = listed(command, str(runs))
     assert (first["name"], first["state"], first["step"]) == ("a/version_0", "finished", 4)
-    assert (second["name"], second["state"], second["step"]) == ("deep/er/version_0", "unfinished", 2)
+    assert (second["name"], second["step"]) == ("deep/er/version_0", 2)
+    assert second["state"] == "stopped (trainer.should_stop was set)"
     assert first["score"] == pytest.approx(0.4)
     assert second["score"] == pytest.approx(1.0)
     assert (first["module.lr"], second["module.lr"]) == (0.1, 0.5)
@@ -78,7 +79,7 @@ def test_states_steps_metrics_and_hyperparameters_that_differ(command: Command, 
     assert (empty["name"], empty["state"], empty["score"]) == ("empty", "no checkpoint", None)
     lock = FolderLock(runs / "a" / "version_0" / "checkpoints")
     assert lock.acquire() is None
-    assert [one.state for one in find_runs(runs)] == ["running", "unfinished", "no checkpoint"]
+    assert [one.state for one in find_runs(runs)] == ["running", second["state"], "no checkpoint"]
     lock.release()
 
 
@@ -93,12 +94,25 @@ def test_columns_are_those_of_the_runs_that_a_filter_leaves(command: Command, ru
 
 
 def test_a_run_that_has_stopped_inside_its_last_epoch_is_not_finished(command: Command, project: Path) -> None:
-    for steps, state in ((1, "unfinished"), (-1, "finished")):
+    for steps, state in ((1, "stopped (trainer.should_stop was set)"), (-1, "finished")):
         module = Logged()
         module.stops_at = steps
         trainer = quiet(max_epochs=1, enable_checkpointing=True, default_root_dir="runs")
         trainer.fit(module, loader(), ckpt_path="last")
         assert [one["state"] for one in listed(command, "runs")] == [state]
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}])
+def test_a_run_that_early_stopping_has_ended_says_so(command: Command, project: Path, options: dict[str, int]) -> None:
+    trainer = quiet(
+        max_epochs=9,
+        enable_checkpointing=True,
+        default_root_dir="runs",
+        callbacks=[EarlyStopping("val_loss", min_delta=1e9, patience=1), ModelCheckpoint(monitor="val_loss")],
+        **options,
+    )
+    trainer.fit(Logged(), loader(), loader())
+    assert [one["state"] for one in listed(command, "runs")] == ["stopped (early stopping)"]
 
 
 def test_a_project_may_have_files_with_the_names_of_a_runs(command: Command, runs: Path, project: Path) -> None:
@@ -242,16 +256,22 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
     )
     assert code == 0, err
     assert "score" in out
+    if name.endswith("svg"):
+        text = (runs / name).read_text()
+        assert all(f"version_0, lr={lr}" in text for lr in (0.1, 0.5))
     assert (runs / name).read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype"}[name[7:]])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["runs/empty"], "runs/empty has no metrics.csv or metrics.jsonl with values below it"),
+        (["runs/empty"], "runs/empty has no values: give the directory of a run"),
         (["runs/a", "--output", "taken.png"], "--output taken.png: it cannot be written: Is a directory."),
-        (["runs/a/version_0/hparams.json"], "hparams.json is a file: give the directory of a run, or its metrics.csv"),
-        (["empty/metrics.csv"], "empty/metrics.csv has no values. CSVLogger or JSONLLogger"),
+        (
+            ["runs/a/version_0/hparams.json"],
+            "hparams.json has no values: give the directory of a run, or",
+        ),
+        (["empty/metrics.csv"], "empty/metrics.csv has no values"),
         (["nowhere"], "there is no 'nowhere'. Give the directory of a run, or a folder with runs below."),
         (["runs/aa"], "there is no 'runs/aa'. Did you mean 'a'?"),
         (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),
@@ -278,6 +298,16 @@ def test_a_file_of_metrics_stands_for_its_run(command: Command, runs: Path) -> N
         code, out, err = command("plot", f"runs/a/version_0/{name}")
         assert (code, err) == (0, "")
         assert metric in out
+
+
+def test_single_values_are_drawn_if_they_are_named_or_there_is_nothing_else(command: Command, project: Path) -> None:
+    pytest.importorskip("matplotlib")
+    Path("metrics.csv").write_text("step,loss,test\n1,2,\n2,1,\n2,,3\n")
+    _, out, _ = command("plot", "metrics.csv")
+    assert out.splitlines() == ["curves.png: loss", "left out (a single value; see --metric): test"]
+    assert command("plot", "metrics.csv", "--metric", "test")[1] == "curves.png: test\n"
+    Path("metrics.csv").write_text("step,test\n2,3\n")
+    assert command("plot", "metrics.csv")[1] == "curves.png: test\n"
 
 
 def test_runs_that_are_named_look_different() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ import pytest
 import trainer
 from trainer import ConfigError, Engine, Trainer
 from trainer.cli import launch
-from trainer.compat.page import ACCELERATE_TABLES, accelerate_page
 from trainer.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
 pytest.importorskip("accelerate", reason='needs accelerate: pip install "exact-trainer[dev]"')
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = runpy.run_path(str(DOCS / "names_pages.py"))
 PLUGINS = {
     "FullyShardedDataParallelPlugin": FSDPStrategy,
     "MegatronLMPlugin": FSDPStrategy,
@@ -92,7 +93,7 @@ def test_every_name_to_import_is_answered() -> None:
 
 
 def test_what_the_answers_name_exists() -> None:
-    for text in {text for table in ACCELERATE_TABLES.values() for text in table.values()}:
+    for text in {text for table in PAGES["ACCELERATE_TABLES"].values() for text in table.values()}:
         for kind, option in re.findall(r"(Trainer|FSDPStrategy|DDPStrategy|DeepSpeedStrategy)\(([a-z_]+)=", text):
             owner: Any = {**vars(import_module("trainer.strategies")), "Trainer": Trainer}[kind]
             assert option in inspect.signature(owner).parameters, text
@@ -106,4 +107,4 @@ def test_what_the_answers_name_exists() -> None:
 
 def test_the_page_shows_the_tables() -> None:
     path = DOCS / "accelerate-names.md"
-    assert accelerate_page() == path.read_text(), "write the output of: python -m trainer.compat.page accelerate"
+    assert PAGES["accelerate_page"]() == path.read_text(), "write the output of: python docs/names_pages.py accelerate"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import runpy
 from collections.abc import Iterator
 from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,7 @@ from trainer.callbacks import (
 from trainer.compat.names import (
     ALIASES,
     COLLECTIVES,
-    EARLIER_NAMES,
     FORMER_HOOKS,
-    FORMER_MEMBERS,
     HOMES,
     MODULES,
     NAMES,
@@ -38,12 +36,10 @@ from trainer.compat.names import (
     TRAINER_ARGUMENTS,
     WORDS,
 )
-from trainer.compat.page import page
 from trainer.errors import ArgumentError
 from trainer.precision import resolve_precision
 from trainer.strategies import SingleDeviceStrategy
 from trainer.strategy import Strategy
-from trainer.tuner import Tuner
 
 lightning = pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
@@ -216,13 +212,8 @@ def test_words_are_given_by_attribute_errors() -> None:
         "LightningModule": TrainModule(),
         "LightningDataModule": DataModule(),
     }
-    assert EARLIER_NAMES.keys() <= objects.keys()
-    for name in FORMER_MEMBERS.keys() - objects.keys():
-        kind = Tuner if name == "Tuner" else ours(name)
-        objects[name] = kind.__new__(kind)
     for name, owner in objects.items():
-        former = {one: words for words, names in FORMER_MEMBERS.get(name, {}).items() for one in names.split()}
-        for member, words in {**former, **WORDS.get(name, {}), **EARLIER_NAMES.get(name, {})}.items():
+        for member, words in WORDS.get(name, {}).items():
             if member.isidentifier() and not callable(inspect.getattr_static(owner, member, None)):
                 assert not hasattr(owner, member)
                 with pytest.raises(AttributeError) as refused:
@@ -259,14 +250,6 @@ def test_attributes_of_a_run_are_distinguished_from_unknown_ones_before_it() -> 
     for name in ("model", "lightning_module", "root_device", "module"):
         with pytest.raises(AttributeError, match="exists from the start of a run"):
             getattr(strategy, name)
-
-
-def test_what_the_words_for_earlier_names_of_the_trainer_say_is_there() -> None:
-    trainer = Trainer(logger=False)
-    paths = {path for words in EARLIER_NAMES["Trainer"].values() for path in re.findall(r"\btrainer\.([\w.]+)", words)}
-    assert {"train_loader", "stage", "settings.deadline"} <= paths
-    for path in paths:
-        attrgetter(path)(trainer)
 
 
 def test_what_cannot_be_set_is_reported() -> None:
@@ -403,8 +386,6 @@ OLD = {
     "from trainer.strategies.launchers.subprocess_script import _SubprocessScriptLauncher": "torchrun",
     "from trainer.utilities.model_summary import ModelSummary": "summarize(module, max_depth)",
     "from trainer.data import LightningDataset": "litdata",
-    "from trainer.store import download_model": "model store",
-    "from trainer.core.step_result import EvalResult": "self.log in the step",
     "from trainer.__about__ import __license__": "importlib.metadata",
     "from trainer.fabric.wrappers import is_wrapped": "'lightning-names'",
     "from trainer.callbacks.timer import Interval": "interval='step' or 'epoch'",
@@ -477,4 +458,5 @@ def test_every_target_exists(target: str) -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    assert page() == PAGE.read_text(), "write the output of: python -m trainer.compat.page lightning"
+    page = runpy.run_path(str(PAGE.parent / "names_pages.py"))["page"]
+    assert page() == PAGE.read_text(), "write the output of: python docs/names_pages.py lightning"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import socket
 import socketserver
 import threading
@@ -217,9 +216,3 @@ def test_processes_wait_no_longer_than_asked_for_a_master_that_is_not_there() ->
     result = fork_python(BUSY, env=env).wait().check(1)
     assert f"127.0.0.1:{port}, where the processes meet" in result.stderr
     assert "nobody listens on this port" in result.stderr
-
-
-def test_the_patience_has_to_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "TRAINER_CONNECT_SECONDS", "soon")
-    with pytest.raises(TrainerError, match="TRAINER_CONNECT_SECONDS='soon' is not a number"):
-        connect("127.0.0.1", 1, "the place")

@@ -329,7 +329,7 @@ class SlowToWake(StopCoordinator):
     def _wait(self, ready: Any, step: int) -> None:
         super()._wait(ready, step)
         if self.rank == 1:
-            self._wanted = "too late"
+            self.wanted = "too late"
             self._changed.wait_for(lambda: False, 0.2)
 
 

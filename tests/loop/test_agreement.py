@@ -307,7 +307,7 @@ VERSIONS = {
     "torch": ".another' on rank 1",
 }
 STAGE = "stage: 'fit' on rank 0, and 'validate' on rank 1"
-VALIDATION = "loaders: ['the training loader', \"the evaluation loader ''\"] on rank 0, and ['the training loader'] on"
+VALIDATION = "loaders: ['the training loader', 'the evaluation loader'] on rank 0, and ['the training loader'] on"
 
 
 def fit(
@@ -387,7 +387,7 @@ EXPECTED = {
     "loader combined": "the training loader, mode: 'min_size' on rank 0, and 'max_size' on rank 1",
     "loader order": "the training loader, order of its OfASet: '",
     "loader order of a part": "the training loader, loader 1, order of its OfASet: '",
-    "loader order of validation": "the evaluation loader '', order of its OfASet: '",
+    "loader order of validation": "the evaluation loader, order of its OfASet: '",
     "strategy option": OPTION,
     "strategy class": KIND,
     **{f"versions of {name}": expected for name, expected in VERSIONS.items()},
@@ -684,7 +684,7 @@ WARNED = {
     "samples": "samples differ between processes:\n  the training loader, Kept.kept: ",
     "tensors": "the training loader, TensorDataset.tensors: 2 lists (",
     "combined": "the training loader, loader 1, Kept.kept: ",
-    "validation": "the evaluation loader '', Kept.kept: ",
+    "validation": "the evaluation loader, Kept.kept: ",
     "hooks": "hooks differ between processes:\n  forward hooks of layers.0: missing on rank 0, and Hooked.__init__.<",
     "hooks of a parameter": "backward hooks of layers.0.weight: missing on rank 0, and Hooked.",
     "names training": "logged by some of the processes only: 'extra' on rank 0. A",

@@ -563,6 +563,7 @@ def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
     with pytest.raises(ConfigError, match="before the end of an epoch") as error:
         fit(tmp_path, 5, loader_of(kind, True), ckpt_path=tmp_path / "step=3")
     assert message in str(error.value)
+    assert ("Seed it: random_split" in str(error.value)) == (" indices:" in message)
 
 
 class Kept(Dataset[Any]):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.processes import fork_python
+from tests.helpers.toy import Toy, loader, quiet
+from trainer.callbacks import CSVLogger
 
 TRAIN = """
 import logging
@@ -40,6 +44,18 @@ def test_rank_0_says_what_was_chosen_and_all_warn(devices: int) -> None:
     chosen = [line for line in lines if "cpu" in line and processes in line and "32-true" in line]
     assert len(chosen) == 2  # once for each of the two runs, and not for each process
     assert sum("a warning of rank" in line for line in lines) == devices
+
+
+@pytest.mark.parametrize("every", [3, 4])
+def test_a_run_says_where_it_writes_and_that_it_logs_no_step(every: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "trainer")
+    quiet(logger=CSVLogger(), max_steps=3, log_every_n_steps=every).fit(Toy(), loader())
+    assert [one for one in caplog.messages if one.startswith("run directory:")] == [
+        f"run directory: {Path('runs/version_0').absolute()}"
+    ]
+    told = [one for one in caplog.messages if "log_every_n_steps=4 is more than the 3 steps" in one]
+    assert len(told) == (every == 4)
+    assert ("train_loss" in Path("runs/version_0/metrics.csv").read_text()) == (every == 3)
 
 
 def test_a_level_that_was_set_stays() -> None:

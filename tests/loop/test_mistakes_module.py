@@ -49,6 +49,10 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a plain module": (lambda: fit(nn.Linear(4, 1)), ["takes a trainer.TrainModule", "got a Linear"]),
     "a class": (lambda: fit(Net), ["got the class Net", "Net(...)"]),
     "a wrapped module": (lambda: fit(nn.DataParallel(Net())), ["takes a trainer.TrainModule", "got a DataParallel"]),
+    "a compiled module": (
+        lambda: fit(torch.compile(Net(), backend="eager")),
+        ["got a OptimizedModule", "module.compile()", "compile=True"],
+    ),
     "loader and module exchanged": (lambda: quiet().fit(loader(), Net()), ["first argument", "got a DataLoader"]),
     "nothing defined": (
         lambda: fit(TrainModule()),
@@ -142,7 +146,7 @@ def returning(value: Callable[[Any, torch.Tensor], Any]) -> Net:
 
 RETURNED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[str]]] = {
     "a number": (lambda self, loss: 1, ["type int", "a tensor with one element"]),
-    "its item": (lambda self, loss: loss.item(), ["type float", "a tensor with one element"]),
+    "its item": (lambda self, loss: loss.item(), ["type float", "a tensor with one element", "Leave out .item()"]),
     "a vector": (lambda self, loss: torch.stack([loss, loss]), ["shape (2,)", "loss.mean()"]),
     "detached": (lambda self, loss: loss.detach(), ["without a gradient", ".detach()"]),
     "a dict without it": (lambda self, loss: {"los": loss}, ['without "loss"', "los", 'Return {"loss": loss']),

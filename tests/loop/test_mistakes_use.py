@@ -29,7 +29,7 @@ LOGGED: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], list[str]]] = {
     "value first": (lambda self, loss, batch: self.log(loss, "x"), ["Tensor as the name", "self.log('loss', value)"]),
     "the trainer's step": (
         lambda self, loss, batch: self.log("step", loss),
-        ["self.log('step')", "'my_step'", "as the axis"],
+        ["self.log('step')", "column of epochs", "such as 'my_step'"],
     ),
     "the trainer's epoch": (
         lambda self, loss, batch: self.log_dict({"x": loss, "epoch": 1.0}, on_step=True, on_epoch=True),
@@ -284,6 +284,26 @@ def test_checkpoint_that_does_not_exist(path: Any, parts: list[str]) -> None:
 def test_best_of_none(stage: str) -> None:
     call = lambda: getattr(quiet(), stage)(Net(), loader(), ckpt_path="best")  # noqa: E731
     refused(call, "ckpt_path='best'", f"Looked in: {Path.cwd() / 'runs'}", "default_root_dir", error=CheckpointError)
+
+
+def test_the_best_without_a_monitor_is_the_last_in_this_process_and_in_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As `best_model_path` of Lightning's ModelCheckpoint is."""
+    caplog.set_level(logging.INFO)
+    first = quiet(enable_checkpointing=True, default_root_dir="best")
+    first.fit(Net(), loader())
+    for trainer in (first, quiet(default_root_dir="best")):
+        trainer.fit(Net(), loader(), ckpt_path="best")
+        assert trainer.ckpt_path == str(next(Path("best/version_0/checkpoints").resolve().glob("epoch*")))
+    assert "ckpt_path='best': no ModelCheckpoint(monitor=...) has chosen one, so the last is taken" in caplog.messages
+
+
+def test_a_folder_of_runs_is_no_checkpoint(trained: str) -> None:
+    runs = Path(trained).parents[2]
+    parts = (f"{runs} is not a checkpoint", "the run directory, such as version_0")
+    refused(lambda: resume(Net(), runs), *parts, error=CheckpointError)
+    refused(lambda: Net.load_from_checkpoint(runs), *parts, error=CheckpointError)
 
 
 def test_checkpoint_file_of_another_library() -> None:

@@ -155,7 +155,8 @@ def require_committed(folder: StoragePath) -> StoragePath:
         if inside:
             raise CheckpointError(f"{folder} is not itself a checkpoint; give one of those in it: {', '.join(inside)}")
         raise CheckpointError(
-            f"{folder} has no {MANIFEST_FILE}: it is not a checkpoint, or was not committed (its write was interrupted)"
+            f"{folder} is not a checkpoint (it has no {MANIFEST_FILE}): give a folder in a run's checkpoints/, or the "
+            "run directory, such as version_0, for its last one. The write of a checkpoint may have been interrupted."
         )
     siblings = [path.name for path in checkpoints_in(folder.parent)]
     there = f"There are: {', '.join(siblings)}." if siblings else f"There are no checkpoints in {folder.parent}."

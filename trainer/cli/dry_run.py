@@ -100,15 +100,13 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]
 
 def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int:
     """Return the number of processes on each machine, and fill in `given.world_size`."""
-    wanted, machines = configuration.trainer.get("devices"), configuration.trainer.get("num_nodes", 1)
-    wanted = len(wanted) if isinstance(wanted, list) else wanted if isinstance(wanted, int) and wanted > 0 else None
-    per_machine: int | None = given.nproc_per_node or wanted
+    from trainer.cli.estimate.layouts import planned_devices
+
+    per_machine: int | None = given.nproc_per_node or planned_devices(configuration.trainer)
     if given.world_size is None:
         if per_machine is None:
             raise ConfigError("--dry-run needs the number of processes: --world-size 1024.")
-        given.world_size = per_machine * machines
-    if given.world_size < 1 or (per_machine is not None and per_machine < 1):
-        raise ConfigError("--world-size and --nproc-per-node: give numbers from 1.")
+        given.world_size = per_machine * configuration.trainer.get("num_nodes", 1)
     per_machine = min(per_machine or 8, given.world_size)
     if given.world_size % per_machine:
         raise ConfigError(
@@ -206,18 +204,12 @@ def _layout(
     yield from (CheckResult("OK", "module", note) for note in notes)
 
 
-def window_of(arguments: dict[str, Any]) -> int:
-    """Return the micro-batches of a step by the Trainer's arguments; 1 for "auto", which a run finds out."""
-    window = arguments.get("accumulate_grad_batches", 1)
-    return window if isinstance(window, int) else 1
-
-
 def _bubble(configuration: Configuration, strategy: Strategy) -> Iterator[CheckResult]:
     """Report how long the stages of a pipeline wait for each other."""
-    from trainer.cli.estimate.layouts import layout_of
+    from trainer.cli.estimate.layouts import layout_of, planned_window
     from trainer.model.pipeline_stages import bubble
 
-    stages, window = layout_of(strategy).pipeline, window_of(configuration.trainer)
+    stages, window = layout_of(strategy).pipeline, planned_window(configuration.trainer)
     if stages > 1:
         text = f"{stages} stages, {window} micro-batches: each stage waits {bubble(stages, window):.0%} of the time"
         fix = f"Set accumulate_grad_batches to {4 * stages}, with smaller micro-batches."
@@ -315,7 +307,7 @@ def _memory(
     given: argparse.Namespace, configuration: Configuration, strategy: Strategy, per_machine: int
 ) -> Iterator[CheckResult]:
     """Report the memory of each process, by the formulas of `trainer estimate`."""
-    from trainer.cli.estimate.layouts import layout_of
+    from trainer.cli.estimate.layouts import layout_of, planned_window
     from trainer.cli.estimate.module import examine
     from trainer.model.memory import Setup, activations, estimate_memory, number_sizes, supports_precision
     from trainer.precision import resolve_precision
@@ -330,8 +322,7 @@ def _memory(
     except (ConfigError, ValueError) as error:
         yield CheckResult("FAIL", "memory", str(error))
         return
-    window = window_of(configuration.trainer)
-    setup = Setup(given.world_size, number_sizes(numbers), per_machine, window)
+    setup = Setup(given.world_size, number_sizes(numbers), per_machine, planned_window(configuration.trainer))
     model = found.transformer(checkpointing=bool(configuration.trainer.get("activation_checkpointing")))
     where = strategy.name
     if layout.splits_models:

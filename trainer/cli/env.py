@@ -81,14 +81,12 @@ def machine() -> dict[str, Any]:
     """Return the name, system, processors and memory of this machine."""
     from trainer.launchers.launcher import usable_cores
 
-    memory = None
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),
         "cores": usable_cores(),
-        "memory_gib": None if memory is None else round(memory, 1),
+        "memory_gib": round(memory, 1),
     }
 
 
@@ -157,13 +155,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
     known = {name: number for name, number in found["versions"].items() if number is not None}
     lines += ["versions:", "  " + ", ".join(f"{name} {number}" for name, number in known.items())]
     lines.append(f"  not installed: {', '.join(n for n, number in found['versions'].items() if number is None)}")
-    memory = "" if here["memory_gib"] is None else f", {here['memory_gib']} GiB of memory"
+    memory = f", {here['memory_gib']} GiB of memory"
     lines += ["machine:", f"  {here['host']}: {here['system']}, {here['cores']} cores for this process{memory}"]
     lines += ["devices:", f"  torch is built for {seen['built_for']}; collectives: {', '.join(seen['backends'])}"]
-    lines += [f"  cuda:{i} {gpu['name']}, {gpu['memory_gib']} GiB" for i, gpu in enumerate(seen["cuda"])]
-    if seen["mps"]:
-        lines.append("  mps")
-    if not seen["cuda"] and not seen["mps"]:
-        lines.append("  no GPU is seen")
+    gpus = [f"cuda:{i} {gpu['name']}, {gpu['memory_gib']} GiB" for i, gpu in enumerate(seen["cuda"])]
+    lines += [f"  {gpu}" for gpu in [*gpus, *["mps"] * seen["mps"]] or ["no GPU is seen"]]
     lines += ["other variables that matter:"] if found["variables"] else []
     return lines + [f"  {name}={value}" for name, value in found["variables"].items()]

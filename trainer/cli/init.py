@@ -75,8 +75,6 @@ def _write(template: str | None, folder: str | None) -> None:
     if template not in TEMPLATES:
         raise unknown_name_error("template", template, TEMPLATES)
     target = local_path(folder)
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"{folder} is a file: give the name of a new folder.")
     if target.is_dir() and any(target.iterdir()):
         raise ConfigError(f"{folder} is not empty, and nothing in it is replaced: give the name of a new folder.")
     try:

@@ -7,14 +7,14 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.arguments import local_path, whole_number
 from trainer.cli.collisions import collisions, shadow
-from trainer.cli.options import CommandParser, reports_errors
+from trainer.cli.options import CommandParser, positive, reports_errors, whole
 from trainer.compat.accelerate import launch_option_words
 from trainer.errors import ConfigError, did_you_mean, printable, raise_problems
 
@@ -68,18 +68,20 @@ EQUIVALENTS = {
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Start the program. Returns its exit code."""
-    options, unknown = _parser(os.environ).parse_known_args(arguments)
+    parser = _parser(os.environ)
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise ConfigError(_unknown_option(unknown[0]))
+        known = [name for action in parser._actions for name in action.option_strings if "_" not in name]
+        raise ConfigError(_unknown_option(unknown[0], known))
     command = _command(options)
     if options.slurm:
         return _slurm(options)
-    machines = _machines(options, os.environ)
+    machines = _machines(options)
     if options.program[0] != "trainer" or options.module:  # our command says it by itself
         for note in collisions([Path.cwd() if options.module else local_path(command[0]).absolute().parent]):
             print(f"note: {printable(note)}", file=sys.stderr, flush=True)
-    number, restarts = _number_of_processes(options.nproc_per_node), _restarts(options.max_restarts)
-    return _start(command, number, restarts, machines, _logs(options, number))
+    number = _number_of_processes(options.nproc_per_node)
+    return _start(command, number, options.max_restarts, machines, _logs(options, number))
 
 
 def _logs(options: argparse.Namespace, number: int) -> Logs:
@@ -135,9 +137,16 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         epilog=EXAMPLES,
     )
 
-    def option(name: str, help: str, default: str | None = None, pet: str = "", metavar: str = "N") -> None:
+    def option(
+        name: str,
+        help: str,
+        default: str | None = None,
+        pet: str = "",
+        metavar: str = "N",
+        type: Callable[[str], Any] = str,
+    ) -> None:
         names = dict.fromkeys((name, f"--{name[2:].replace('-', '_')}"))
-        parser.add_argument(*names, metavar=metavar, help=help, default=environ.get(pet, default))
+        parser.add_argument(*names, metavar=metavar, help=help, default=environ.get(pet, default), type=type)
 
     endpoint = environ.get("PET_RDZV_ENDPOINT")
     if not endpoint and environ.get("PET_MASTER_ADDR"):
@@ -147,11 +156,17 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     option("--nproc-per-node", processes, None, "PET_NPROC_PER_NODE")
     names = ("--rdzv", "--rdzv-endpoint", "--rdzv_endpoint")
     parser.add_argument(*names, metavar="HOST:PORT", default=endpoint, help="where the machines meet")
-    option("--node-rank", "number of this machine; 0 hosts the rendezvous (default: found)", None, "PET_NODE_RANK")
-    option("--rdzv-backend", "as torchrun has it: c10d, and no other", "c10d")
+    option(
+        "--node-rank",
+        "number of this machine; 0 hosts the rendezvous (default: found)",
+        None,
+        "PET_NODE_RANK",
+        type=whole,
+    )
+    parser.add_argument("--rdzv-backend", "--rdzv_backend", choices=("c10d",), help="as torchrun has it, and no other")
     option("--rdzv-id", "distinguishes runs at one rendezvous", "none", "PET_RDZV_ID", "NAME")
     option("--rdzv-conf", "such as join_timeout=1200,keep_alive_interval=5", "", "PET_RDZV_CONF", "KEY=N,...")
-    option("--max-restarts", "start all again after a failure (default: 0)", "0", "PET_MAX_RESTARTS")
+    option("--max-restarts", "start all again after a failure (default: 0)", "0", "PET_MAX_RESTARTS", type=whole)
     option("--log-dir", "a folder for the files of --redirects and --tee (default: a new one in /tmp)", metavar="DIR")
     option(
         "--redirects", "write output (1), errors (2) or both (3) into files: 3, or 0:3,1:2 by rank", "0", metavar="STD"
@@ -163,9 +178,10 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     slurm = parser.add_argument_group("for Slurm")
     slurm.add_argument("--slurm", action="store_true", help="with --print: write a file for sbatch, start nothing")
     slurm.add_argument("--print", action="store_true", help="to the standard output")
-    slurm.add_argument("--nodes", metavar="N", default="1", help="machines (default: 1)")
-    slurm.add_argument("--gpus-per-node", metavar="N", help="GPUs, and processes, on each machine")
-    slurm.add_argument("--ntasks-per-node", metavar="N", help="processes on each machine without GPUs (default: 1)")
+    slurm.add_argument("--nodes", metavar="N", type=positive, default=1, help="machines (default: 1)")
+    slurm.add_argument("--gpus-per-node", metavar="N", type=positive, help="GPUs, and processes, on each machine")
+    words = "processes on each machine without GPUs (default: 1)"
+    slurm.add_argument("--ntasks-per-node", metavar="N", type=positive, help=words)
     for name, metavar in SBATCHS_OWN.items():
         slurm.add_argument(f"--{name}", metavar=metavar, help=f"as sbatch's --{name}")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -194,38 +210,29 @@ def _command(options: argparse.Namespace) -> list[str]:
     return program
 
 
-def _unknown_option(option: str) -> str:
+def _unknown_option(option: str, known: list[str]) -> str:
     name = option.partition("=")[0].replace("_", "-")
-    known = ["--nnodes", "--nproc-per-node", "--rdzv", "--node-rank", "--rdzv-id", "--rdzv-conf", "--max-restarts"]
-    known += ["--log-dir", "--redirects", "--tee", "--local-ranks-filter"]
-    more = ["--slurm", "--print", "--nodes", "--gpus-per-node", "--time"]
     of_accelerate = launch_option_words(name)
     equivalents = EQUIVALENTS if of_accelerate is None else {name: of_accelerate, **EQUIVALENTS}
-    hint = did_you_mean(name, [*known, *more], equivalents) or f" Options before the program: {', '.join(known)}."
+    hint = did_you_mean(name, known, equivalents) or f" Options before the program: {', '.join(known)}."
     return f"unknown option {option!r}.{hint}"
 
 
-def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machines | None:
+def _machines(options: argparse.Namespace) -> Machines | None:
     """Return the machines that take part; None: only this one. Reports all problems of the options together."""
     from trainer.launchers.multinode import CONF, Machines
 
     problems = []
     slurms = [f"--{name}" for name in SLURM_ONLY if vars(options)[name.replace("-", "_")]]
-    if options.nodes != "1":
+    if options.nodes > 1:
         slurms.append("--nodes")
     if slurms:
         words = "for a file for sbatch, which --slurm --print writes. Add these two, or leave the option out."
         problems.append(f"{', '.join(slurms)}: {words}")
-    if options.rdzv_backend != "c10d":
-        problems.append(f"--rdzv-backend {options.rdzv_backend}: it is always c10d here, leave it out.")
     counts = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", options.nnodes)
     minimum, maximum = (int(counts[1] or counts[2]), int(counts[2])) if counts else (1, 1)
     if counts is None or not 1 <= minimum <= maximum:
         problems.append(f"--nnodes {options.nnodes}: give a number of machines from 1, or MIN:MAX.")
-    if options.standalone and maximum > 1:
-        problems.append(
-            f"--standalone is one machine, --nnodes {options.nnodes} are several: leave one of the two out."
-        )
     host, _, port = (options.rdzv or "").rpartition(":") if ":" in (options.rdzv or "") else (options.rdzv, "", "29500")
     if maximum > 1 and not options.rdzv:
         problems.append(
@@ -234,8 +241,7 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
         )
     elif options.rdzv and not (0 < (whole_number(port) or (maximum == 1 and port == "0")) < 65536 and host):
         problems.append(f"--rdzv {options.rdzv}: give HOST:PORT, such as node1:29500.")
-    node_rank = None if options.node_rank is None else whole_number(options.node_rank)
-    if options.node_rank is not None and (node_rank is None or node_rank >= maximum):
+    if options.node_rank is not None and options.node_rank >= maximum:
         problems.append(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1} (--nnodes {maximum}).")
     conf = {}
     for entry in filter(None, options.rdzv_conf.split(",")):
@@ -248,7 +254,7 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
     raise_problems(problems, "the options")
     if maximum == 1:
         return None
-    return Machines(minimum, maximum, host.strip("[]"), int(port), node_rank, options.rdzv_id, conf)
+    return Machines(minimum, maximum, host.strip("[]"), int(port), options.node_rank, options.rdzv_id, conf)
 
 
 def _number_of_processes(given: str | None) -> int:
@@ -267,17 +273,10 @@ def _number_of_processes(given: str | None) -> int:
     return gpus or 1
 
 
-def _restarts(given: str) -> int:
-    number = whole_number(given)
-    if number is None:
-        raise ConfigError(f"--max-restarts {given}: give a number from 0.")
-    return number
-
-
 def _slurm(options: argparse.Namespace) -> int:
     if not options.print:
         raise ConfigError("--slurm writes a file for sbatch, and starts nothing: add --print, and give it to sbatch.")
-    if options.nnodes not in ("1", options.nodes) or options.rdzv:
+    if options.nnodes not in ("1", str(options.nodes)) or options.rdzv:
         raise ConfigError("with --slurm the machines are --nodes and meet by themselves: leave --nnodes, --rdzv out.")
     print(sbatch_file(options, ["trainer", "launch", *sys.argv[2:]]), end="")
     return 0
@@ -295,24 +294,12 @@ def sbatch_file(options: argparse.Namespace, typed: list[str]) -> str:
         typed: the command line, which the file quotes.
 
     Raises:
-        ConfigError: a count is not a number.
+        ConfigError: the numbers of processes contradict each other.
     """
-    numbers = {
-        "--nodes": options.nodes,
-        "--gpus-per-node": options.gpus_per_node,
-        "--max-restarts": options.max_restarts,
-        "--ntasks-per-node": options.ntasks_per_node,
-    }
-    problems = [
-        f"{name} {value}: give a number{'' if name == '--max-restarts' else ' from 1'}."
-        for name, value in numbers.items()
-        if value is not None and not (whole_number(value) or (name == "--max-restarts" and whole_number(value) == 0))
-    ]
     if options.gpus_per_node and options.ntasks_per_node not in (None, options.gpus_per_node):
-        problems.append("--gpus-per-node starts one process for each GPU: leave --ntasks-per-node out.")
-    raise_problems(problems, "the options")
-    processes = int(options.gpus_per_node or options.ntasks_per_node or 1)
-    launcher = int(options.max_restarts) > 0
+        raise ConfigError("--gpus-per-node starts one process for each GPU: leave --ntasks-per-node out.")
+    processes = options.gpus_per_node or options.ntasks_per_node or 1
+    launcher = options.max_restarts > 0
     directives = [
         f"--job-name={options.job_name or _name(options)}",
         f"--nodes={options.nodes}",

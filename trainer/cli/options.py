@@ -88,6 +88,7 @@ class CommandParser(argparse.ArgumentParser):
         return fitted_text(super().format_help(), columns_of(sys.stdout))
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"(--[\w-]+)/--\w+", r"\1", message)  # not its spelling with underscores, too
         if choice := re.fullmatch(r"argument (\S+): (invalid choice: '(.*)') \(choose from (.*)\)", message):
             known = [word.strip(" '") for word in choice[4].split(",")]
             hint = did_you_mean(choice[3], known)
@@ -143,12 +144,17 @@ def config_option(container: argparse._ActionsContainer, help: str) -> None:
     container.add_argument("-c", "--config", metavar="FILE", nargs="+", action="extend", default=[], help=help)
 
 
+def whole(text: str, least: int = 0) -> int:
+    """Return the number of an option, from 0."""
+    number = whole_number(text)
+    if number is None or number < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from {least}")
+    return number
+
+
 def positive(text: str) -> int:
     """Return the number of an option, from 1."""
-    number = whole_number(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1")
-    return number
+    return whole(text, 1)
 
 
 def quantity(thousand: int, words: str = "give a number such as 80G, 7e9 or 32k") -> Callable[[str], int]:

@@ -13,7 +13,15 @@ from typing import Any
 
 from trainer.arguments import local_path
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.cli.runs.find import METRIC_FILES, by_numbers, read_metrics, run_directories, with_name
+from trainer.cli.runs.find import (
+    METRIC_FILES,
+    by_numbers,
+    differing,
+    read_metrics,
+    run_directories,
+    summary_of,
+    with_name,
+)
 from trainer.errors import ConfigError, MissingPackageError, did_you_mean, printable
 
 EXAMPLES = """\
@@ -25,6 +33,8 @@ examples:
 FORMATS = (".png", ".svg", ".pdf", ".html")
 MOST_NAMES = 20
 """Runs that are named next to their lines, at most."""
+MOST_VALUES = 3
+"""Hyperparameters that are named with a run, at most."""
 
 Curves = dict[str, dict[str, list[tuple[int, float]]]]
 """Steps and values by metric, then by name of the run."""
@@ -54,9 +64,12 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--smooth {options.smooth:g}: give a number from 0 that is less than 1.")
     if not output.parent.is_dir():
         raise ConfigError(f"there is no folder {output.parent}: make it first, or write somewhere else.")
-    curves = chosen(curves_of(options.runs), options.metric)
+    found = curves_of(options.runs)
+    curves = chosen(found, options.metric)
     draw(curves, output, options.smooth, options.log)
     print(printable(f"{output}: {', '.join(curves)}"))
+    if options.metric is None and len(curves) < len(found):
+        print(printable(f"left out (a single value; see --metric): {', '.join(n for n in found if n not in curves)}"))
     return 0
 
 
@@ -66,43 +79,52 @@ def curves_of(paths: list[str]) -> Curves:
     Raises:
         ConfigError: a path does not exist, or has no logged values.
     """
-    curves: Curves = {}
+    found: dict[Path, dict[str, list[tuple[int, float]]]] = {}
     for text in paths:
         path = local_path(text)
         if path.name in METRIC_FILES and path.is_file():
             runs = [path]
         else:
             runs = sorted(run_directories(path), key=by_numbers) if path.is_dir() else []
-        folders = {one: one.parent if one.is_file() else one for one in runs}
-        found = {with_name(str(folders[one]), folders[one]): m for one in runs if (m := read_metrics(one))}
-        if not found:
+        here = {one.parent if one.is_file() else one: m for one in runs if (m := read_metrics(one))}
+        if not here:
             if not path.exists():
                 close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
                 raise ConfigError(
                     f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below."
                 )
-            if not path.is_dir() and path.name not in METRIC_FILES:
-                raise ConfigError(f"{text} is a file: give the directory of a run, or its {' or '.join(METRIC_FILES)}.")
-            why = "has no values" if path.is_file() else "has no metrics.csv or metrics.jsonl with values below it"
-            raise ConfigError(f"{text} {why}. CSVLogger or JSONLLogger writes one: Trainer(logger=[CSVLogger()]).")
-        for name, metrics in found.items():
-            for metric, points in metrics.items():
-                curves.setdefault(metric, {})[name] = points
+            raise ConfigError(
+                f"{text} has no values: give the directory of a run, or its {' or '.join(METRIC_FILES)}. CSVLogger or "
+                "JSONLLogger writes one: Trainer(logger=[CSVLogger()])."
+            )
+        found |= here
+    hyperparameters = {folder: summary_of(folder, folder).hyperparameters for folder in found}
+    varied = differing([*hyperparameters.values()])[:MOST_VALUES]
+    curves: Curves = {}
+    for folder, metrics in found.items():
+        values = hyperparameters[folder]
+        shown = [f"{name.removeprefix('module.')}={values[name]}" for name in varied if name in values]
+        label = ", ".join([with_name(str(folder), folder), *shown])
+        for metric, points in metrics.items():
+            curves.setdefault(metric, {})[label] = points
     return curves
 
 
 def chosen(curves: Curves, patterns: list[str] | None) -> Curves:
-    """Return the curves whose names match one of the patterns; all of them without patterns.
+    """Return the curves whose names match one of the patterns; without patterns all, but for single points.
 
     Raises:
         ConfigError: a pattern matches none.
     """
-    for pattern in patterns or []:
+    if patterns is None:
+        lines = {name: runs for name, runs in curves.items() if max(map(len, runs.values())) > 1}
+        return lines or curves
+    for pattern in patterns:
         if not fnmatch.filter(curves, pattern):
             names = ", ".join(curves)
             close = did_you_mean(pattern, list(curves))
             raise ConfigError(f"--metric {pattern}: no run has it.{close} There are: {names}.")
-    names_wanted = {name for pattern in patterns or ["*"] for name in fnmatch.filter(curves, pattern)}
+    names_wanted = {name for pattern in patterns for name in fnmatch.filter(curves, pattern)}
     return {name: runs for name, runs in curves.items() if name in names_wanted}
 
 

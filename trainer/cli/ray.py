@@ -57,14 +57,7 @@ def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
                 values[name] = validate(read_value(text, f"--ray {name}").plain(), annotation)
             except TypeMismatchError:
                 findings.add(COMMAND_LINE, f"--ray {name}: given {text!r}, allowed: {allowed(annotation)}.")
-    options = RayOptions(**values)
-    if options.num_workers < 1:
-        findings.add(COMMAND_LINE, f"--ray num_workers: given {options.num_workers}, allowed: 1 or more.")
-    if options.max_failures < -1:
-        findings.add(
-            COMMAND_LINE, f"--ray max_failures: given {options.max_failures}, allowed: 0 or more, or -1 for no limit."
-        )
-    return options
+    return RayOptions(**values)
 
 
 def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:

@@ -13,9 +13,7 @@ from trainer.compat.names import (
     ALIASES,
     COLLECTIVES,
     DEFAULTS,
-    EARLIER_NAMES,
     FORMER_HOOKS,
-    FORMER_MEMBERS,
     SURFACE,
     THEIRS,
     TRAINER_ARGUMENTS,
@@ -53,7 +51,7 @@ class Absent:
 
 
 class Former(Absent):
-    """An attribute of Lightning 0 or 1 only: subclasses may have a method of this name for themselves."""
+    """A hook of Lightning 0 or 1 only: subclasses may have a method of this name for themselves."""
 
 
 class NotToSet(Absent):
@@ -66,7 +64,8 @@ class NotToSet(Absent):
 def answer_members(kind: Class, lightning: str) -> Class:
     """Give a class an answer for each member of Lightning's class `lightning` that it does not have."""
     absent = NotToSet if lightning == "Trainer" else Absent
-    answers: dict[str, object] = {name: Former(name, words) for name, words in _former(lightning).items()}
+    hooks = FORMER_HOOKS if lightning == "Callback" else {}
+    answers: dict[str, object] = {name: Former(name, words) for name, words in hooks.items()}
     answers |= {name: absent(name, words) for name, words in _words_of(lightning).items() if name.isidentifier()}
     answers |= {name: Alias(name, path) for name, path in ALIASES.get(lightning, {}).items()}
     own = set(dir(kind))
@@ -95,11 +94,6 @@ def member_words(lightning: str, name: str) -> str | None:
     return _words_of(lightning).get(name)
 
 
-def former_words(lightning: str, name: str) -> str | None:
-    """Return what to use instead of a member that Lightning's class had in version 0 or 1."""
-    return _former(lightning).get(name)
-
-
 def strategy_member(strategy: Any, name: str) -> Any:
     """Return the value of a member of Lightning's strategies that a strategy does not have.
 
@@ -115,7 +109,7 @@ def strategy_member(strategy: Any, name: str) -> Any:
     kind = type(strategy).__name__
     if any(name in vars(one).get("__annotations__", {}) for one in type(strategy).__mro__):
         raise AttributeError(f"{kind}.{name} exists from the start of a run: fit and the like set it.")
-    words = member_words("ParallelStrategy", name) or former_words("ParallelStrategy", name)
+    words = member_words("ParallelStrategy", name)
     raise AttributeError(
         f"{kind!r} object has no attribute {name!r}"
         if words is None
@@ -170,11 +164,5 @@ def by_name(kind: str, own: Sequence[str], given: Sequence[object], options: dic
     return options
 
 
-def _former(lightning: str) -> dict[str, str]:
-    hooks = FORMER_HOOKS if lightning in ("LightningModule", "Callback") else {}
-    groups = FORMER_MEMBERS.get(lightning, {})
-    return {**hooks, **{name: words for words, names in groups.items() for name in names.split()}}
-
-
 def _words_of(lightning: str) -> dict[str, str]:
-    return {**WORDS.get(THEIRS.get(lightning, lightning), {}), **EARLIER_NAMES.get(lightning, {})}
+    return WORDS.get(THEIRS.get(lightning, lightning), {})

@@ -254,7 +254,6 @@ _PLUGINS = "Trainer(strategy=..., precision=...)"
 PACKAGES_IN_WORDS = {
     "metrics": "torchmetrics, which these metrics have become",
     "data": "litdata, which this package has become",
-    "store": "nothing: the model store is not here",
     "strategies.launchers": _PROCESSES,
     "plugins": _PLUGINS,
     "accelerators": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu')",
@@ -658,70 +657,6 @@ WORDS: dict[str, dict[str, str]] = {
 }
 """Lightning's class -> a name that is not here -> what to use instead."""
 
-EARLIER_NAMES = {
-    "Trainer": {
-        "fitted": "trainer.has_fit",
-        "publish": "trainer.read_metrics",
-        "meet": "trainer.strategy.processes.barrier",
-        "begin_save": "trainer.save_with",
-        "end_save": "trainer.save_with",
-        "train_feed": "trainer.train_loader",
-        "val_feeds": "trainer.val_loaders",
-        "test_feeds": "trainer.test_loaders",
-        "predict_feeds": "trainer.predict_loaders",
-        "moment": "trainer.stage, trainer.evaluating and trainer.sanity_checking",
-        "transfer": "trainer.strategy.to_device",
-        "writers": "trainer.checkpoint_group",
-        "writers_in_thread": "trainer.background_checkpoint_group",
-        "stop_switch": "trainer.stop and trainer.should_stop",
-        "deadline": "trainer.settings.deadline",
-        "watchdog": "trainer.settings.watchdog_seconds",
-        "clips": "trainer.settings.gradient_clip_val",
-        "phases": "Trainer(profiler=)",
-        "manual_step": "the step of an optimizer of self.optimizers()",
-        "gather_object": "trainer.strategy.processes.all_gather_object",
-        "gather_objects": "trainer.strategy.processes.all_gather_object",
-        "all_gather_object": "trainer.strategy.processes.all_gather_object",
-        "broadcast_object": "trainer.strategy.processes.broadcast_object",
-        "counts_items": "num_items of the module",
-        "barrier": "trainer.strategy.processes.barrier",
-        "flush": "trainer.read_metrics",
-        "plan": "trainer.config",
-        "resolved_config": "trainer.config_text",
-        "saved_run_dir": "trainer.run_dir",
-    },
-    "ModelCheckpoint": {"asynchronous": "async_save"},
-    "ParallelStrategy": {
-        "broadcast_object": "strategy.processes.broadcast_object",
-        "call": "strategy.call_step",
-        "checkpoint_activations": "strategy.setup_module, which gets the choice of blocks",
-        "choose_device": "strategy.setup_environment, which sets `device`",
-        "compile_module": "Trainer(compile=)",
-        "compile_watch": "strategy.recompilation_monitor, of strategies for TPUs",
-        "describe": "str(strategy)",
-        "device_ids": "Trainer(devices=), whose choice setup_environment gets",
-        "forwards_together": "strategy.collective_forward",
-        "gather_objects": "strategy.processes.all_gather_object",
-        "gradient_average": "strategy.processes.readers: gradients are averages over these",
-        "memory_layout": "trainer estimate, which reads the attributes of the strategy",
-        "microbatch": "strategy.gradient_sync",
-        "move": "strategy.to_device",
-        "moves_batches": "strategy.to_device",
-        "only_on": "strategy.required_device",
-        "rank": "strategy.processes.rank",
-        "reduce_gradients": "strategy.gradient_sync, in which the backward reduces gradients",
-        "rehearse": "strategy.dry_run",
-        "sharded": "strategy.shards_state",
-        "stays_wrapped": "nothing: a module that setup_module has sharded stays so after the run",
-        "store": "strategy.processes.store",
-        "sum": "strategy.processes.sum",
-        "synchronize_buffers": "nothing: the trainer replicates buffers before an evaluation",
-        "training_problems": "strategy.problems, which gets the settings of a step, too",
-    },
-    "PredictionWriter": {"part_bytes": "max_shard_size"},
-}
-"""Class -> a name of a member in earlier versions of this package -> what to use now."""
-
 KEEP_OUTPUTS = "append what is needed to a list of the module in the step, read it there, and clear it"
 _PER_PROCESS = "each process has its own batch and loss"
 _IN_DDP = "Trainer(strategy='ddp', sync_batchnorm=True), or a subclass of trainer.strategies.DDPStrategy"
@@ -767,215 +702,6 @@ FORMER_HOOKS = {
     "get_tqdm_dict": "self.log(..., prog_bar=True)",
 }
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
-
-_TRAINING_STATE = "trainer.save_checkpoint and fit(ckpt_path=)"
-_LOOP = "nothing: this was a part of Lightning's own loop; the loop here stands in trainer/trainer.py"
-_PLUG = "the methods of trainer.strategy.Strategy: this was a part of Lightning's own plugins"
-
-_FORMER_BARS = {
-    "the argument batch_idx of each hook": "train_batch_idx val_batch_idx test_batch_idx predict_batch_idx",
-    "trainer.num_test_batches": "total_test_batches",
-    "trainer.num_predict_batches": "total_predict_batches",
-    "trainer.num_training_batches": "total_batches_current_epoch",
-    "a subclass of ProgressBar": (
-        "progress refresh main_progress_bar_id predict_progress_bar_id test_progress_bar_id "
-        "val_progress_bar_id val_sanity_progress_bar_id"
-    ),
-}
-_FORMER_PROFILERS = {
-    "profile(action) around the loop": "profile_iterable",
-    "dirpath= and filename=, which say where the report is written": (
-        "output_file output_fname write_streams path_to_export_trace export_to_chrome"
-    ),
-    "summary()": (
-        "make_report extended start_time current_actions recorded_durations profiled_actions context_names "
-        "profiled_functions function_events"
-    ),
-    "the arguments of the constructor": (
-        "PROFILED_FUNCTIONS RECORD_FUNCTIONS RECORD_FUNCTION_PREFIX START_RECORD_FUNCTIONS STEP_FUNCTIONS "
-        "STEP_FUNCTION_PREFIX AVAILABLE_SORT_KEYS emit_nvtx enabled group_by_input_shapes profile_memory "
-        "profiler record_shapes row_limit running_stack sort_by_key use_cpu use_cuda use_kineto with_stack "
-        "wrap_functions_into_rank_zero_only"
-    ),
-}
-
-FORMER_MEMBERS: dict[str, dict[str, str]] = {
-    "LightningModule": {
-        "self.logger.log_dir, or self.trainer.run_dir": "exp_save_path",
-        "load_from_checkpoint": "load_from_metrics",
-        "on_load_checkpoint, which gets the checkpoint": "loaded_optimizer_states_dict",
-        "self.trainer.sanity_checking in on_validation_start, or the hook of a callback": "on_sanity_check_start",
-        "self.trainer.world_size > 1": "use_dp use_ddp2",
-        "self.device.type": "use_tpu",
-        "self.trainer.precision.name": "precision",
-        "step of an optimizer of self.optimizers()": "manual_optimizer_step",
-        "trainer.callbacks.PredictionWriter, and return the values from predict_step": (
-            "write_prediction write_prediction_dict"
-        ),
-        "self.trainer.predict, or predict_step": "predict",
-        "self.trainer.state.stage": "running_stage",
-        "trainer.launch(function), which returns the results": "add_to_queue get_from_queue",
-        "trainer.callbacks.GradNormMonitor": "log_grad_norm",
-        "Trainer(compile=True), which leaves the module as it is": "from_compiled to_uncompiled",
-    },
-    "LightningDataModule": {
-        "an attribute of your own, set in setup or teardown": (
-            "has_setup_test has_setup_predict has_setup_validate has_teardown_fit has_teardown_predict "
-            "has_teardown_test has_teardown_validate"
-        ),
-        "inspect.signature": "get_init_arguments_and_types",
-        "argparse, and the class with what it has parsed": "parse_argparser",
-        "state_dict": "on_save_checkpoint",
-        "load_state_dict": "on_load_checkpoint",
-        "train_dataloader": "on_train_dataloader",
-        "val_dataloader": "on_val_dataloader",
-        "test_dataloader": "on_test_dataloader",
-        "predict_dataloader": "on_predict_dataloader",
-    },
-    "Trainer": {
-        "trainer.default_root_dir": "default_save_path",
-        "trainer.gradient_clip_val": "gradient_clip",
-        "trainer.max_epochs": "max_nb_epochs",
-        "trainer.min_epochs": "min_nb_epochs",
-        "trainer.num_sanity_val_steps": "nb_sanity_val_steps",
-        "trainer.num_nodes": "nb_gpu_nodes num_gpu_nodes",
-        "trainer.num_devices": "num_requested_gpus num_slurm_tasks num_tpu_cores",
-        "trainer.limit_train_batches": "train_percent_check",
-        "trainer.limit_val_batches": "val_percent_check",
-        "trainer.limit_test_batches": "test_percent_check",
-        "trainer.overfit_batches": "overfit_pct",
-        "trainer.log_every_n_steps": "row_log_interval log_save_interval",
-        "trainer.progress_bar_callback": (
-            "show_progress_bar progress_bar_refresh_rate process_position configure_progress_bar"
-        ),
-        "trainer.progress_bar_metrics": "tng_tqdm_dic training_tqdm_dict",
-        "callbacks=[ModelSummary(max_depth=...)]": "weights_summary",
-        "trainer.reload_dataloaders_every_n_epochs": "reload_dataloaders_every_epoch",
-        "Trainer(use_distributed_sampler=)": (
-            "replace_sampler_ddp replace_sampler auto_add_sampler require_distributed_sampler auto_add_worker_init_fn"
-        ),
-        "Trainer(sync_batchnorm=)": "sync_batchnorm",
-        "Trainer(benchmark=)": "benchmark",
-        "validate(verbose=) and test(verbose=)": "verbose_test",
-        "trainer.tuner.Tuner(trainer)": "tuning",
-        "[one for one in trainer.callbacks if one.takes_predictions]": "prediction_writer_callbacks",
-        "Trainer(reload_dataloaders_every_n_epochs=1)": "reset_test_dataloader reset_predict_dataloader",
-        "trainer.scheduler_configs": "schedulers configure_schedulers reduce_lr_on_plateau_scheduler",
-        "trainer.device": "root_device single_gpu use_single_gpu on_cpu",
-        "trainer.global_rank and trainer.local_rank": (
-            "tpu_id current_tpu_idx tpu_global_core_rank tpu_local_core_rank determine_ddp_node_rank "
-            "determine_local_rank"
-        ),
-        "trainer.precision.name": "use_native_amp",
-        "automatic_optimization = False, and a loop over the parts in training_step": "truncated_bptt_steps hiddens",
-        "trainer.callback_metrics": "running_loss batch_loss_value metrics_to_scalars",
-        "self.log in the module": "log_metrics add_progress_bar_metrics",
-        "trainer.early_stopping_callback": "enable_early_stop configure_early_stopping call_early_stop_callback",
-        "trainer.checkpoint_callback": (
-            "configure_checkpoint_callback call_checkpoint_callback check_checkpoint_callback max_ckpt_in_folder"
-        ),
-        _TRAINING_STATE: (
-            "dump_checkpoint restore restore_hpc_weights_if_needed restore_training_state restore_weights "
-            "save_spawn_weights load_spawn_weights"
-        ),
-        "Trainer(detect_anomaly=True)": "detect_nan_tensors",
-        "module.overrides(name)": "is_overridden",
-        "inspect.signature(Trainer)": "get_init_arguments_and_types has_arg",
-        "fit": "train run_train",
-        "test": "run_test",
-        "predict": "run_predict",
-        "trainer.strategy": "accelerator_backend use_horovod has_horovodrun check_horovod available_plugins",
-        "the hook of a callback or of the module": (
-            "setup teardown configure_sharded_model on_after_backward on_batch_end on_batch_start on_before_backward "
-            "on_before_accelerator_backend_setup on_before_optimizer_step on_before_zero_grad on_epoch_end "
-            "on_epoch_start on_fit_end on_fit_start on_init_end on_init_start on_keyboard_interrupt "
-            "on_load_checkpoint on_predict_batch_end on_predict_batch_start on_predict_end on_predict_epoch_end "
-            "on_predict_epoch_start on_predict_start on_pretrain_routine_end on_pretrain_routine_start "
-            "on_sanity_check_end on_sanity_check_start on_save_checkpoint on_test_batch_end on_test_batch_start "
-            "on_test_end on_test_epoch_end on_test_epoch_start on_test_start on_train_batch_end on_train_batch_start "
-            "on_train_end on_train_epoch_end on_train_epoch_start on_train_start on_validation_batch_end "
-            "on_validation_batch_start on_validation_end on_validation_epoch_end on_validation_epoch_start "
-            "on_validation_start"
-        ),
-        _LOOP: (
-            "DEPRECATED_IN_0_8 DEPRECATED_IN_0_9 accumulation_scheduler autocast_original_forward call_optimizer_step "
-            "call_setup_hook can_prepare_data check_model_configuration check_testing_model_configuration "
-            "config_validator configure_accumulated_gradients configure_logger configure_slurm_ddp "
-            "convert_to_lightning_optimizers copy_trainer_model_properties ddp_train debugging_connector "
-            "determine_data_use_amount dispatch dp_train evaluation_forward horovod_train "
-            "increment_accumulated_grad_global_step init_amp init_optimizers init_tpu interactive_ddp_procs "
-            "on_colab_kaggle optimizer_closure plugin_connector post_dispatch pre_dispatch precision_connector "
-            "prepare_train_loop_dataloader process_dict_result process_output process_train_step_outputs "
-            "profile_connector reduce_distributed_output register_slurm_signal_handlers reinit_scheduler_properties "
-            "resolve_root_node_address run_batch_backward_pass run_on_epoch_end_hook run_on_epoch_start_hook "
-            "run_pretrain_routine run_sanity_check run_training_batch run_training_epoch run_training_epoch_end "
-            "run_training_teardown save_loggers_in_training_loop save_train_loop_metrics_to_loggers "
-            "set_distributed_mode set_nvidia_flags set_random_port setup_trainer should_check_val shown_warnings "
-            "sig_handler single_gpu_train spawn_ddp_children sync_horovod term_handler tpu_train "
-            "track_output_for_epoch_end train_or_test_or_predict training_forward training_tricks_connector "
-            "transfer_batch_to_gpu transfer_batch_to_tpu transfer_ddp_spawn_state_on_fit_end "
-            "transfer_distrib_spawn_state_on_fit_end update_learning_rates update_train_loop_lr_schedulers"
-        ),
-    },
-    "Tuner": {
-        "scale_batch_size and lr_find": "tune internal_find_lr on_trainer_init setup_trainer",
-        "Trainer(devices=)": "pick_multiple_gpus",
-        "the trainer that it was given": "trainer",
-    },
-    "EarlyStopping": {
-        "best_score": "best",
-        "wait_count": "wait",
-        "monitor": "based_on_eval_results warned_result_obj",
-    },
-    "ModelCheckpoint": {
-        "every_n_epochs": "period",
-        "dirpath and filename": "prefix",
-        "trainer.save_checkpoint": "save_checkpoint save_function",
-        "kth_best_model_path": "kth_best_model",
-        "best_model_path and best_model_score": "CHECKPOINT_STATE_BEST_PATH CHECKPOINT_STATE_BEST_SCORE",
-        "monitor": "epoch_last_check last_global_step_saved warned_result_obj",
-    },
-    "BackboneFinetuning": {"rounding": "round"},
-    "BasePredictionWriter": {"write_interval=, which the constructor was given": "interval"},
-    "LearningRateMonitor": {"trainer.callback_metrics, by the names of the curves": "lr_sch_names"},
-    "StochasticWeightAveraging": {"nothing: the averages are kept by the callback": "momenta n_averaged"},
-    "WandbLogger": {"trainer.utilities.WarningCache": "warning_cache"},
-    "ProgressBar": _FORMER_BARS,
-    "TQDMProgressBar": _FORMER_BARS,
-    "RichProgressBar": _FORMER_BARS,
-    "Profiler": _FORMER_PROFILERS,
-    "SimpleProfiler": _FORMER_PROFILERS,
-    "AdvancedProfiler": _FORMER_PROFILERS,
-    "PassThroughProfiler": _FORMER_PROFILERS,
-    "TorchProfiler": _FORMER_PROFILERS,
-    "ParallelStrategy": {
-        "trainer.save_checkpoint": "on_save save_full_weights load_full_weights load_checkpoint_file",
-        "Trainer(sync_batchnorm=)": "configure_sync_batchnorm sync_batchnorm",
-        "automatic_optimization = False": "optimizer_frequencies",
-        "strategy.device": "on_gpu on_tpu",
-        "Trainer(precision=)": (
-            "mixed_precision compute_dtype fp32_reduce_scatter loss_scale loss_scale_window min_loss_scale "
-            "hysteresis initial_scale_power"
-        ),
-        "the arguments of the strategy's constructor": (
-            "backward_prefetch bucket_cap_mb flatten_parameters min_num_params move_grads_to_cpu state_dict_device "
-            "config remote_device partition_module kwargs"
-        ),
-        _PLUG: (
-            "call_configure_sharded_model_hook configure_scheduler data_parallel_group debug dispatch dist "
-            "distributed_backend get_model_from_plugin init_ddp_connection init_optimizers interactive_ddp_procs "
-            "is_running_single_process_per_device on_after_manual_backward on_after_setup_optimizers "
-            "on_before_forward on_before_manual_backward on_reset_predict_dataloader on_reset_test_dataloader "
-            "on_reset_train_dataloader on_reset_val_dataloader post_dispatch post_optimizer_step pre_configure_ddp "
-            "pre_dispatch predict predict_context predict_step_context process_group reconciliate_processes "
-            "register_plugins required_plugins results rpc_enabled setup_optimizers_in_pre_dispatch "
-            "should_rank_save_checkpoint start_evaluating start_predicting start_testing start_training task_idx "
-            "test_step_context test_step_end torch_distributed_backend train_step_context training_step_end "
-            "update_global_step val_step_context validation_step_end wrapped_model"
-        ),
-    },
-}
-"""Class -> what to use instead -> members of Lightning 0.7 to 1.9 that Lightning 2 has no longer."""
 
 ALIASES: dict[str, dict[str, str]] = {
     "Trainer": {
@@ -1312,7 +1038,7 @@ _FABRIC_MODULES = (
     "fabric.wrappers"
 )
 
-_FORMER_MODULES = (
+MODULES = (
     "accelerators.accelerator_connector accelerators.cpu_accelerator accelerators.ddp2_accelerator "
     "accelerators.ddp_accelerator accelerators.ddp_cpu_spawn_accelerator accelerators.ddp_spawn_accelerator "
     "accelerators.dp_accelerator accelerators.gpu accelerators.gpu_accelerator accelerators.horovod_accelerator "
@@ -1404,7 +1130,7 @@ MODULES = (
     "utilities.model_summary.model_summary_deepspeed utilities.optimizer utilities.parameter_tying utilities.parsing "
     "utilities.rank_zero utilities.seed utilities.signature_utils utilities.testing utilities.types "
     "utilities.upgrade_checkpoint utilities.warnings utilities.xla_device"
-    f" {_FABRIC_MODULES} {_FORMER_MODULES}"
+    f" {_FABRIC_MODULES}"
 )
 """Lightning's modules, without the name of its package; modules of the same name here are found first."""
 

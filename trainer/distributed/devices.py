@@ -116,9 +116,9 @@ def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple
             return 1, None, "auto: one process on the cpu"
         return available, None, f"auto: all {device_type} devices ({available})"
     wanted = _from_text(devices) if isinstance(devices, str) else devices
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
+    if isinstance(wanted, int):
         return _count(wanted, device_type, available)
-    if isinstance(wanted, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in wanted):
+    if isinstance(wanted, Sequence) and all(isinstance(i, int) for i in wanted):
         return _ids(list(wanted), device_type, available)
     raise ConfigError(f"devices={devices!r} cannot be read. {_ALLOWED}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -130,9 +131,7 @@ def _decode_tensor(data: dict[str, Any], tensors: memoryview) -> torch.Tensor:
     dtype, shape, at = _DTYPES[data["dtype"]], data["shape"], data["at"]
     if not all(type(size) is int and size >= 0 for size in [*shape, at]):
         raise ValueError(f"a tensor of shape {shape}")
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     if at + numel * dtype.itemsize > len(tensors):
         raise ValueError(f"a tensor of shape {shape} in {len(tensors)} bytes")
     if not numel:

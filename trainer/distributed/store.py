@@ -78,11 +78,7 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
     Raises:
         TrainerError: it cannot be reached, or another program listens there.
     """
-    if wait is None:
-        try:
-            wait = float(os.environ.get(TIMEOUT, _TIMEOUT_S))
-        except ValueError:
-            raise TrainerError(f"{TIMEOUT}={os.environ[TIMEOUT]!r} is not a number of seconds.") from None
+    wait = float(os.environ.get(TIMEOUT, _TIMEOUT_S)) if wait is None else wait
 
     def reach() -> None:
         _resolve(host, port)
@@ -126,8 +122,7 @@ def loopback_store(port: int = 0, timeout: timedelta = timedelta(seconds=60)) ->
 
     # torch's own socket would listen on all interfaces.
     with socket.socket() as listener:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((LOOPBACK, port))
         listener.listen(2048)
         port = listener.getsockname()[1]
@@ -137,7 +132,7 @@ def loopback_store(port: int = 0, timeout: timedelta = timedelta(seconds=60)) ->
 
 def use_loopback() -> None:
     """Have gloo and NCCL listen on the loopback unless the user has chosen an interface; for runs on one machine."""
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    names = [name for _, name in socket.if_nameindex()]
     interface = next((name for name in ("lo", "lo0") if name in names), None)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

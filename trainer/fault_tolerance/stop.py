@@ -78,7 +78,8 @@ class StopCoordinator:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         # Set by the signal handler without the lock, which the interrupted code may hold.
-        self._wanted: str | None = None
+        self.wanted: str | None = None
+        """The reason for which this process has asked for a stop."""
         self._alert = False
         self._boundary = 0  # number of boundaries that the main thread has reached; see `check`
         # The other attributes change under the lock.
@@ -176,8 +177,8 @@ class StopCoordinator:
                 os.write(2, b"\nStopping after this step; Ctrl-C again stops at once.\n")
         if number == signal.SIGTERM:
             self._sigterms.add()
-        if self._wanted is None:
-            self._wanted = signal.Signals(number).name
+        if self.wanted is None:
+            self.wanted = signal.Signals(number).name
         if self._received is None:
             self._received = number
         self._alert = True
@@ -195,15 +196,15 @@ class StopCoordinator:
         When all processes ask between the same two boundaries, they stop at the second of them.
         """
         with self._changed:
-            if self._wanted is None:
-                self._wanted = reason
+            if self.wanted is None:
+                self.wanted = reason
             self._alert = True
             self._changed.notify_all()
 
     @property
     def announced(self) -> str | None:
         """The reason for which all processes will stop, as soon as this one knows it; None: there is none yet."""
-        return self._reason if self.store is not None else self._wanted
+        return self._reason if self.store is not None else self.wanted
 
     @property
     def boundaries(self) -> int:
@@ -234,7 +235,7 @@ class StopCoordinator:
             The reason if a stop was requested before the last process came here, the same on all; else None.
         """
         if self.store is None:
-            return self._wanted
+            return self.wanted
         assert self._thread is not None, "install() comes first"
         with self._changed:
             self._ending = True
@@ -245,7 +246,7 @@ class StopCoordinator:
 
     def _decide(self, step: int) -> str | None:
         if self.store is None:
-            return self._wanted
+            return self.wanted
         assert self._thread is not None, "install() comes first"
         with self._changed:
             if self._earliest is None:
@@ -323,7 +324,7 @@ class StopCoordinator:
         # After the end the answer stands, also for a main thread that has not read it yet.
         if self._agreed is not None or self._ended:
             return
-        wanted = self._wanted
+        wanted = self.wanted
         if wanted is None and not self._published:
             if not store.check(["request"]):
                 return

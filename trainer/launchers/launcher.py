@@ -154,8 +154,6 @@ def program_of(arguments: Sequence[str]) -> tuple[str, str]:
     for word in left:
         if not word.startswith("-"):
             return "script", word
-        if word == "--check-hash-based-pycs":
-            next(left, None)
         for position, letter in enumerate("" if word.startswith("--") else word[1:], start=2):
             value = word[position:]  # of an option that takes one; else it is the next word
             if letter in "cm":
@@ -196,9 +194,8 @@ class _SignalForwarder:
         """True after a SIGINT that came before any failure: processes that Python still starts then end with 1."""
 
     def install(self) -> None:
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1"):
-            if hasattr(signal, name):
-                install_handler(getattr(signal, name), self._receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            install_handler(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._agent.signalled = signal.Signals(number)
@@ -207,8 +204,8 @@ class _SignalForwarder:
         if self._agent.starting:
             return  # the agent ends the processes when it knows all of them
         if not self._pids():
-            raise SystemExit(EXIT_RETRY if number == getattr(signal, "SIGUSR1", None) else 128 + number)
-        if self._received[signal.SIGINT] > 1 or number == getattr(signal, "SIGQUIT", None):
+            raise SystemExit(EXIT_RETRY if number == signal.SIGUSR1 else 128 + number)
+        if self._received[signal.SIGINT] > 1 or number == signal.SIGQUIT:
             self.ended_by = signal.SIGINT if number == signal.SIGINT else self.ended_by
             self.send(signal.SIGKILL)
         elif number == signal.SIGTERM and self._received[number] == SIGTERMS:
@@ -217,7 +214,7 @@ class _SignalForwarder:
             kill = threading.Timer(_KILL_AFTER_S, self._kill_with_stacks)
             kill.daemon = True
             kill.start()
-        elif number == getattr(signal, "SIGHUP", None):
+        elif number == signal.SIGHUP:
             self.send(signal.SIGTERM)
         else:
             self.send(signal.Signals(number))
@@ -290,7 +287,7 @@ def _exit_code(codes: list[int]) -> int:
 
     If SIGUSR1 killed a process before it had installed its handler, the code is 75, as if it had handled the signal.
     """
-    codes = [EXIT_RETRY if code == -getattr(signal, "SIGUSR1", 0) else code for code in codes]
+    codes = [EXIT_RETRY if code == -signal.SIGUSR1 else code for code in codes]
 
     def rank_of(code: int) -> int:
         # The agent ends the survivors with SIGTERM; a broken collective ends them with 1.

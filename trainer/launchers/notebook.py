@@ -113,7 +113,7 @@ def _number(devices: int | str) -> int:
         import torch
 
         return max(1, torch.cuda.device_count())
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+    if not isinstance(devices, int) or devices < 1:
         raise ConfigError(f"launch(devices={devices!r}): give a number of processes from 1, or 'auto'.")
     return devices
 
@@ -220,8 +220,7 @@ def _work(rank: int, number: int, port: int, parent: int, forked: bool, given: A
         }
     )
     die_with_parent()
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # a Ctrl-C for the group, and the one that is passed on, would be two, which end a run at once
+    os.setpgid(0, 0)  # a Ctrl-C for the group, and the one that is passed on, would be two, which end a run at once
     # The children must not inherit the notebook's own handlers.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

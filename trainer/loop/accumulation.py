@@ -96,10 +96,10 @@ def _loss_problem(loss: Any) -> str:
         return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
     if not isinstance(loss, torch.Tensor):
         what = "None" if loss is None else f"a value of type {type(loss).__name__}"
-        return (
-            f"{what}; what is needed is the loss, a tensor with one element and a gradient. To optimize by hand, set "
-            "automatic_optimization = False."
-        )
+        fix = "To optimize by hand, set automatic_optimization = False."
+        if isinstance(loss, float):
+            fix = "Leave out .item() or float(), which cut the gradient off."
+        return f"{what}; what is needed is the loss, a tensor with one element and a gradient. {fix}"
     if loss.numel() != 1:
         return f"a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()."
     if not loss.requires_grad:

@@ -108,7 +108,7 @@ def check_loaders(run: Run) -> None:
     """
     run.loaders.needed()
     loaders: dict[str, BatchLoader] = {} if run.train_loader is None else {"the training loader": run.train_loader}
-    loaders |= {f"the evaluation loader {name!r}": loader for name, loader in run.loaders.evaluated.items()}
+    loaders |= {f"the evaluation loader{f' {n!r}' if n else ''}": one for n, one in run.loaders.evaluated.items()}
     compare_loaders(run.strategy.processes, loaders, run.train_loader)
 
 

@@ -74,6 +74,11 @@ _PARAMETERS = ", parameters"
 _DTYPE = ", dtype"
 """Suffix of the facts that are dtypes of parameters and buffers."""
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_OTHER_SPLIT = (
+    "\nAfter another random_split, samples of the validation are trained on. Seed it: "
+    "random_split(..., generator=torch.Generator().manual_seed(0))."
+)
+
 _MOST_LINES, _MOST_CHARACTERS = 12, 100
 
 Facts = dict[str, dict[str, str]]
@@ -249,8 +254,7 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         # Without facts the order was another library's, or an earlier version's.
         draws = "facts" in checkpoint and now.get("shuffle", {}).get("") == "shuffled"
         broken = _breaking_the_epoch(run, changed, now, draws)
-        listed = [f"{name}: {line}" for name, lines in changed.items() for line in lines]
-        shown = printable("\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])]))
+        shown = _listed(changed)
         if broken:
             problem = (
                 f"this run differs from the one that wrote {run.resumed_from}, before the end of an epoch (after batch "
@@ -280,6 +284,13 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     problem = run.strategy.processes.broadcast_object(problem)
     if problem is not None:
         raise ConfigError(problem)
+
+
+def _listed(changed: Mapping[str, list[str]]) -> str:
+    """Return the changes, a line each, and advice where they may come from another random split."""
+    listed = [f"{name}: {line}" for name, lines in changed.items() for line in lines]
+    shown = printable("\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])]))
+    return shown + _OTHER_SPLIT * any(line.startswith("indices:") for line in changed.get("dataset", ()))
 
 
 def _report_other_hyperparameters(run: Run, checkpoint: Mapping[str, Any]) -> None:

@@ -150,7 +150,7 @@ def _check_intervals(run: Run, batch_loader: BatchLoader) -> None:
     if length is not None and isinstance(interval, int) and interval > length > 0:
         raise ConfigError(
             f"val_check_interval={interval} is more than the {length} training batches of an epoch, so validation "
-            "would never run. Give a smaller number, or check_val_every_n_epoch=None to count over epochs."
+            "would never run. Give a smaller number, or set check_val_every_n_epoch=None to count over epochs."
         )
 
 

@@ -88,10 +88,11 @@ def check_call(
         fix = "pass the module itself, and Trainer(compile=True), or call module.compile() before"
         raise ConfigError(f"{stage}() got what torch.compile(module) returned: {fix}.")
     if not isinstance(module, TrainModule):
-        raise ConfigError(
-            f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "
-            "Subclass TrainModule, or hold your model as an attribute of one."
-        )
+        fix = "Subclass TrainModule, or hold your model as an attribute of one."
+        if hasattr(module, "_orig_mod"):
+            fix = "Instead of torch.compile(module), call module.compile(), or give Trainer(compile=True)."
+        kind = type(module).__name__
+        raise ConfigError(f"{stage}() takes a trainer.TrainModule as its first argument, and got a {kind}. {fix}")
     problems = module_problems(module, stage) or wrapping_problems(module, config.strategy)
     problems += _wrong_data(stage, data, datamodule)
     if stage == "fit":

@@ -74,10 +74,14 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         if path := callback.best_model_path if ckpt_path == "best" else callback.last_model_path:
             return locate(as_storage_path(path))
     named = run.session.argument("ckpt_path", str(ckpt_path))
+    for folder in folders if ckpt_path == "best" else ():
+        with suppress(CheckpointError):
+            found = CheckpointDirectory(folder).resolve("last")
+            log.info("%s: no ModelCheckpoint(monitor=...) has chosen one, so the last is taken", named)
+            return found
     looked = [str(folder) for folder in folders] or [str(run.settings.root)]
-    which = " Only ModelCheckpoint(monitor=...) chooses a best one." if ckpt_path == "best" else ""
     raise CheckpointError(
-        f"{named}: no such checkpoint.{which} Looked in: {first_of(looked)}. "
+        f"{named}: no such checkpoint. Looked in: {first_of(looked)}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
     )
 

@@ -205,6 +205,8 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
     if session.config_text is not None and writes:
         replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
+    elif writes and (run.loggers or run.checkpoint_callbacks):  # the command line names it at the end
+        log.info("run directory: %s", session.run_dir)
     if path is None:
         return None
     as_made(run.module)
@@ -358,6 +360,12 @@ def build_optimizers(run: Run) -> None:
     check_optimizers(run, optimizers, schedulers)
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)
+    planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
+    if run.loggers and planned < every:
+        run.report_once(
+            f"log_every_n_steps={every} is more than the {planned} steps of this run: loggers get no value of a single "
+            "step. Give a smaller number, or self.log(..., on_epoch=True)."
+        )
     if settings.max_epochs is None and run.config.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)
     assert run.train_loader is not None

@@ -31,6 +31,7 @@ from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, printable, restoring
+from trainer.fault_tolerance.stop import exit_code
 from trainer.loop import hook_changes
 from trainer.loop.callback_states import callbacks_by_state_key, identities, owners_of_states
 from trainer.loop.changes_since_checkpoint import leave_out_changing_facts
@@ -545,6 +546,9 @@ def save_state(
         if run.stage == "fit":
             epochs = run.progress.epoch + run.progress.epoch_ended
             about["finished"] = run.progress.step >= run.last_step or epochs == run.config.max_epochs
+            reason = run.stop_reason or run.stop_coordinator.wanted
+            if reason is not None and not exit_code(reason):
+                about["stopped"] = reason.partition(":")[0]
         about |= info(nonfinite) if callable(info) else info
         if nonfinite:
             about["nonfinite"] = nonfinite

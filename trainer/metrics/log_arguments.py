@@ -63,8 +63,8 @@ def check_name(name: Any, disabled_reason: str | None) -> None:
     if name in RESERVED_NAMES:
         raise ConfigError(
             f"self.log({name!r}): loggers, filenames and monitor= know {name!r} as the trainer's count of {name}s. "
-            f"Leave the call out: every value has its step and epoch already, of which the logger draws either as the "
-            f"axis. Or give the value another name, such as 'my_{name}'."
+            f"Leave the call out: the axis stays the step, and files of metrics have a column of epochs, too. Or give "
+            f"the value another name, such as 'my_{name}'."
         )
 
 

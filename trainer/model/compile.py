@@ -116,13 +116,6 @@ def compile_problems(setting: Any) -> list[str]:
         problems += _wrong_mode(setting["mode"], f"compile mode={setting['mode']!r}", MODES)
         if setting.get("options") is not None:
             problems.append("compile: torch takes either mode or options, not both: leave one out.")
-    if not isinstance(setting.get("options"), (Mapping, type(None))):
-        problems.append(f"compile options={setting['options']!r}: give a dict, such as {{'max_autotune': True}}.")
-    problems += [
-        f"compile {name}={setting[name]!r}: give {' or '.join(map(str, allowed))}."
-        for name, allowed in (("dynamic", (True, False, None)), ("fullgraph", (True, False)))
-        if name in setting and setting[name] not in allowed
-    ]
     return problems + _wrong_backend(setting.get("backend"))
 
 
@@ -160,12 +153,12 @@ def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
     if device_type != "cpu":
         return []
     problems = []
-    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    on_mac = sys.platform == "darwin"
+    compiler = os.environ.get("CXX") or ("clang++" if on_mac else "g++")
     if shutil.which(compiler.split()[0]) is None:
-        where = {
-            "win32": "Install Visual Studio's C++ build tools and start from its developer prompt",
-            "darwin": "Install it with 'xcode-select --install'",
-        }.get(sys.platform, "Install it ('apt-get install g++'), or name another one in the environment variable CXX")
+        where = (
+            f"Install it ({'xcode-select --install' if on_mac else 'apt-get install g++'}), or name another one in CXX"
+        )
         problems.append(f"compile= needs a C++ compiler on the CPU, and {compiler!r} is not found. {where}; {instead}.")
     if sys.platform == "linux" and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         problems.append(

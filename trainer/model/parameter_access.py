@@ -101,12 +101,7 @@ def copy_advice(strategy: str) -> str:
 
 def within_deepcopy() -> bool:
     """Whether the caller is called by `copy.deepcopy`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "deepcopy" and frame.f_globals.get("__name__") == "copy":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return any(one.f_code.co_name == "deepcopy" and one.f_globals.get("__name__") == "copy" for one in _callers())
 
 
 def stepping_optimizer(frames: Iterable[FrameType]) -> Optimizer | None:
@@ -127,11 +122,9 @@ def _callers() -> Iterator[FrameType]:
 
 def from_user_code() -> bool:
     """Whether the first frame outside of torch belongs neither to DeepSpeed nor to this package."""
-    frame = sys._getframe(2)
-    while frame is not None:
+    for frame in _callers():
         module = frame.f_globals.get("__name__", "")
         package = module.partition(".")[0]
         if package not in ("torch", "contextlib") and module not in _HERE:
             return package not in ("deepspeed", "trainer")
-        frame = frame.f_back  # type: ignore[assignment]
     return False

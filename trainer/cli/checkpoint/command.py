@@ -138,19 +138,11 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from trainer.checkpoint.manifest import is_committed
     from trainer.checkpoint.storage import as_storage_path
-    from trainer.cli.checkpoint.find import (
-        checkpoint_folders,
-        choose,
-        leftover_names,
-        listing,
-        names_pointer,
-        summarize,
-    )
+    from trainer.cli.checkpoint.find import checkpoint_folders, choose, is_one, leftover_names, listing, summarize
     from trainer.cli.checkpoint.report import as_data, plain, require_metrics, table_of
 
-    if is_committed(as_storage_path(options.path)) or names_pointer(options.path):
+    if is_one(options.path):
         found = {"": [summarize(choose(options.path, None), [], options.verify)]}
     else:
         found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
@@ -183,13 +175,12 @@ def _show(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
-    from trainer.checkpoint.manifest import is_committed, verify_checkpoint
-    from trainer.checkpoint.storage import as_storage_path
-    from trainer.cli.checkpoint.find import checkpoint_folders, choose, listing, names_pointer, summarize
+    from trainer.checkpoint.manifest import verify_checkpoint
+    from trainer.cli.checkpoint.find import checkpoint_folders, choose, is_one, listing, summarize
     from trainer.cli.checkpoint.report import plain, size
 
     pointers = []
-    if options.ckpt is not None or is_committed(as_storage_path(options.path)) or names_pointer(options.path):
+    if options.ckpt is not None or is_one(options.path):
         paths = [choose(options.path, options.ckpt)]
     else:
         folders = checkpoint_folders(options.path)

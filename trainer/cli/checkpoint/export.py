@@ -144,10 +144,15 @@ def _adapters(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
         raise CheckpointError(f"'adapters' has {plain(wrong[0])!r:.120}, which is not the name of a folder")
     if not models:
         raise ConfigError("--peft: the checkpoint names no adapters of PEFT (a submodule made by get_peft_model).")
-    if prefix not in models and (prefix is not None or len(models) > 1):
-        raise ConfigError(f"--peft: give --prefix and one of: {', '.join(models)}.")
-    found: dict[str, Any] = next(iter(models.values())) if prefix is None else models[prefix]
+    found: dict[str, Any] = models[_chosen("--peft", models, prefix)]
     return found
+
+
+def _chosen(option: str, models: Mapping[str, Any], prefix: str | None) -> str:
+    """Return the prefix of the model to write: the given one, or that of the only one."""
+    if prefix not in models and (prefix is not None or len(models) > 1):
+        raise ConfigError(f"{option}: give --prefix and one of: {', '.join(models)}.")
+    return next(iter(models)) if prefix is None else prefix
 
 
 def _converted(weights: Mapping[str, StoredTensor], dtype: str | None) -> dict[str, StoredTensor]:
@@ -214,9 +219,7 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
             "--max-shard-size 5GB and --prefix in its place, and add a config.json by hand."
             f"{' Its adapters are written by --peft.' if state.get('adapters') else ''}"
         )
-    if prefix not in models and (prefix is not None or len(models) > 1):
-        raise ConfigError(f"--hf: give --prefix and one of: {', '.join(models)}.")
-    chosen = next(iter(models)) if prefix is None else prefix
+    chosen = _chosen("--hf", models, prefix)
     return chosen, models[chosen]
 
 

@@ -133,10 +133,16 @@ def names_pointer(path: str) -> bool:
         return given.name in POINTERS and not given.exists()
 
 
+def is_one(path: str) -> bool:
+    """Whether a path is a single checkpoint, or a pointer to one."""
+    return is_committed(as_storage_path(path)) or names_pointer(path)
+
+
 def choose(path: str, wanted: str | None) -> StoragePath:
     """Return the checkpoint at `path`, or the one named `wanted` ("last", "best" or a folder's name) of a run.
 
-    The path may end in a pointer, as `checkpoints/last`. The target of "last" is returned even if it is damaged.
+    The path may end in a pointer, as `checkpoints/last`. Without a monitor the best one is the last. The target of
+    "last" is returned even if it is damaged.
 
     Raises:
         ConfigError: `wanted` was given, and `path` is itself a checkpoint.
@@ -153,16 +159,13 @@ def choose(path: str, wanted: str | None) -> StoragePath:
     folder = newest_of(checkpoint_folders(path))
     store = CheckpointDirectory(folder)
     names = [one.name for one in checkpoints_in(folder)]
-    if wanted in (None, "last"):
-        newest = store.list()
-        target = store.pointer("last") or (newest[-1] if newest else None)
-    elif wanted == "best":
-        target = store.pointer("best")
+    if wanted in (None, *POINTERS):
+        best = store.pointer("best") if wanted == "best" else None
+        target = best or store.pointer("last") or next(reversed(store.list()), None)
     else:
         target = folder / str(wanted) if str(wanted) in names else None
     if target is None:
         guess = "" if wanted in POINTERS else did_you_mean(str(wanted), [*names, *POINTERS])
-        guess += " Only ModelCheckpoint(monitor=...) chooses a best one." if wanted == "best" else ""
         raise CheckpointError(
             f"there is no checkpoint {wanted or 'last'!r} in {folder}.{guess} There are: {', '.join(names) or 'none'}."
         )

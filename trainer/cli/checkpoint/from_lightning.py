@@ -137,6 +137,8 @@ def _check(read: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the entries that are taken are what Lightning writes."""
     import torch
 
+    from trainer.checkpoint.schema import Integer, require
+
     weights = read.get("state_dict")
     if not isinstance(weights, dict) or not weights:
         raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
@@ -152,12 +154,9 @@ def _check(read: Mapping[str, Any]) -> None:
             )
     for key in ("hyper_parameters", "hparams", "datamodule_hyper_parameters"):
         values = read.get(key) or {}
-        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise CheckpointError(f"its {key!r} are not a dict of names, as save_hyperparameters() makes it.")
+        require({**values} if isinstance(values, Mapping) else values, {str: object}, f"its {key!r}")
     for name in ("epoch", "global_step"):
-        number = read.get(name, 0)
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise CheckpointError(f"its {name!r} is {str(number)[:40]!r}, not a number of 0 or more.")
+        require(read.get(name, 0), Integer(), f"its {name!r}")
 
 
 def _read(file: str) -> Mapping[str, Any]:

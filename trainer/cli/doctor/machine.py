@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,7 +39,6 @@ def machine(accelerators: bool = True) -> Iterator[CheckResult]:
     yield from _memory()
     yield from _limits()
     yield from _network()
-    yield _clock()
 
 
 def _versions() -> Iterator[CheckResult]:
@@ -139,27 +138,14 @@ def matrix_products() -> CheckResult:
 
 
 def _memory() -> Iterator[CheckResult]:
-    cores = usable_cores()
-    free = _available_memory()
+    from trainer.model.memory_limit import free_memory
+
+    cores, free = usable_cores(), free_memory()
     if free is None:
         yield CheckResult("OK", "cpu", f"{cores} cores for this process")
         return
     text = f"{cores} cores for this process, {gib(free)} of memory are free"
     yield check_result("WARN", free < ENOUGH_MEMORY, "memory", text, "Each process needs about 1 GiB for torch alone.")
-
-
-def _available_memory() -> int | None:
-    """Return the bytes that this process can still allocate, by the machine's memory and the container's limit."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return free if limit == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        return free
 
 
 def _limits() -> Iterator[CheckResult]:
@@ -174,10 +160,6 @@ def _limits() -> Iterator[CheckResult]:
         )
         fix = "Start the container with --shm-size=8g or --ipc=host."
         yield check_result("WARN", few, "/dev/shm", f"{gib(free)} are free{use}", fix)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     few = soft < ENOUGH_FILES and not unlimited
@@ -208,14 +190,3 @@ def _network() -> Iterator[CheckResult]:
     alone = address.startswith("127.")
     found = f"{name} is {address}{', by which other machines do not find this one' if alone else ''}"
     yield check_result("NOTE", alone, "host name", found, "With several machines, give --rdzv another address of it.")
-
-
-def _clock() -> CheckResult:
-    """Check the clock, which logs, deadlines, the choice of the newest run, and TLS certificates depend on."""
-    now = time.time()
-    # The clock cannot be earlier than the installation of Python.
-    built = Path(os.__file__).stat().st_mtime
-    text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
-    wrong = now < built - 86400
-    found = f"it says {text}, which is before this Python was installed" if wrong else text
-    return check_result("WARN", wrong, "clock", found, "Set it: NTP.")

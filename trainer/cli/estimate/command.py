@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import print_fitted
-from trainer.cli.estimate.layouts import label_words
+from trainer.cli.estimate.layouts import label_words, planned_devices, planned_window
 from trainer.cli.estimate.report import NEEDED, SPLIT_ACTIVATIONS, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, positive, quantity, reports_errors
@@ -143,12 +143,9 @@ def _check_names(given: argparse.Namespace) -> None:
 
 def _fill_in(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
     """Fill in what the command line leaves open, from the arguments of a trainer."""
-    devices = planned.get("devices")
-    devices = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else 8
-    given.devices = given.devices or [devices]
+    given.devices = given.devices or [planned_devices(planned) or 8]
     given.num_nodes = given.num_nodes or planned.get("num_nodes", 1)
-    window = planned.get("accumulate_grad_batches", 1)
-    given.accumulate = given.accumulate or (window if isinstance(window, int) else 1)
+    given.accumulate = given.accumulate or planned_window(planned)
     given.precision = given.precision or planned.get("precision", "32-true")
     given.checkpointing = given.checkpointing or bool(planned.get("activation_checkpointing"))
 

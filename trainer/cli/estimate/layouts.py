@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,19 @@ def layout_of(strategy: Strategy) -> StatePartitioning:
         offload_optimizer=cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme"),
         **degrees,
     )
+
+
+def planned_devices(arguments: Mapping[str, Any]) -> int | None:
+    """Return the processes of a machine that arguments of a Trainer ask for; None where this machine would decide."""
+    devices = arguments.get("devices")
+    devices = len(devices) if isinstance(devices, list) else devices
+    return devices if isinstance(devices, int) and devices > 0 else None
+
+
+def planned_window(arguments: Mapping[str, Any]) -> int:
+    """Return the micro-batches of a step by a Trainer's arguments; 1 for "auto", which a run finds out."""
+    window = arguments.get("accumulate_grad_batches", 1)
+    return window if isinstance(window, int) else 1
 
 
 def label_words() -> list[str]:

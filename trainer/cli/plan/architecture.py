@@ -126,8 +126,6 @@ def architecture_of_options(given: Namespace) -> Architecture:
         raise ConfigError(f"--hidden {given.hidden} is not a multiple of --heads {given.heads}: give --head-dim.")
     if given.kv_heads is not None and given.heads % given.kv_heads:
         raise ConfigError(f"--kv-heads {given.kv_heads} does not divide --heads {given.heads}.")
-    if given.experts_per_token is not None and given.experts_per_token > (given.experts or 0):
-        raise ConfigError(f"--experts-per-token {given.experts_per_token} is more than --experts {given.experts or 0}.")
     return complete({size: getattr(given, size) for size in NAMES}, gated=not given.no_gate, tied=given.tied)
 
 

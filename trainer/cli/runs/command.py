@@ -16,7 +16,7 @@ from typing import Any
 from trainer.arguments import local_path
 from trainer.cli.columns import fitted_lines
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.cli.runs.find import RunSummary, find_runs, with_name
+from trainer.cli.runs.find import RunSummary, differing, find_runs, with_name
 from trainer.errors import ConfigError, did_you_mean, printable
 
 EXAMPLES = """\
@@ -56,13 +56,13 @@ def run(arguments: list[str]) -> int:
         rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
     shown = [one for one, _ in rows]
     metrics = [_require_known(name, known) for name in options.metric or _main_metrics(shown)]
-    parameters = [_require_known(name, known) for name in options.hparam or differing(shown)]
+    parameters = [
+        _require_known(name, known) for name in options.hparam or differing([one.hyperparameters for one in shown])
+    ]
     if options.sort:
         name = _require_known(options.sort.removeprefix("-"), known)
-        there = [row for row in rows if _has_order(row[1].get(name))]
-        others = [row for row in rows if not _has_order(row[1].get(name))]
-        there.sort(key=lambda row: _sortable(row[1][name]), reverse=options.sort.startswith("-"))
-        rows = there + others
+        rows.sort(key=lambda row: _sortable(row[1].get(name)), reverse=options.sort.startswith("-"))
+        rows.sort(key=lambda row: not _has_order(row[1].get(name)))  # which come last in both orders
     head = [*COLUMNS, *metrics, *parameters]
     titles = [_plain(name) for name in head]
     if options.json:
@@ -125,13 +125,6 @@ def values_of(one: RunSummary) -> dict[str, Any]:
     return {**one.hyperparameters, **one.metrics, **columns, "began": began, "time": one.seconds}
 
 
-def differing(found: list[RunSummary]) -> list[str]:
-    """Return the names of hyperparameters that are not the same in all runs."""
-    names = list(dict.fromkeys(name for one in found for name in one.hyperparameters))
-    known = [one.hyperparameters for one in found if one.hyperparameters]
-    return [name for name in names if len({repr(values.get(name)) for values in known}) > 1]
-
-
 def _main_metrics(found: list[RunSummary]) -> list[str]:
     """Return the names of a few metrics, those of validation first."""
     names = {name for one in found for name in one.metrics}
@@ -189,8 +182,9 @@ def _json_ready(value: Any) -> Any:
 
 def _sortable(value: Any) -> tuple[int, Any]:
     """Return a key that sorts numbers before texts."""
-    is_number = isinstance(value, (int, float))
-    return (0, value) if is_number else (1, str(value))
+    if not _has_order(value):
+        return (1, "")
+    return (0, value) if isinstance(value, (int, float)) else (1, str(value))
 
 
 def _cell(name: str, value: Any) -> str:

@@ -38,7 +38,8 @@ class RunSummary:
     name: str
     """The path from the folder that was listed."""
     state: str
-    """"running", "finished" (`max_steps` or `max_epochs` was reached), "unfinished", or "no checkpoint"."""
+    """"running", "finished" (`max_steps` or `max_epochs` was reached), "stopped (REASON)" by the program itself,
+    "unfinished", or "no checkpoint"."""
     step: int | None = None
     """Optimizer steps in the last checkpoint, or in the metrics where there is none."""
     epoch: int | None = None
@@ -122,7 +123,8 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     if last is not None:
         one.step, one.epoch = _count(last, "step"), _count(last, "epoch")
         one.metrics = numbers((best or last).get("metrics"))
-        one.state = "finished" if last.get("finished") is True else "unfinished"
+        stopped = f"stopped ({last['stopped']})" if isinstance(last.get("stopped"), str) else "unfinished"
+        one.state = "finished" if last.get("finished") is True else stopped
         if (captured := _count(last, "captured")) is not None and one.began is not None:
             one.seconds = max(0.0, captured / 1e9 - one.began)  # a validation may have written to the folder since
     else:
@@ -212,6 +214,13 @@ def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None
                 with suppress(TypeError, ValueError):
                     point = step, float(value)
                     found.setdefault(name, []).append(point)
+
+
+def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:
+    """Return the names of hyperparameters that are not the same in all runs."""
+    known = [values for values in hyperparameters if values]
+    names = dict.fromkeys(name for values in known for name in values)
+    return [name for name in names if len({repr(values.get(name)) for values in known}) > 1]
 
 
 def numbers(metrics: Any) -> dict[str, float]:

@@ -23,7 +23,6 @@ EXAMPLES = """\
   trainer tune batch-size --config run.yaml --mode binsearch --memory-limit 8GB
   trainer tune throughput --config run.yaml
 """
-SEARCHES = ("lr", "batch-size", "throughput")
 HELP = f"""\
 usage: trainer tune {{lr,batch-size,throughput}} --config FILE [OPTIONS] [--trainer.x ...]
 
@@ -60,8 +59,8 @@ def run(arguments: list[str]) -> int:
         return 0 if arguments else 2
     which, *rest = arguments
     if which not in SEARCHES:
-        names = " or ".join([", ".join(SEARCHES[:-1]), SEARCHES[-1]])
-        return usage_error(f"trainer tune {which}: give {names}.{did_you_mean(which, SEARCHES)}")
+        hint = did_you_mean(which, SEARCHES)
+        return usage_error(f"trainer tune {which}: give lr, batch-size or throughput.{hint}")
     if not rest:
         return usage_error(
             f"nothing to tune: give a configuration, trainer tune {which} --config run.yaml, or a module, "
@@ -72,15 +71,11 @@ def run(arguments: list[str]) -> int:
         parser.add_argument(option, type=kind)
     try:
         own, others = parser.parse_known_args(rest)
-        size = own.memory_limit if which == "batch-size" else None
-        limit = None if size is None else byte_count(size, "--memory-limit")
+        if (size := vars(own).get("memory_limit")) is not None:
+            own.memory_limit = byte_count(size, "--memory-limit")
     except ConfigError as error:
         return usage_error(str(error))
-    if which == "lr":
-        return run_command("tune", others, EXAMPLES, lambda job: _tune_lr(job, own))
-    if which == "throughput":
-        return run_command("tune", others, EXAMPLES, lambda job: _tune_throughput(job, own))
-    return run_command("tune", others, EXAMPLES, lambda job: _tune_batch_size(job, own, limit))
+    return run_command("tune", others, EXAMPLES, lambda job: SEARCHES[which](job, own))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -114,7 +109,7 @@ def _tune_lr(job: Job, options: Namespace) -> None:
     print(f"learning rate: {suggestion:.3g}  ({points} points, {len(found.falls)} constant rates)")
 
 
-def _tune_batch_size(job: Job, options: Namespace, limit: int | None) -> None:
+def _tune_batch_size(job: Job, options: Namespace) -> None:
     from trainer.tuner import Tuner
 
     names = {
@@ -123,10 +118,11 @@ def _tune_batch_size(job: Job, options: Namespace, limit: int | None) -> None:
         "steps": "steps_per_trial",
         "first": "init_val",
         "max": "max_val",
+        "memory_limit": "memory_limit",
     }
     tuner = Tuner(job.trainer)
     given = _given(options, names)
-    largest = tuner.scale_batch_size(job.module, datamodule=job.data, memory_limit=limit, **given)
+    largest = tuner.scale_batch_size(job.module, datamodule=job.data, **given)
     assert tuner.batch_sizes is not None
     if detect_environment().rank != 0:
         return
@@ -147,3 +143,6 @@ def _tune_throughput(job: Job, options: Namespace) -> None:
     print(found.table())
     if not found.pays:
         print("none of these gives 5 % more samples per second")
+
+
+SEARCHES = {"lr": _tune_lr, "batch-size": _tune_batch_size, "throughput": _tune_throughput}

@@ -1,6 +1,6 @@
 """Write `docs/lightning-names.md` and `docs/accelerate-names.md` from the tables of names.
 
-`python -m trainer.compat.page lightning` (or `accelerate`) prints a page; a test compares them.
+`python docs/names_pages.py lightning` (or `accelerate`) prints a page; a test compares them.
 """
 
 from __future__ import annotations
