@@ -258,6 +258,115 @@ def test_a_look_at_a_batch_and_an_evaluation_by_next_take_no_epoch(look: str, st
     assert run(stop) + run(resume=True) == unbroken
 
 
+class Gan:
+    """Two models: the second accumulates over two batches, the first steps on each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        torch.manual_seed(3)
+        one, other = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
+        self.made, self.steps = engine.setup(one, AdamW(one.parameters(), 1e-2))
+        self.judge, self.judging = engine.setup(other, AdamW(other.parameters(), 1e-2))
+        self.loader = engine.setup_dataloaders(DataLoader(dataset(24), batch_size=4))
+        names = ("made", "steps", "judge", "judging")
+        self.state: dict[str, Any] = {name: getattr(self, name) for name in names} | {"batches": 0}
+
+    def train(self, until: int, save: Path | None = None) -> dict[str, torch.Tensor]:
+        for inputs, _ in self.loader:
+            self.state["batches"] += 1
+            fake = self.made(inputs + torch.randn_like(inputs))
+            judged = self.judge(inputs).mean() - self.judge(fake.detach()).square().mean()
+            self.engine.backward(judged, model=self.judge)
+            if self.state["batches"] % 2 == 0:
+                self.judging.step()
+                self.judging.zero_grad()
+            self.judge.requires_grad_(False)
+            self.engine.backward(self.judge(fake).mean(), model=self.made)
+            self.judge.requires_grad_(True)
+            self.steps.step()
+            self.steps.zero_grad()
+            if save is not None:
+                self.engine.save(save / str(self.state["batches"]), self.state)
+            if self.state["batches"] == until:
+                break
+        return {**weights(self.made.module), **{f"of {k}": v for k, v in weights(self.judge.module).items()}}
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_gradients_that_wait_for_another_optimizer_are_saved(stop: int, tmp_path: Path) -> None:
+    with Engine(**CPU) as engine:
+        whole = Gan(engine).train(6, tmp_path)
+    with Engine(**CPU) as engine:
+        resumed = Gan(engine)
+        engine.load(tmp_path / str(stop), resumed.state)
+        assert_same_bits(resumed.train(6), whole)
+
+
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_a_batch_may_be_given_up_by_zero_grad(by: str, tmp_path: Path) -> None:
+    with Engine(**CPU) as engine:
+        net = make_net()
+        model, optimizer = engine.setup(net, AdamW(net.parameters()))
+        engine.backward(model(torch.zeros(2, FEATURES)).mean() * math.nan)
+        with pytest.raises(ConfigError, match="between backward and optimizer"):
+            engine.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+        (optimizer if by == "optimizer" else model).zero_grad()
+        engine.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("names", [("net", "net.ema"), ("model", "model.model"), ("a", "a.0", "a..0")])
+def test_names_with_dots_are_kept_apart(names: tuple[str, ...], tmp_path: Path) -> None:
+    def models(engine: Engine, fill: float) -> dict[str, Any]:
+        made = {name: engine.setup(nn.Sequential(nn.Linear(2, 2))) for name in names}
+        for number, model in enumerate(made.values()):
+            nn.init.constant_(model.module[0].weight, fill * (number + 1))
+        return made
+
+    with Engine(**CPU) as engine:
+        engine.save(tmp_path / "one", models(engine, 1.0))
+    with Engine(**CPU) as engine:
+        engine.load(tmp_path / "one", read := models(engine, 0.0))
+        assert [float(model.module[0].weight.detach()[0, 0]) for model in read.values()] == [*range(1, len(names) + 1)]
+
+
+def test_a_load_inside_the_loop_is_refused_and_after_it_goes_back(tmp_path: Path) -> None:
+    with Engine(**CPU) as engine:
+        net = make_net()
+        model, optimizer = engine.setup(net, SGD(net.parameters(), 0.1))
+        state = {"model": model, "optimizer": optimizer}
+        loader = engine.setup_dataloaders(DataLoader(dataset(), batch_size=4))
+        seen = []
+        for _ in range(2):
+            for inputs, targets in loader:
+                seen.append(loader.batch)
+                engine.backward(mse_loss(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+                if seen == [1, 2]:
+                    engine.save(tmp_path / "good", state)
+                    saved = weights(net)
+                if seen == [1, 2, 3, 4]:
+                    with pytest.raises(ConfigError, match="inside a loop over a loader"):
+                        engine.load(tmp_path / "good", state)
+                    break
+            if len(seen) == 4:
+                engine.load(tmp_path / "good", state)
+                assert_same_bits(weights(net), saved)
+        assert seen == [1, 2, 3, 4, 3, 4, 5, 6]
+
+
+def test_labels_are_not_rounded_and_outputs_are_float32_in_16_bits() -> None:
+    labels = torch.tensor([[1001.0], [1003.0]])
+    with Engine(precision="bf16-true", **CPU) as engine:
+        net = nn.Linear(FEATURES, 1)
+        model, _ = engine.setup(net, SGD(net.parameters(), 0.1))
+        (batch,) = engine.setup_dataloaders(DataLoader(TensorDataset(torch.zeros(2, FEATURES), labels), batch_size=2))
+        assert torch.equal(batch[1], labels)
+        assert torch.equal(engine.to_device(labels), labels)
+        assert model(batch[0]).dtype is torch.float32
+        assert net.weight.dtype is torch.bfloat16
+
+
 def test_two_iterators_of_one_loader_at_once_are_refused() -> None:
     with Engine(accelerator="cpu") as engine:
         loader = engine.setup_dataloaders(DataLoader(dataset(), 4, shuffle=True))

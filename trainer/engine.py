@@ -7,8 +7,8 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
@@ -60,6 +60,7 @@ from trainer.loop.nonfinite import StateMonitor
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.setup import configure_logging, start_processes
 from trainer.loop.training_state import SHARDED_KEYS, counterpart, place_in_epoch
+from trainer.loop.waiting_gradients import give_gradients, gradients_of
 from trainer.model.dispatched import refuse_dispatched
 from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
@@ -82,10 +83,12 @@ from trainer.strategy import (
     backward_with,
     for_another_module,
     full_state_dict,
+    has_gradients,
     inherits,
     keeps_batches,
     keeps_step,
     synchronize_buffers,
+    without_cast,
     wrapping_problems,
 )
 
@@ -181,7 +184,9 @@ class Engine:
         self._last: EngineModule | None = None
         """The model that was called last to be trained."""
         self._entered = self._begun = False
-        self._waiting_backwards = self._backwards = self._epochs = self.steps = 0
+        self._backwards = self._epochs = self.steps = 0
+        self._unstepped = False
+        """True between a backward and the step, or the `zero_grad`, that uses its gradients."""
         """Numbers of calls of `backward` since the last step and in all, and of optimizers' steps."""
         self._calls = 0
         """Number of calls of models, by which a process that goes on without the others is found."""
@@ -387,14 +392,13 @@ class Engine:
             for optimizer in self._optimizers:
                 strategy.scale_gradients(optimizer.optimizer)
         self._backwards += 1
-        self._waiting_backwards += 1
-        if args or kwargs:
-            with backward_with(strategy, *args, **kwargs):
-                strategy.backward(tensor)
-            return
-        if tensor.dim():
+        if tensor.dim() and not args and not kwargs:
             raise ConfigError(f"engine.backward got a loss of shape {tuple(tensor.shape)}; reduce it: loss.mean().")
-        strategy.backward(tensor)
+        with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
+            strategy.backward(tensor)
+        self._unstepped = True
+        for optimizer in self._optimizers:
+            optimizer.waits = optimizer.waits or has_gradients(optimizer.optimizer)
 
     def _cannot_go_back(self, tensor: Any) -> ConfigError:
         if not self._optimizers:
@@ -503,7 +507,7 @@ class Engine:
         if strategy.collective_forward:
             strategy.release_gathered()
         self.steps += 1
-        self._waiting_backwards = 0
+        self._unstepped = optimizer.waits = False
         return next(iter(losses), None)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -511,9 +515,9 @@ class Engine:
         return self.strategy.precision.forward_context(self.device)
 
     def to_device(self, obj: Any) -> Any:
-        """Return a batch on this process's device; floating tensors are cast if the precision casts batches."""
+        """Return a batch on this process's device, in its dtypes: the call of a model casts what it gets."""
         self._require_entered("to_device")
-        return self.strategy.to_device(obj)
+        return without_cast(self.strategy)(obj)
 
     def init_module(self) -> AbstractContextManager[Any]:
         """Return a context in which layers are made in the dtype of the precision."""
@@ -624,10 +628,11 @@ class Engine:
         """
         self._require_entered("save")
         self.strategy.processes.wait_for_all(f"engine.save({path})")
-        if self._waiting_backwards:
+        waiting = [one for one in self._optimizers if one.waits]  # none where the strategy shows no gradients
+        if self._unstepped and (not waiting or any(has_gradients(one.optimizer) for one in waiting)):
             raise ConfigError(
-                f"engine.save between backward and optimizer.step(): the gradients of {self._waiting_backwards} "
-                "backward(s) would be lost. Save after a step."
+                "engine.save between backward and optimizer.step(): a program that loads this goes on with the next "
+                "batch, and the step would be left out. Save after a step."
             )
         parts, strategy = _Parts(state, self), self.strategy
         tensors = parts.tensors()
@@ -702,6 +707,12 @@ class Engine:
         self.strategy.processes.wait_for_all(f"engine.load({path})")
         state = {} if state is None else state
         parts, strategy = _Parts(state, self), self.strategy
+        in_loop = self._backwards and any(one._training and one._newest() is not None for one in self._loaders)
+        if parts.optimizers and in_loop:
+            raise ConfigError(
+                "engine.load inside a loop over a loader: the weights would go back, and the data would not. Leave the "
+                "loop (break), load, and begin it again: it goes on with the batch after the checkpoint."
+            )
         where = as_storage_path(path)
         if strategy.shards_state:
             checkpoint = open_checkpoint(where, SHARDED_KEYS, True, strategy.processes)
@@ -772,6 +783,7 @@ _LOADER = {
 _KINDS: dict[str, Any] = {
     "model": dict,
     "optimizers": [OPTIMIZER],
+    "gradients?": [OPTIMIZER],
     "scaler": dict,
     "rng": [dict],
     "loader": [dict],
@@ -830,8 +842,9 @@ class EngineModule(nn.Module):
         own |= {"module": module, "_strategy": strategy, "_engine": engine, "_finite": finite, "_trains": trains}
         own |= {"training": module.training, "_accumulates": None, "_called": False}
         own |= {"_evaluated": False, "_changes": changes}
-        own["_low"] = strategy.precision.autocast
         own["_casts"] = strategy.precision.casts_batch
+        dtype = strategy.precision.weights
+        own["_low"] = dtype if own["_casts"] and dtype.itemsize == 2 else strategy.precision.autocast
         own["_syncs"] = trains and not inherits(strategy, "gradient_sync")
         own["_plain"] = keeps_step(strategy) and not own["_casts"]
         own["_tables"] = ParameterTables(strategy.module) if trains else None
@@ -888,7 +901,7 @@ class EngineModule(nn.Module):
             return strategy.call_step(step, *call)
 
     def _to_float(self, leaf: Any) -> Any:
-        """Return an output of autocast as float32, in which a loss of it is computed."""
+        """Return an output in 16 bits as float32, in which a loss of it is computed."""
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == self._low else leaf
 
     def _refuse_direct_call(self, layer: nn.Module, inputs: Any) -> None:
@@ -971,6 +984,8 @@ class EngineOptimizer(Optimizer):
         # Not super().__init__: groups and states are those of the optimizer.
         self.optimizer, self.model, self._engine = optimizer, model, engine
         self.stepping = False
+        self.waits = False
+        """True if gradients of a backward wait for a later step; a checkpoint has them."""
         strategy = model._strategy
         if strategy.scaler is not None or strategy.shards_state:
             optimizer.register_step_pre_hook(self._refuse_step)
@@ -981,6 +996,9 @@ class EngineOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
+        self.waits = False
+        if not any(one.waits for one in self._engine._optimizers):
+            self._engine._unstepped = False
         if set_to_none:
             zero_grad_fast(self.optimizer)
         else:
@@ -1062,7 +1080,7 @@ class EngineLoader:
         """The epochs of all loaders as the latest epoch ended, if something was trained in it."""
         self._ended = 0
         """The engine's backwards then."""
-        self._moves = None if keeps_batches(engine.strategy) else engine.strategy.to_device
+        self._moves = None if keeps_batches(engine.strategy) else without_cast(engine.strategy)
         self._began_with = self._global_micro_batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -1232,8 +1250,8 @@ class _Parts:
         self.nonfinite: list[str] = []
         """The names of what `tensors` has found not to be finite; the same on all processes."""
         for key, value in state.items():
-            if not isinstance(key, str) or not key:
-                raise ConfigError(f"the state has the key {key!r}: give texts.")
+            if not isinstance(key, str) or not key or key.endswith("."):
+                raise ConfigError(f"the state has the key {key!r}: give texts that end with no dot.")
             self._sort(key, value)
 
     def _sort(self, key: str, value: Any) -> None:
@@ -1259,8 +1277,8 @@ class _Parts:
             self.values[key] = value
 
     def _prefixes(self, keys: Mapping[str, Any]) -> dict[str, str]:
-        """Return the beginnings of the models' names in a checkpoint: empty for one model alone."""
-        return {key: "" if len(keys) == 1 else f"{key}." for key in keys}
+        """Return the beginnings of the models' names in a checkpoint, no one of them that of another's names."""
+        return {key: "" if len(keys) == 1 else _beginning(key, keys) for key in keys}
 
     def tensors(self) -> dict[str, Any]:
         """Return weights and optimizers' states; of sharded tensors this process's shards. Collective."""
@@ -1269,6 +1287,7 @@ class _Parts:
             raise ConfigError('an optimizer is in the state without its model: give {"model": model, ...}, too.')
         weights: dict[str, Any] = {}
         states: dict[str, Any] = {}
+        gradients: dict[str, Any] = {}
         for key, prefix in self._prefixes(self.models).items():
             model = self.models[key]
             synchronize_buffers(model._strategy)
@@ -1278,8 +1297,18 @@ class _Parts:
             found = model._finite.nonfinite({"model": of_model, "optimizers": list(own.values())})
             self.nonfinite += [_of_user(name, prefix, list(own)) for name in found]
             weights |= _without_prefix(of_model, prefix)
-            states |= {name: renamed(one, partial(_without, prefix=prefix)) for name, one in own.items()}
-        return {"model": weights, "optimizers": [states[name] for name in self.optimizers]}
+            waiting = {
+                name: gradients_of(model._strategy, one.optimizer, one.waits)
+                for name, one in self.optimizers.items()
+                if one.model is model
+            }
+            in_checkpoint = partial(_without, prefix=prefix)
+            states |= {name: renamed(one, in_checkpoint) for name, one in own.items()}
+            gradients |= {name: renamed(one, in_checkpoint) for name, one in waiting.items()}
+        tensors = {"model": weights, "optimizers": [states[name] for name in self.optimizers]}
+        if any(one.waits for one in self.optimizers.values()):
+            tensors["gradients"] = [gradients[name] for name in self.optimizers]
+        return tensors
 
     def data(self) -> dict[str, Any]:
         """Return the rest of the state, and how to find the models and optimizers."""
@@ -1360,6 +1389,10 @@ class _Parts:
                 own = [one for one in self.engine._optimizers if one.model is optimizer.model].index(optimizer)
                 optimizer.model._changes.restore_groups(own, state, changes)
             strategy.load_optimizer_state(optimizer.optimizer, with_dtypes_of(state, weights))
+            if gradients := checkpoint.get("gradients"):
+                waiting = renamed(gradients[number], partial(_with, prefix=prefix))
+                give_gradients(strategy, optimizer.optimizer, waiting)
+                optimizer.waits = has_gradients(optimizer.optimizer)
 
 
 def _take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Mapping[str, nn.Parameter]) -> None:
@@ -1376,6 +1409,13 @@ def _take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Ma
                 "parameters: make a new optimizer, or restore its state by engine.load."
             )
         group["params"] = [current[names[parameter]] for parameter in group["params"]]
+
+
+def _beginning(key: str, keys: Iterable[str]) -> str:
+    beginning = f"{key}."
+    while any(other.startswith(beginning) for other in keys):
+        beginning += "."  # no layer has a name that begins with a dot
+    return beginning
 
 
 def _with(name: str, prefix: str) -> str:

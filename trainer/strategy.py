@@ -469,6 +469,11 @@ def inherits(strategy: Strategy, method: str) -> bool:
     return getattr(getattr(strategy, method), "__func__", None) is getattr(Strategy, method)
 
 
+def without_cast(strategy: Strategy) -> Callable[[Any], Any]:
+    """Return `to_device` without its cast, for labels that are no inputs."""
+    return strategy._move if strategy._moves_batches else lambda batch: batch
+
+
 def keeps_batches(strategy: Strategy) -> bool:
     """Whether `to_device` returns each batch as it is; known after `setup_environment`."""
     return inherits(strategy, "to_device") and not strategy._moves_batches

@@ -25,13 +25,7 @@ def waiting_gradients(run: Run) -> list[dict[str, Any]]:
     manual = run.manual
     if manual is None or not any(manual.wait_for(optimizer) for optimizer in run.optimizers):
         return []
-    saved = []
-    for optimizer in run.optimizers:
-        holder = _holder(optimizer)
-        for parameter in _parameters(optimizer) if manual.wait_for(optimizer) else ():
-            if parameter.grad is not None:
-                holder.state[parameter][_GRADIENT] = parameter.grad
-        saved.append(run.strategy.optimizer_state(holder))
+    saved = [gradients_of(run.strategy, one, manual.wait_for(one)) for one in run.optimizers]
     stored = any(_holds_gradients(one) for one in saved)
     if not stored and _shows_gradients(run.strategy, _holder(run.optimizers[0])):
         return []  # there are none: another method of the optimizer has used them, or `zero_grad` has dropped them
@@ -46,16 +40,30 @@ def waiting_gradients(run: Run) -> list[dict[str, Any]]:
     return saved if stored else []
 
 
+def gradients_of(strategy: Strategy, optimizer: Optimizer, wait: bool) -> dict[str, Any]:
+    """Return the gradients of an optimizer's parameters as its state, without any if none `wait`. Collective."""
+    holder = _holder(optimizer)
+    for parameter in _parameters(optimizer) if wait else ():
+        if parameter.grad is not None:
+            holder.state[parameter][_GRADIENT] = parameter.grad
+    return strategy.optimizer_state(holder)
+
+
 def restore_gradients(run: Run, saved: Sequence[dict[str, Any]]) -> None:
     """Give the gradients that `waiting_gradients` of any strategy returned to the parameters. Collective."""
     for optimizer, state in zip(run.optimizers, saved, strict=False):
-        holder = _holder(optimizer)
-        if _shows_gradients(run.strategy, holder):
-            run.strategy.load_optimizer_state(holder, state)
-            for parameter, of_one in holder.state.items():
-                parameter.grad = of_one[_GRADIENT]
-        else:
-            log.warning("strategy %r does not take the gradients that wait in the checkpoint", run.strategy.name)
+        give_gradients(run.strategy, optimizer, state)
+
+
+def give_gradients(strategy: Strategy, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Give the gradients that `gradients_of` returned to the parameters of an optimizer. Collective."""
+    holder = _holder(optimizer)
+    if _shows_gradients(strategy, holder):
+        strategy.load_optimizer_state(holder, state)
+        for parameter, of_one in holder.state.items():
+            parameter.grad = of_one[_GRADIENT]
+    else:
+        log.warning("strategy %r does not take the gradients that wait in the checkpoint", strategy.name)
 
 
 def _holder(optimizer: Optimizer) -> Optimizer:
