@@ -182,6 +182,9 @@ FIXED: dict[str, Program] = {
     "a long loader beside a short one": EngineProgram(
         data=Several("list"), second=Second("zip_longest", samples=4), breaks=(Break(3), Break(5)), saving=Saving(1)
     ),
+    "indices that are replaced after a load": EngineProgram(
+        data=Growing("indices", -2), breaks=(Break(5),), saving=Saving(2, True)
+    ),
     "epochs that are left by break": EngineProgram(
         second=Second("again and again", left_at=2), breaks=(Break(3), Break(2)), saving=Saving(1, True)
     ),
