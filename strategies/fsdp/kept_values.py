@@ -57,7 +57,7 @@ class KeptValues:
         everywhere = layout.pipeline > 1  # after the blocks the last stage is alone, too
         self._modules = {n: m for n, m in module.named_modules() if everywhere or f"{n}.".startswith(within)}
         # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
-        self._limit = max(torch.finfo(dtype).eps / 8, 1e-5)
+        self._limit = max(torch.finfo(dtype).eps / 64, 1e-5)
         self._steps = 0
         self.looks = False
         """True in a step in which values are compared, until the next begins."""
