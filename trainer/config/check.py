@@ -70,6 +70,8 @@ class ClassSpec(Spec):
     """The classes of one of which the object has to be."""
     is_factory: bool = False
     """True where a function that makes such objects is wanted."""
+    complete: Callable[..., None] | None = None
+    """Called with the object, and with the values that no file can hold."""
 
     def build(self, **provided: Any) -> Any:
         """Return the object.
@@ -88,13 +90,15 @@ class ClassSpec(Spec):
             made = self.cls(**arguments)
             if not isinstance(made, self.bases):
                 raise TypeError(f"it returned a {type(made).__name__}")
-            return made
         except TrainerError as error:
             source, message = named_source(str(error), self.sources) or self.source, f"{self.path}: {error}"
             raise ConfigError(str(Problem(source, message))) from error
         except Exception as error:
             message = f"{self.path}: making {self.cls.__qualname__} failed: {one_line_error(error)}"
             raise ConfigError(str(Problem(self.source, message))) from error
+        if self.complete is not None:
+            self.complete(made, **provided)
+        return made
 
 
 @dataclass
@@ -161,35 +165,29 @@ class Checker(Values):
 
     # -- the keys of a configuration ----------------------------------------------------------------------------------
 
-    def module(self, node: Node) -> ClassSpec | None:
-        """Return the module."""
-        return self.class_spec(node, (TrainModule,), ("module",))
+    def chosen(self, node: Node | None, base: type, key: str, provided: Sequence[str] = ()) -> ClassSpec | None:
+        """Return the class at a key of the configuration, if there is one; `provided` as in `class_spec`."""
+        return None if node is None or node.value is None else self.class_spec(node, (base,), (key,), provided)
 
     data_spec: ClassSpec | None = None
 
     def data(self, node: Node | None) -> ClassSpec | None:
         """Return the data module, if there is one."""
-        if node is not None and node.value is not None:
-            self.data_spec = self.class_spec(node, (DataModule,), ("data",))
+        self.data_spec = self.chosen(node, DataModule, "data")
         return self.data_spec
 
     def optimizer(self, node: Node | None, module: type) -> ClassSpec | None:
         """Return the optimizer of a module that has no `configure_optimizers`."""
-        if node is None or node.value is None:
-            return None
-        if module.configure_optimizers is not TrainModule.configure_optimizers:  # type: ignore[attr-defined]
-            words = (
-                f"module ({module.__name__}) defines configure_optimizers, which would be replaced. Keep one of them."
-            )
-            self.findings.add(node.source, f"optimizer: {words}")
-            return None
-        return self.class_spec(node, (Optimizer,), ("optimizer",), provided=("params",))
+        if node is None or module.configure_optimizers is TrainModule.configure_optimizers:  # type: ignore[attr-defined]
+            return self.chosen(node, Optimizer, "optimizer", provided=("params",))
+        if node.value is not None:
+            words = f"module ({module.__name__}) defines configure_optimizers, which would be replaced."
+            self.findings.add(node.source, f"optimizer: {words} Keep one of them.")
+        return None
 
     def scheduler(self, node: Node | None) -> ClassSpec | None:
         """Return the learning-rate scheduler of the optimizer; `interval` and the like are among its arguments."""
-        if node is None or node.value is None:
-            return None
-        return self.class_spec(node, (LRScheduler,), ("lr_scheduler",), provided=("optimizer",))
+        return self.chosen(node, LRScheduler, "lr_scheduler", provided=("optimizer",))
 
     def allow_changes(self, node: Node | None) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
@@ -381,22 +379,16 @@ FROM_TEXT: dict[type, Callable[[str], Any]] = {
 def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
     """Return the short names for classes of these kinds; with `name`, if an installed package has added it."""
     table: dict[str, type] = {}
-    if Strategy in bases:
-        table.update(available_strategies())
     for kind, package in ((Optimizer, torch.optim), (LRScheduler, torch.optim.lr_scheduler)):
         if kind in bases:
-            table.update(
-                {
-                    name: cls
-                    for name, cls in vars(package).items()
-                    if isinstance(cls, type) and issubclass(cls, kind) and cls is not kind and not name.startswith("_")
-                }
-            )
-    for base in (Callback, Logger):
-        if base in bases:
-            table.update({name: cls for name, cls in available_callbacks().items() if issubclass(cls, base)})
-    if name not in table and Strategy in bases and name in available_strategies():
-        table[name] = available_strategies()[name]
-    elif name not in table and {Callback, Logger} & {*bases} and name in available_callbacks():
-        table[name] = available_callbacks()[name]
+            table |= {one: cls for one, cls in vars(package).items() if _is_derived(cls, kind) and one[0] != "_"}
+    plugs = {Strategy: available_strategies, Callback: available_callbacks, Logger: available_callbacks}
+    for base in (base for base in plugs if base in bases):
+        known = plugs[base]()
+        named = {name: known[name]} if name in known else {}  # it imports the class, if it is not one of ours
+        table |= {one: cls for one, cls in {**known, **named}.items() if issubclass(cls, base)}
     return table
+
+
+def _is_derived(cls: Any, base: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, base) and cls is not base

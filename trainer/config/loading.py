@@ -120,7 +120,7 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
         ConfigError: lists all problems, each with file and line.
     """
     given, checker = entries(tree), Checker(findings)
-    trainer, module = checker.trainer(given.get("trainer")), checker.module(given["module"])
+    trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
     if module is not None:
         optimizer = checker.optimizer(given.get("optimizer"), module.cls)
         module = with_optimizer(module, optimizer, checker.scheduler(given.get("lr_scheduler")))
