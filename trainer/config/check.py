@@ -220,16 +220,13 @@ class Checker(Values):
                 self.findings.add(node.source, words)
             return "auto"
         spec = self.class_spec(node, (Strategy,), ("trainer", "strategy"))
-        if spec is None:
-            return INVALID
-        return name.value if name and arguments is None and name.value in available_strategies() else spec
+        short = spec is not INVALID and name and arguments is None and name.value in available_strategies()
+        return name.value if short else spec  # type: ignore[union-attr]
 
     # -- classes ------------------------------------------------------------------------------------------------------
 
-    def class_spec(
-        self, node: Node, bases: tuple[type, ...], path: KeyPath, provided: Sequence[str] = ()
-    ) -> ClassSpec | None:
-        """Return a choice of class in canonical form; None when something is wrong with it.
+    def class_spec(self, node: Node, bases: tuple[type, ...], path: KeyPath, provided: Sequence[str] = ()) -> Any:
+        """Return the spec of a choice of class in canonical form; `INVALID` when something is wrong with it.
 
         Args:
             provided: arguments that are given when the object is made, and not in the configuration.
@@ -246,11 +243,11 @@ class Checker(Values):
             if nested is not None and len(path) == 3:
                 words += f" Elements of a list are numbered: {dotted((*path[:2], 0))}.NAME."
             self.findings.add(node.source, words)
-            return None
+            return INVALID
         functions = path[0] != "trainer" and path not in (("module",), ("data",))
         made_by = self.named_class(name, bases, table, path, functions)
-        if made_by is None:
-            return None
+        if made_by is INVALID:
+            return INVALID
         if path[0] == "lr_scheduler" and LRScheduler in bases:  # also one of several in a SequentialLR
             provided = ("optimizer",)
         return replace(self.spec_of(made_by, nested, path, node.source, name.source, provided), bases=bases)
@@ -258,12 +255,12 @@ class Checker(Values):
     def named_class(
         self, node: Node, bases: tuple[type, ...], table: Mapping[str, type], path: KeyPath, functions: bool = False
     ) -> Any:
-        """Return the class, or function, with a name (see `find_class`); None if there is no such class."""
+        """Return the class, or function, with a name (see `find_class`); `INVALID` if there is no such class."""
         try:
             found = find_class(str(node.value), bases, table, node.source, functions)
         except ConfigError as error:
             self.findings.add(node.source, f"{dotted(path)}: {error}", error)
-            return None
+            return INVALID
         node.value = found.name
         return found.cls
 
@@ -291,9 +288,9 @@ class Checker(Values):
         """Return a function, an object that can be called, or what makes objects of the class that a call returns."""
         name = entries(node).get("class_path")
         if name is None:
-            return self.class_spec(node, (object,), path) or INVALID
+            return self.class_spec(node, (object,), path)
         made_by = self.named_class(name, (object,), {}, path, functions=True)
-        if made_by is None:
+        if made_by is INVALID:
             return INVALID
         takes, returns = get_args(signature) or (..., Any)
         if not isinstance(made_by, type) or (
@@ -310,7 +307,7 @@ class Checker(Values):
             words = f"objects of {made_by.__qualname__} cannot be called: name a function{wanted}."
             self.findings.add(name.source, f"{dotted(path)}: {words}")
             return INVALID
-        return self.class_spec(node, (object,), path) or INVALID
+        return self.class_spec(node, (object,), path)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -325,7 +322,7 @@ class Checker(Values):
         if path == ("trainer", "strategy"):
             return self.strategy(node)
         if annotation is Any and _names_a_class(node):
-            return self.class_spec(node, (object,), path) or INVALID
+            return self.class_spec(node, (object,), path)
         return super().value(node, annotation, path)
 
     def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
@@ -343,7 +340,7 @@ class Checker(Values):
         node.value = canonical_class(node, path, self.findings).value
         if calls:
             return [lambda node: self.callable_spec(node, calls[0], path)]
-        return [lambda node: self.class_spec(node, objects, path) or INVALID]
+        return [lambda node: self.class_spec(node, objects, path)]
 
     def _structured(self, node: Node, cls: type, path: KeyPath) -> Any:
         return self.spec_of(cls, node, path, node.source, node.source)
@@ -356,10 +353,9 @@ class Checker(Values):
                 return FROM_TEXT[kind](str(node.value))
         if isinstance(node.value, str) and (objects or calls):
             node.value = {"class_path": Node(node.value, node.source, node.text)}
-            spec = self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
-            return INVALID if spec is None else spec
+            return self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
         if isinstance(node.value, str) and classes:
-            return self.named_class(node, classes, {}, path) or INVALID
+            return self.named_class(node, classes, {}, path)
         return super().coerce(node, annotation, path, mismatch)
 
 
