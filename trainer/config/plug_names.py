@@ -51,8 +51,8 @@ def _strategies() -> dict[str, tuple[str, ast.ClassDef]]:
 @cache
 def callbacks(base: str) -> list[str]:
     """Return the classes of `trainer.callbacks` that are derived from `base`: "Callback" or "Logger"."""
-    exported = _exported("callbacks")
-    texts = [_path(module).read_text(encoding="utf-8") for module in {*exported.values(), "trainer.logger"}]
+    imported = _imported("callbacks")
+    texts = [_path(module).read_text(encoding="utf-8") for module in {*imported.values()}]
     bases = {
         name: re.findall(r"\w+", of) for text in texts for name, of in re.findall(r"^class (\w+)\((.*)\):", text, re.M)
     }
@@ -60,15 +60,20 @@ def callbacks(base: str) -> list[str]:
     def is_derived(name: str) -> bool:
         return name == base or any(map(is_derived, bases.get(name, ())))
 
-    return [name for name in exported if is_derived(name)]
+    return [name for name in _exported("callbacks") if is_derived(name)]
 
 
 @cache
-def _exported(package: str) -> dict[str, str]:
-    """Return the names that a package exports of its modules, and these modules."""
+def _imported(package: str) -> dict[str, str]:
+    """Return the names that a package imports from this one, and their modules."""
     imports = (node for node in _source(f"trainer.{package}").body if isinstance(node, ast.ImportFrom))
     names = ((alias.name, str(node.module)) for node in imports for alias in node.names)
-    return {name: module for name, module in names if module.startswith(f"trainer.{package}.")}
+    return {name: module for name, module in names if module.startswith("trainer.")}
+
+
+def _exported(package: str) -> dict[str, str]:
+    """Return the names of its own modules that a package exports, and these modules."""
+    return {name: module for name, module in _imported(package).items() if module.startswith(f"trainer.{package}.")}
 
 
 @cache
