@@ -71,7 +71,7 @@ class ClassSpec(Spec):
     is_factory: bool = False
     """True where a function that makes such objects is wanted."""
     complete: Callable[..., None] | None = None
-    """Called with the object, and with the values that no file can hold."""
+    """A function that completes the object; it also gets the values that no file can hold."""
 
     def build(self, **provided: Any) -> Any:
         """Return the object.
