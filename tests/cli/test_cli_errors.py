@@ -161,9 +161,9 @@ ONE = {
     "list item": (
         net("sizes:", "- 1", "- two"),
         "6",
-        ['module.sizes.1: given "two" (text), allowed in module.sizes: a list of integers.'],
+        ['module.sizes.1: given "two" (text), allowed: an integer.'],
     ),
-    "mapping key": (net("steps: {a: 1}"), "4", ["allowed in module.steps: a mapping of integers to integers or null."]),
+    "mapping key": (net("steps: {a: 1}"), "4", ['module.steps.a: given "a" (text), allowed: an integer.']),
     "list for int": (net("width: [1]"), "4", ["module.width: given [1], allowed: an integer."]),
     "trainer itself": (NET + "trainer: 3\n", "2", ["trainer: given 3, allowed: the trainer's arguments by name."]),
     "object": (callbacks("3"), "4", ["trainer.callbacks.0: given 3, allowed: a Callback (class_path and init_args)."]),

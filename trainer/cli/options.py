@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
-FIXED = (
-    "help",
-    "config",
-    "print-config",
-    "ckpt-path",
-    "allow-changes",
-    "weights",
-    "name",
-    "dry-run",
-    "ray",
-    "traceback",
-)
 ALIASES = {"seed": "trainer.seed"}
 DRY_RUN = ("world_size", "nproc_per_node", "device_memory", "no_data", "json")
 """Options of `fit --dry-run` alone."""
@@ -298,12 +286,12 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
     """Parse a command line; problems go to `findings`."""
     from trainer.config.files import as_node
 
-    options = Options()
+    options, own = Options(), {option for action in parser._actions for option in action.option_strings}
     helps = {f"--{root}.help": root for root in ("module", "data")}
     options.help_of = next((helps[word] for word in arguments if word in helps), None)
     options.overrides, fixed = overrides_of([word for word in arguments if word not in helps], findings)
     try:
-        known, rest = parser.parse_known_args([with_hyphens(word, {f"--{name}" for name in FIXED}) for word in fixed])
+        known, rest = parser.parse_known_args([with_hyphens(word, own) for word in fixed])
     except ConfigError as error:
         findings.add(COMMAND_LINE, f"{str(error).removesuffix('.')}.")
         return options
@@ -317,7 +305,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
         from trainer.cli.ray import read_ray
 
         options.ray = read_ray(known.ray, findings)
-    for problem in _unknown(rest):
+    for problem in _unknown(rest, own):
         findings.add(COMMAND_LINE, problem)
     return options
 
@@ -341,10 +329,10 @@ def _split(arguments: list[str], fixed: list[str], own: Collection[str]) -> Iter
             yield option, name, None
 
 
-def _unknown(rest: list[str]) -> Iterator[str]:
+def _unknown(rest: list[str], own: Collection[str]) -> Iterator[str]:
     """Yield a problem for each unknown option, together with its value, and for each stray word."""
     known = {name: f"--trainer.{name}" for name in ARGUMENTS}
-    known.update({name: f"--{name}" for name in (*FIXED, *ROOTS, *ALIASES)})
+    known.update({name.lstrip("-"): f"--{name.lstrip('-')}" for name in (*own, *ROOTS, *ALIASES) if len(name) > 2})
     after_option = False
     for word in rest:
         option = word.partition("=")[0]

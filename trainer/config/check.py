@@ -70,6 +70,8 @@ class ClassSpec(Spec):
     """The classes of one of which the object has to be."""
     is_factory: bool = False
     """True where a function that makes such objects is wanted."""
+    complete: Callable[..., None] | None = None
+    """A function that completes the object; it also gets the values that no file can hold."""
 
     def build(self, **provided: Any) -> Any:
         """Return the object.
@@ -88,13 +90,15 @@ class ClassSpec(Spec):
             made = self.cls(**arguments)
             if not isinstance(made, self.bases):
                 raise TypeError(f"it returned a {type(made).__name__}")
-            return made
         except TrainerError as error:
             source, message = named_source(str(error), self.sources) or self.source, f"{self.path}: {error}"
             raise ConfigError(str(Problem(source, message))) from error
         except Exception as error:
             message = f"{self.path}: making {self.cls.__qualname__} failed: {one_line_error(error)}"
             raise ConfigError(str(Problem(self.source, message))) from error
+        if self.complete is not None:
+            self.complete(made, **provided)
+        return made
 
 
 @dataclass
@@ -161,35 +165,29 @@ class Checker(Values):
 
     # -- the keys of a configuration ----------------------------------------------------------------------------------
 
-    def module(self, node: Node) -> ClassSpec | None:
-        """Return the module."""
-        return self.class_spec(node, (TrainModule,), ("module",))
+    def chosen(self, node: Node | None, base: type, key: str, provided: Sequence[str] = ()) -> ClassSpec | None:
+        """Return the class at a key of the configuration, if there is one; `provided` as in `class_spec`."""
+        return None if node is None or node.value is None else self.class_spec(node, (base,), (key,), provided)
 
     data_spec: ClassSpec | None = None
 
     def data(self, node: Node | None) -> ClassSpec | None:
         """Return the data module, if there is one."""
-        if node is not None and node.value is not None:
-            self.data_spec = self.class_spec(node, (DataModule,), ("data",))
+        self.data_spec = self.chosen(node, DataModule, "data")
         return self.data_spec
 
     def optimizer(self, node: Node | None, module: type) -> ClassSpec | None:
         """Return the optimizer of a module that has no `configure_optimizers`."""
-        if node is None or node.value is None:
-            return None
-        if module.configure_optimizers is not TrainModule.configure_optimizers:  # type: ignore[attr-defined]
-            words = (
-                f"module ({module.__name__}) defines configure_optimizers, which would be replaced. Keep one of them."
-            )
-            self.findings.add(node.source, f"optimizer: {words}")
-            return None
-        return self.class_spec(node, (Optimizer,), ("optimizer",), provided=("params",))
+        if node is None or module.configure_optimizers is TrainModule.configure_optimizers:  # type: ignore[attr-defined]
+            return self.chosen(node, Optimizer, "optimizer", provided=("params",))
+        if node.value is not None:
+            words = f"module ({module.__name__}) defines configure_optimizers, which would be replaced."
+            self.findings.add(node.source, f"optimizer: {words} Keep one of them.")
+        return None
 
     def scheduler(self, node: Node | None) -> ClassSpec | None:
         """Return the learning-rate scheduler of the optimizer; `interval` and the like are among its arguments."""
-        if node is None or node.value is None:
-            return None
-        return self.class_spec(node, (LRScheduler,), ("lr_scheduler",), provided=("optimizer",))
+        return self.chosen(node, LRScheduler, "lr_scheduler", provided=("optimizer",))
 
     def allow_changes(self, node: Node | None) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
@@ -222,16 +220,13 @@ class Checker(Values):
                 self.findings.add(node.source, words)
             return "auto"
         spec = self.class_spec(node, (Strategy,), ("trainer", "strategy"))
-        if spec is None:
-            return INVALID
-        return name.value if name and arguments is None and name.value in available_strategies() else spec
+        short = spec is not INVALID and name and arguments is None and name.value in available_strategies()
+        return name.value if short else spec  # type: ignore[union-attr]
 
     # -- classes ------------------------------------------------------------------------------------------------------
 
-    def class_spec(
-        self, node: Node, bases: tuple[type, ...], path: KeyPath, provided: Sequence[str] = ()
-    ) -> ClassSpec | None:
-        """Return a choice of class in canonical form; None when something is wrong with it.
+    def class_spec(self, node: Node, bases: tuple[type, ...], path: KeyPath, provided: Sequence[str] = ()) -> Any:
+        """Return the spec of a choice of class in canonical form; `INVALID` when something is wrong with it.
 
         Args:
             provided: arguments that are given when the object is made, and not in the configuration.
@@ -248,11 +243,11 @@ class Checker(Values):
             if nested is not None and len(path) == 3:
                 words += f" Elements of a list are numbered: {dotted((*path[:2], 0))}.NAME."
             self.findings.add(node.source, words)
-            return None
+            return INVALID
         functions = path[0] != "trainer" and path not in (("module",), ("data",))
         made_by = self.named_class(name, bases, table, path, functions)
-        if made_by is None:
-            return None
+        if made_by is INVALID:
+            return INVALID
         if path[0] == "lr_scheduler" and LRScheduler in bases:  # also one of several in a SequentialLR
             provided = ("optimizer",)
         return replace(self.spec_of(made_by, nested, path, node.source, name.source, provided), bases=bases)
@@ -260,12 +255,12 @@ class Checker(Values):
     def named_class(
         self, node: Node, bases: tuple[type, ...], table: Mapping[str, type], path: KeyPath, functions: bool = False
     ) -> Any:
-        """Return the class, or function, with a name (see `find_class`); None if there is no such class."""
+        """Return the class, or function, with a name (see `find_class`); `INVALID` if there is no such class."""
         try:
             found = find_class(str(node.value), bases, table, node.source, functions)
         except ConfigError as error:
             self.findings.add(node.source, f"{dotted(path)}: {error}", error)
-            return None
+            return INVALID
         node.value = found.name
         return found.cls
 
@@ -293,9 +288,9 @@ class Checker(Values):
         """Return a function, an object that can be called, or what makes objects of the class that a call returns."""
         name = entries(node).get("class_path")
         if name is None:
-            return self.class_spec(node, (object,), path) or INVALID
+            return self.class_spec(node, (object,), path)
         made_by = self.named_class(name, (object,), {}, path, functions=True)
-        if made_by is None:
+        if made_by is INVALID:
             return INVALID
         takes, returns = get_args(signature) or (..., Any)
         if not isinstance(made_by, type) or (
@@ -312,7 +307,7 @@ class Checker(Values):
             words = f"objects of {made_by.__qualname__} cannot be called: name a function{wanted}."
             self.findings.add(name.source, f"{dotted(path)}: {words}")
             return INVALID
-        return self.class_spec(node, (object,), path) or INVALID
+        return self.class_spec(node, (object,), path)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -327,7 +322,7 @@ class Checker(Values):
         if path == ("trainer", "strategy"):
             return self.strategy(node)
         if annotation is Any and _names_a_class(node):
-            return self.class_spec(node, (object,), path) or INVALID
+            return self.class_spec(node, (object,), path)
         return super().value(node, annotation, path)
 
     def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
@@ -345,7 +340,7 @@ class Checker(Values):
         node.value = canonical_class(node, path, self.findings).value
         if calls:
             return [lambda node: self.callable_spec(node, calls[0], path)]
-        return [lambda node: self.class_spec(node, objects, path) or INVALID]
+        return [lambda node: self.class_spec(node, objects, path)]
 
     def _structured(self, node: Node, cls: type, path: KeyPath) -> Any:
         return self.spec_of(cls, node, path, node.source, node.source)
@@ -358,10 +353,9 @@ class Checker(Values):
                 return FROM_TEXT[kind](str(node.value))
         if isinstance(node.value, str) and (objects or calls):
             node.value = {"class_path": Node(node.value, node.source, node.text)}
-            spec = self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
-            return INVALID if spec is None else spec
+            return self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
         if isinstance(node.value, str) and classes:
-            return self.named_class(node, classes, {}, path) or INVALID
+            return self.named_class(node, classes, {}, path)
         return super().coerce(node, annotation, path, mismatch)
 
 
@@ -381,22 +375,16 @@ FROM_TEXT: dict[type, Callable[[str], Any]] = {
 def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
     """Return the short names for classes of these kinds; with `name`, if an installed package has added it."""
     table: dict[str, type] = {}
-    if Strategy in bases:
-        table.update(available_strategies())
     for kind, package in ((Optimizer, torch.optim), (LRScheduler, torch.optim.lr_scheduler)):
         if kind in bases:
-            table.update(
-                {
-                    name: cls
-                    for name, cls in vars(package).items()
-                    if isinstance(cls, type) and issubclass(cls, kind) and cls is not kind and not name.startswith("_")
-                }
-            )
-    for base in (Callback, Logger):
-        if base in bases:
-            table.update({name: cls for name, cls in available_callbacks().items() if issubclass(cls, base)})
-    if name not in table and Strategy in bases and name in available_strategies():
-        table[name] = available_strategies()[name]
-    elif name not in table and {Callback, Logger} & {*bases} and name in available_callbacks():
-        table[name] = available_callbacks()[name]
+            table |= {one: cls for one, cls in vars(package).items() if _is_derived(cls, kind) and one[0] != "_"}
+    plugs = {Strategy: available_strategies, Callback: available_callbacks, Logger: available_callbacks}
+    for base in (base for base in plugs if base in bases):
+        known = plugs[base]()
+        named = {name: known[name]} if name in known else {}  # it imports the class, if it is not one of ours
+        table |= {one: cls for one, cls in {**known, **named}.items() if issubclass(cls, base)}
     return table
+
+
+def _is_derived(cls: Any, base: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, base) and cls is not base

@@ -16,6 +16,7 @@ from trainer.config.check import Checker, ClassSpec, instantiate
 from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
 from trainer.config.optimizers import with_optimizer
+from trainer.config.read import INVALID
 from trainer.config.references import escaped
 from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries, sources_of, with_source
 from trainer.data.datamodule import DataModule
@@ -120,8 +121,8 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
         ConfigError: lists all problems, each with file and line.
     """
     given, checker = entries(tree), Checker(findings)
-    trainer, module = checker.trainer(given.get("trainer")), checker.module(given["module"])
-    if module is not None:
+    trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
+    if module not in (None, INVALID):
         optimizer = checker.optimizer(given.get("optimizer"), module.cls)
         module = with_optimizer(module, optimizer, checker.scheduler(given.get("lr_scheduler")))
     data, allow_changes = checker.data(given.get("data")), checker.allow_changes(given.get("allow_changes"))

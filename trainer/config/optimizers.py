@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,24 +17,14 @@ from trainer.module import TrainModule
 
 def with_optimizer(module: ClassSpec, optimizer: ClassSpec | None, scheduler: ClassSpec | None) -> ClassSpec:
     """Return the module's spec; with an optimizer, the module that it builds has a `configure_optimizers`."""
-    if optimizer is None:
-        return module
-    fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(module)}
-    return _ModuleWithOptimizer(**fields, optimizer=optimizer, scheduler=scheduler)
+    return module if optimizer is None else replace(module, complete=partial(_complete, optimizer, scheduler))
 
 
-@dataclass
-class _ModuleWithOptimizer(ClassSpec):
-    optimizer: ClassSpec | None = None
-    scheduler: ClassSpec | None = None
-
-    def build(self, **provided: Any) -> Any:
-        assert self.optimizer is not None
-        module = super().build(**provided)
-        if self.scheduler is not None and getattr(module, "automatic_optimization", True):
-            _require_monitor(self.scheduler)
-        module.configure_optimizers = partial(configured_optimizers, module, self.optimizer, self.scheduler, **provided)
-        return module
+def _complete(optimizer: ClassSpec, scheduler: ClassSpec | None, module: TrainModule, **provided: Any) -> None:
+    if scheduler is not None and getattr(module, "automatic_optimization", True):
+        _require_monitor(scheduler)
+    configure = partial(configured_optimizers, module, optimizer, scheduler, **provided)
+    module.configure_optimizers = configure  # type: ignore[method-assign]
 
 
 def _require_monitor(scheduler: ClassSpec) -> None:
@@ -63,5 +52,5 @@ def configured_optimizers(
         return {"optimizer": made}
     own = {name: value for name, value in scheduler.arguments.items() if name not in SCHEDULER_OPTIONS}
     options = {name: value for name, value in scheduler.arguments.items() if name in SCHEDULER_OPTIONS}
-    made_scheduler = dataclasses.replace(scheduler, arguments=own).build(optimizer=made, **provided)
+    made_scheduler = replace(scheduler, arguments=own).build(optimizer=made, **provided)
     return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, **instantiate(options, **provided)}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,35 +31,28 @@ def strategies() -> dict[str, str]:
     """Return the strategies of `trainer.strategies.STRATEGIES`, with the first sentences of their docstrings."""
     return {
         name: (ast.get_docstring(kind) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
-        for name, kind in _strategies()
+        for name, (_, kind) in _strategies().items()
     }
 
 
 @cache
 def strategy_classes() -> dict[str, str]:
     """Return the names of strategies by their classes' names, and of several the first."""
-    found: dict[str, str] = {}
-    for name, kind in _strategies():
-        found.setdefault(kind.name, name)
-    return found
+    return {kind.name: name for name, (_, kind) in reversed(_strategies().items())}
 
 
-def _strategies() -> Iterator[tuple[str, ast.ClassDef]]:
-    for node in _source("trainer.strategies").body:
-        if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("trainer.strategies."):
-            continue
-        exported = {alias.name for alias in node.names}
-        for kind in _source(str(node.module)).body:
-            if isinstance(kind, ast.ClassDef) and kind.name in exported and (name := _name_of(kind)) is not None:
-                yield name, kind
+@cache
+def _strategies() -> dict[str, tuple[str, ast.ClassDef]]:
+    kinds = ((module, _class_in(module, name)) for name, module in _exported("strategies").items())
+    named = ((_name_of(kind), (module, kind)) for module, kind in kinds if kind is not None)
+    return {name: found for name, found in named if name is not None}
 
 
 @cache
 def callbacks(base: str) -> list[str]:
     """Return the classes of `trainer.callbacks` that are derived from `base`: "Callback" or "Logger"."""
-    imports = [node for node in _source("trainer.callbacks").body if isinstance(node, ast.ImportFrom)]
-    exported = [(str(node.module), alias.name) for node in imports for alias in node.names]
-    texts = [_path(module).read_text(encoding="utf-8") for module in dict(exported) if module.startswith("trainer.")]
+    imported = _imported("callbacks")
+    texts = [_path(module).read_text(encoding="utf-8") for module in {*imported.values()}]
     bases = {
         name: re.findall(r"\w+", of) for text in texts for name, of in re.findall(r"^class (\w+)\((.*)\):", text, re.M)
     }
@@ -68,22 +60,31 @@ def callbacks(base: str) -> list[str]:
     def is_derived(name: str) -> bool:
         return name == base or any(map(is_derived, bases.get(name, ())))
 
-    return [name for module, name in exported if module.startswith("trainer.callbacks.") and is_derived(name)]
+    return [name for name in _exported("callbacks") if is_derived(name)]
+
+
+@cache
+def _imported(package: str) -> dict[str, str]:
+    """Return the names that a package imports from this one, and their modules."""
+    imports = (node for node in _source(f"trainer.{package}").body if isinstance(node, ast.ImportFrom))
+    names = ((alias.name, str(node.module)) for node in imports for alias in node.names)
+    return {name: module for name, module in names if module.startswith("trainer.")}
+
+
+def _exported(package: str) -> dict[str, str]:
+    """Return the names of its own modules that a package exports, and these modules."""
+    return {name: module for name, module in _imported(package).items() if module.startswith(f"trainer.{package}.")}
 
 
 @cache
 def arguments_of(package: str, name: str) -> tuple[str, list[str]] | None:
     """Return the class that has a name in "callbacks" or "strategies", and its arguments; None where it takes any."""
-    for node in _source(f"trainer.{package}").body:
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            module = str(node.module)  # type: ignore[attr-defined]
-            if not module.startswith(f"trainer.{package}.") or (package == "callbacks" and alias.name != name):
-                continue
-            kind = _class_in(module, alias.name)
-            if kind is not None and name in (kind.name, _name_of(kind)):
-                found = _constructor_arguments(module, kind)
-                return None if found is None else (kind.name, found)
-    return None
+    module, kind = _strategies().get(name, ("", None)) if package == "strategies" else ("", None)
+    if kind is None and name in _exported(package):
+        module = _exported(package)[name]
+        kind = _class_in(module, name)
+    found = None if kind is None else _constructor_arguments(module, kind)
+    return None if kind is None or found is None else (kind.name, found)
 
 
 def _class_in(module: str, name: str) -> ast.ClassDef | None:

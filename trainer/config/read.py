@@ -296,7 +296,7 @@ class Values:
                 self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
             return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
         of_key, of_value = get_args(annotation)
-        keys = {key: self.value(Node(key, child.source), of_key, path) for key, child in entries(node).items()}
+        keys = {key: self.value(Node(key, child.source), of_key, (*path, key)) for key, child in entries(node).items()}
         return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
     def of_data(self, node: Node, annotation: Any, path: KeyPath, reference: OfData) -> Any:
@@ -364,7 +364,7 @@ def take_text(node: Node, annotation: Any) -> None:
 
 def has_spec(value: Any) -> bool:
     """Whether an object is still to be made for this value (or it is an invalid one)."""
-    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    inside = [*value, *value.values()] if type(value) is dict else value if type(value) in (list, tuple) else ()
     return value is INVALID or isinstance(value, Spec) or any(map(has_spec, inside))
 
 
