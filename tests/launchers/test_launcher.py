@@ -32,7 +32,6 @@ rank = int(os.environ["RANK"])
 PROGRAMS = {
     "a dash as the last argument": ([__file__, "--out", "-"], ""),
     "options": (["-u", "-W", "ignore", "-Xdev", "-X", "utf8", "-Werror", __file__, "-"], ""),
-    "a long option": (["--check-hash-based-pycs", "always", __file__], ""),
     "a folder": ([os.path.dirname(__file__), "-"], ""),
     "a command": (["-uc", "pass", "-"], ""),
     "a command in one word": (["-cpass"], ""),

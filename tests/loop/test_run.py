@@ -46,14 +46,6 @@ class Reader(Callback):
         self.on_train_start(trainer, module)
 
 
-def test_a_name_of_an_earlier_version_is_answered_with_the_current_one() -> None:
-    trainer: Any = quiet()
-    with pytest.raises(AttributeError, match=r"no attribute 'resolved_config'\. Use trainer\.config_text"):
-        _ = trainer.resolved_config
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = trainer.nothing
-
-
 def test_attributes_are_there_before_during_and_after_a_run() -> None:
     reader = Reader()
     trainer = quiet(max_epochs=1, callbacks=[reader])

@@ -362,9 +362,11 @@ def build_optimizers(run: Run) -> None:
     record_data(run)
     planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
     if run.loggers and planned < every:
-        run.report_once(
-            f"log_every_n_steps={every} is more than the {planned} steps of this run: loggers get no value of a single "
-            "step. Give a smaller number, or self.log(..., on_epoch=True)."
+        log.info(
+            "log_every_n_steps=%d is more than the %d steps of this run: loggers get no value of a single step. Give a "
+            "smaller number, or self.log(..., on_epoch=True).",
+            every,
+            planned,
         )
     if settings.max_epochs is None and run.config.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)
