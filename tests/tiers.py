@@ -92,6 +92,7 @@ SLOW = (
     "strategies/test_model_parallel.py",
     "strategies/test_parallel_cost.py",
     "strategies/test_portability.py",
+    "strategies/test_recomputed_blocks.py",
     "strategies/test_resume_sharded.py",
     "strategies/test_second_run.py",
     "strategies/test_quantized_bases.py",

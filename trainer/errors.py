@@ -280,6 +280,16 @@ TORCH_ERRORS = {
         "A weight or another tensor of a forward was changed before its backward. Change weights between two steps, in "
         "a hook such as on_train_batch_end; elsewhere write x = x + y instead of x += y."
     ),
+    "This view was created inside a custom Function": (
+        "A tensor is changed in place where torch cannot follow: an argument of a block that 'fsdp' shards, or "
+        "the result of a torch.autograd.Function. Write x = x + y instead of x += y, and give layers such as nn.ReLU "
+        "no inplace=True."
+    ),
+    "does not currently support double backward": (
+        "A gradient of a gradient (create_graph=True, as in gradient penalties) goes through a compiled module: leave "
+        "out compile, or give compile={'blocks': [...]} classes that it does not go through. compile={'backend': "
+        "'eager'} can do it, without being faster."
+    ),
     "have the same dtype": (
         "Weights and data differ in dtype. Give the data as float32 (batch.float()), or choose the dtype of both with "
         "Trainer(precision=...). In 'bf16-true' and '16-true' buffers, and float32 weights of a 16-bit module, stay as "

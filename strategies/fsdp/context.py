@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
+from trainer.model.reachable import tensors_in
 from trainer.strategies.fsdp.first_batch import (
     refuse_left_in_evaluation,
     refuse_left_tensors,
     refuse_outer_checkpoint,
 )
-from trainer.strategies.fsdp.reachable import tensors_in
 from trainer.strategies.fsdp.refusals import without_graph
 from trainer.strategies.fsdp.rehearsal import Difference, Reference
 

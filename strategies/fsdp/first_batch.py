@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
-from trainer.strategies.fsdp.reachable import global_containers, objects_behind, places, tensors_in
+from trainer.model.reachable import global_containers, objects_behind, places, tensors_in
 from trainer.strategies.fsdp.rehearsal import rehearsal
 
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from trainer.data.sampler_state import attributes, own_generators
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
+from trainer.model.reachable import OF_TORCH, attributes, is_container, is_users, objects_behind, places
 from trainer.module import TrainModule
 from trainer.strategies.fsdp.mesh import ModelSplit
 from trainer.strategies.fsdp.one_reader import digest
-from trainer.strategies.fsdp.reachable import OF_TORCH, is_container, is_users, objects_behind, places
 
 _EVERY = 64
 Kept = dict[str, tuple[Any, dict[str, list[tuple[Any, int]]]]]

@@ -16,11 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, first_of, printable
 from trainer.model.blocks import class_of, without_caches
+from trainer.model.reachable import containers, content, tensors_in
 from trainer.strategies.fsdp.adapters import FullInputs
 from trainer.strategies.fsdp.context import gather
 from trainer.strategies.fsdp.first_batch import first_argument, refuse_outer_checkpoint
 from trainer.strategies.fsdp.plan import HOW_GRADIENTS, SharedByHeads
-from trainer.strategies.fsdp.reachable import containers, content, tensors_in
 from trainer.strategies.fsdp.rehearsal import Difference, Reference, replaced_parameters
 
 log = logging.getLogger("trainer")

@@ -14,16 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.transfer import map_leaves
 from trainer.float8.conversion import layers_in_8_bits
+from trainer.model.reachable import Held
 from trainer.seed import isolated_rng
-from trainer.strategies.fsdp.reachable import (
-    content,
-    fill,
-    global_containers,
-    is_container,
-    objects_behind,
-    places,
-    same_content,
-)
 from trainer.strategies.swapped_parameters import without_hooks
 from trainer.strategy import eval_mode
 
@@ -144,38 +136,13 @@ def rehearsal(
             torch.set_grad_enabled(gradients),
             eval_mode(block),
             isolated_rng(device),
-            _state_kept(block, inputs),
+            Held(block, inputs, math.inf).put_back(),
             _gathered(block),
         ]
         contexts += [_computing_in_float32(block, device)] if in_float32 else []
         for context in (*contexts, _other_weights(block, in_float32, change, gradients, full)):
             stack.enter_context(context)
         yield
-
-
-@contextmanager
-def _state_kept(block: nn.Module, inputs: Any) -> Iterator[None]:
-    kept = [(child, dict(child._buffers), dict(vars(child))) for child in block.modules()]
-    seen: set[int] = set()
-    held_by = (*places("", block, inputs), *global_containers(block))
-    behind = [one for _, place in held_by for one in objects_behind(place, seen) if is_container(one)]
-    held = [(one, content(one)) for one in behind]
-    for child, buffers, _ in kept:
-        child._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-    try:
-        yield
-    finally:
-        for container, entries in held:
-            if not same_content(content(container), entries):
-                fill(container, entries)
-        for child, buffers, attributes in kept:
-            child._buffers.update(buffers)
-            now = vars(child)
-            for name in [name for name in now if not name.startswith("_")]:  # the others are torch's
-                if name in attributes:
-                    now[name] = attributes[name]
-                else:
-                    del now[name]
 
 
 @contextmanager

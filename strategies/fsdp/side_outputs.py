@@ -7,6 +7,7 @@ freed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of
-from trainer.strategies.fsdp.reachable import (
+from trainer.model.reachable import (
     OF_TORCH,
     containers,
     content,
@@ -50,7 +51,10 @@ class SideOutputs:
         self._attributes: list[tuple[dict[str, Any], list[str]]] = []
         """Those of the block's parts, and the names of the user's among them."""
         self._output: tuple[Any] | None = None
+        self._structure: Any = None
+        """Of the arguments of the call in progress, where FSDP2 has got them as a flat list."""
         # As FSDP2's own hooks, these run as they are within a compiled call.
+        block.register_forward_pre_hook(torch.compiler.disable(self._unflatten), with_kwargs=True, prepend=True)
         block.register_forward_hook(torch.compiler.disable(self._add_to_output), with_kwargs=True)
 
     def wrap(self, block: nn.Module) -> None:
@@ -59,10 +63,19 @@ class SideOutputs:
         block.register_forward_pre_hook(torch.compiler.disable(self._of_block), with_kwargs=True)
         block.register_forward_hook(torch.compiler.disable(self._take_from_output))
 
-    def _of_caller(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _of_caller(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         self._objects = objects((args, kwargs))
         self._callers = self._written_by(args, kwargs)
         self._held = {id(one) for held in self._objects for one in tensors_of(held)}
+        if not any(isinstance(one, defaultdict) for one in self._callers):
+            return None
+        # FSDP2 copies a dict by its class, which is given the function for missing entries first.
+        leaves, self._structure = torch.utils._pytree.tree_flatten((args, kwargs))
+        return tuple(leaves), {}
+
+    def _unflatten(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        structure, self._structure = self._structure, None
+        return None if structure is None else torch.utils._pytree.tree_unflatten(args, structure)
 
     def _of_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         own = self._written_by(args, kwargs) if self._callers else []

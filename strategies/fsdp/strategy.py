@@ -32,6 +32,7 @@ from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weig
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parameter_access import ExplainingShards
 from trainer.model.pipeline_stages import bubble
+from trainer.model.reachable import shared_objects
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients, needs_closure
@@ -43,7 +44,6 @@ from trainer.strategies.fsdp.first_batch import refuse_collecting
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
 from trainer.strategies.fsdp.one_reader import refuse_different_batches
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
-from trainer.strategies.fsdp.reachable import shared_objects
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategies.fsdp.side_outputs import SideOutputs
 from trainer.strategies.swapped_parameters import (

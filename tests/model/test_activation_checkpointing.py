@@ -18,7 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.processes import run_distributed
 from trainer.errors import ConfigError
-from trainer.model.activation_checkpointing import disable_activation_checkpointing, enable_activation_checkpointing
+from trainer.model.activation_checkpointing import (
+    compile_block,
+    disable_activation_checkpointing,
+    enable_activation_checkpointing,
+)
 from trainer.model.blocks import BlockPolicy
 from trainer.seed import seed_everything
 
@@ -160,15 +164,18 @@ def test_nested_blocks_are_right_too() -> None:
 
 
 class Counting(Block):
-    """A module that changes a buffer in its forward, as spectral norm does."""
+    """A module that changes a buffer and a number in its forward, as spectral norm does."""
 
-    def __init__(self) -> None:
+    calls = 0
+
+    def __init__(self, width: int = 1) -> None:
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(width))
 
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        self.total += 1
         self.calls += 1
-        return super().forward(x, scale=scale) * (1 + 0.1 * self.calls)
+        return super().forward(x, scale=scale) * (1 + 0.1 * self.total[0] + 0.2 * (self.calls % 2))
 
 
 class Table(Block):
@@ -184,14 +191,39 @@ class Table(Block):
         return super().forward(x + self.table, scale=scale)
 
 
-def test_a_block_that_changes_a_buffer_is_reported_and_one_that_fills_it_once_is_not() -> None:
-    module = net(Counting)
-    enable_activation_checkpointing(module)
-    with pytest.raises(ConfigError, match=r"forward of Counting twice, and it changes the buffer 'calls' each time"):
-        train(module)
-    recomputed = net(Table)
+class Shrinking(Block):
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(scale), scale=scale)
+
+
+@pytest.mark.parametrize("block", [Counting, Table])
+def test_what_a_block_changes_is_changed_once(block: type[Block]) -> None:
+    plain, recomputed = net(block), net(block)
     enable_activation_checkpointing(recomputed)
-    assert_same(train(net(Table)), train(recomputed))
+    assert_same(train(plain), train(recomputed))
+    assert [vars(one).get("calls") for one in recomputed.blocks] == [vars(one).get("calls") for one in plain.blocks]
+
+
+def test_a_second_backward_through_one_graph_begins_with_the_same() -> None:
+    gradients = []
+    for recomputes in (False, True):
+        module = net(Counting)
+        if recomputes:
+            enable_activation_checkpointing(module)
+        loss = module(torch.linspace(-1, 1, 128).view(8, 16)).square().mean()
+        for _ in range(2):
+            gradients += torch.autograd.grad(loss, module.parameters(), retain_graph=True)
+    several = len(gradients) // 4
+    for number in (1, 2, 3):
+        assert all(map(torch.equal, gradients[:several], gradients[number * several :]))
+
+
+@pytest.mark.parametrize("block", [Shrinking, partial(Counting, 200_000)], ids=["an argument", "a large buffer"])
+def test_a_change_in_place_of_what_is_not_copied_is_reported(block: Callable[[], nn.Module]) -> None:
+    module = net(block)
+    enable_activation_checkpointing(module)
+    with pytest.raises(ConfigError, match=r"runs the forward of \w+ twice, and between the two a tensor \([\d, ]+\)"):
+        train(module, steps=1)
 
 
 def test_no_blocks_are_reported() -> None:
@@ -212,6 +244,25 @@ def test_it_compiles() -> None:
     plain(x).sum().backward()
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+def test_blocks_with_buffers_are_compiled_alone() -> None:
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    plain, module = net(), net()
+    enable_activation_checkpointing(module)
+    compiled = [*compile_block(module, {"backend": count})]
+    assert compiled == [module, *module.blocks]
+    assert_same(train(plain), train(module))
+    assert any("batch_norm" in str(graph.code) for graph in graphs)
+    torch._dynamo.reset()
+    with pytest.raises(ConfigError, match="fullgraph=True with activation_checkpointing: Block has buffers"):
+        compile_block(module, {"fullgraph": True})
 
 
 # -- with DDP and FSDP -------------------------------------------------------------------------------------------------

@@ -22,16 +22,11 @@ from torch.utils.data import (
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
 from trainer.data.loader import round_of
-from trainer.data.sampler_state import (
-    OwnGenerator,
-    changed_attributes,
-    own_generators,
-    plain_attributes,
-    set_attributes,
-)
+from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access, sizes_of
 from trainer.data.seeded_dataset import SeededIndices
 from trainer.errors import ConfigError
+from trainer.model.reachable import OwnGenerator
 from trainer.seed import isolated_rng, mix_seed, rng_state, seed_cpu_generators, set_rng_state
 
 _CHUNK = 4096

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from trainer.data.sampler_state import attributes, is_filled
+from trainer.model.reachable import attributes, is_filled
 
 _MOST_DATASETS = 10_000
 _MOST_SAMPLES = 5_000_000

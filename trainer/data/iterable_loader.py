@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer.arguments import defines
 from trainer.data.fingerprints import describe_function
 from trainer.data.loader import Batch, BatchLoader, round_of
-from trainer.data.sampler_state import OwnGenerator, own_generators
+from trainer.data.sampler_state import own_generators
 from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError, restoring
 from trainer.metrics.metric_log import add_sizes
+from trainer.model.reachable import OwnGenerator
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
 
 log = logging.getLogger("trainer")

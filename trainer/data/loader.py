@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.sampler_state import OwnGenerator, own_generators, plain_attributes, set_attributes
+from trainer.data.sampler_state import own_generators, plain_attributes, set_attributes
 from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError
+from trainer.model.reachable import OwnGenerator
 from trainer.seed import isolated_rng
 
 Divisor = float | torch.Tensor | None

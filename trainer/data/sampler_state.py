@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,52 +14,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
+from trainer.model.reachable import OwnGenerator, attributes, is_filled, is_generator
 
 _MAX_DEPTH, _MAX_ITEMS, _MAX_NUMBERS = 5, 1000, 100_000
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
-
-
-class OwnGenerator:
-    """One interface for the random generators of torch, numpy and Python."""
-
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-
-    def seed(self, seed: int) -> None:
-        """Seed the generator with a number from 0 to 2**64 - 1."""
-        own = self.generator
-        if isinstance(own, torch.Generator):
-            own.manual_seed(seed >> 1)
-        elif isinstance(own, np.random.Generator):
-            own.bit_generator.state = type(own.bit_generator)(seed).state
-        elif isinstance(own, np.random.RandomState):
-            own.seed(seed & 0xFFFFFFFF)
-        else:
-            own.seed(seed)
-
-    def get_state(self) -> Any:
-        """Return the generator's state, for `set_state`."""
-        own = self.generator
-        if isinstance(own, np.random.Generator):
-            return own.bit_generator.state
-        return own.getstate() if isinstance(own, random.Random) else own.get_state()
-
-    def set_state(self, state: Any) -> None:
-        """Restore a state that `get_state` returned."""
-        own = self.generator
-        if isinstance(own, np.random.Generator):
-            own.bit_generator.state = state
-        elif isinstance(own, random.Random):
-            own.setstate(state)
-        else:
-            own.set_state(state)
-
-
-def _is_generator(value: Any) -> bool:
-    # Not in a constant, with which `import trainer` would import numpy.random.
-    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which has no state
 
 
 def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False) -> list[OwnGenerator]:
@@ -83,7 +41,7 @@ def _walk(value: Any, depth: int, seen: set[int], opaque: tuple[type, ...]) -> I
     if id(value) in seen or depth < 0 or isinstance(value, opaque):
         return
     seen.add(id(value))
-    if _is_generator(value):
+    if is_generator(value):
         yield value
         return
     container: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
@@ -95,7 +53,7 @@ def _walk(value: Any, depth: int, seen: set[int], opaque: tuple[type, ...]) -> I
         inside = [value.cell_contents] if is_filled(value) else []
     elif isinstance(value, FunctionType):
         names = [name for name in value.__code__.co_names if name in value.__globals__]
-        inside = [value.__globals__[name] for name in names if _is_generator(value.__globals__[name])]
+        inside = [value.__globals__[name] for name in names if is_generator(value.__globals__[name])]
         inside += [*(value.__closure__ or ()), *(value.__defaults__ or ())]
     elif isinstance(value, MethodType):
         inside = [value.__func__, value.__self__]
@@ -108,27 +66,6 @@ def _walk(value: Any, depth: int, seen: set[int], opaque: tuple[type, ...]) -> I
                 inside += vars(kind).values()
     for one in inside:
         yield from _walk(one, depth - 1, seen, opaque)
-
-
-def is_filled(cell: CellType) -> bool:
-    """Whether a cell of a closure has a value: it has none until the name is assigned."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, including those in `__slots__`."""
-    found: dict[str, Any] = {}
-    for kind in type(value).__mro__:
-        for name, slot in vars(kind).items():
-            if isinstance(slot, MemberDescriptorType):
-                with suppress(AttributeError):  # one that is not set
-                    found[name] = slot.__get__(value)
-    with suppress(AttributeError):
-        found |= object.__getattribute__(value, "__dict__")
-    return found
 
 
 def plain_attributes(sampler: Any) -> dict[str, Any]:

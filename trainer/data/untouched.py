@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.arguments import is_mapping
 from trainer.data.combined_loader import CombinedLoader
-from trainer.data.sampler_state import attributes, own_generators
+from trainer.data.sampler_state import own_generators
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
 from trainer.model.copies import deepcopy_with_functions
+from trainer.model.reachable import attributes
 from trainer.seed import isolated_rng
 
 _LARGE = 2**26

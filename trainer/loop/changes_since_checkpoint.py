@@ -16,13 +16,13 @@ from trainer import __version__
 from trainer.callback import AccumulationSchedule
 from trainer.data.fingerprints import functions_of, globals_fingerprints, is_plain, read_values_fingerprints
 from trainer.data.loader import BatchLoader
-from trainer.data.sampler_state import attributes
 from trainer.errors import ConfigError, did_you_mean, first_of, printable, shown
 from trainer.hyperparameters import flat_names
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
 from trainer.loop.callback_states import callbacks_by_state_key, owners_of_states
 from trainer.loop.compare_ranks import as_text
 from trainer.loop.run import Run
+from trainer.model.reachable import attributes
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
 from trainer.precision import Precision

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from trainer.data.sampler_state import is_filled
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, format_ranks
+from trainer.model.reachable import is_filled
 from trainer.model.weights import AbsentParameter
 
 _MOST_LINES, _MOST_SHOWN, _MOST_SENT, _MOST_NUMBERS = 12, 120, 10_000, 100

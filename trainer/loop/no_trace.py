@@ -19,11 +19,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.callback import Callback
-from trainer.data.sampler_state import OwnGenerator, attributes, own_generators
+from trainer.data.sampler_state import own_generators
 from trainer.hyperparameters import is_scalar
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import is_torchmetric
 from trainer.metrics.state import kept_torchmetrics
+from trainer.model.reachable import OwnGenerator, attributes
 from trainer.model.unsupported import shares_elements
 from trainer.module import EXCLUDED_FROM_PICKLE
 from trainer.seed import isolated_rng

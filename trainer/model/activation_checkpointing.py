@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from trainer.arguments import raise_if_raising
 from trainer.errors import ConfigError
-from trainer.model.blocks import BlockPolicy, find_blocks, is_compiled, without_caches
+from trainer.model.blocks import BlockPolicy, class_of, find_blocks, is_compiled, without_caches
+from trainer.model.reachable import Held
 
 
 def enable_activation_checkpointing(
@@ -21,22 +20,23 @@ def enable_activation_checkpointing(
 ) -> dict[str, nn.Module]:
     """Store only the inputs of each block between forward and backward, and recompute the rest.
 
-    Results, gradients, random numbers (dropout) and running statistics of norms are bit-identical to those without;
-    names in `state_dict()` and `named_parameters()` stay. Works before and after the module is wrapped. Blocks that are
-    checkpointed already stay as they are.
+    Results, gradients, torch's random numbers (dropout), and what blocks count, keep and change beside their output are
+    bit-identical to those without; names in `state_dict()` and `named_parameters()` stay. Works before and after the
+    module is wrapped. Blocks that are checkpointed already stay as they are.
 
     Args:
         module: changed in place, until `disable_activation_checkpointing(module)`.
         policy: the choice of blocks, see `find_blocks`.
         around_graphs: if a block is compiled (`compile_block`), run its graph twice, instead of having the graph
-            recompute: torch 2.13 cannot save what a graph with distributed tensors needs for that.
+            recompute: torch 2.13 cannot save what a graph with distributed tensors needs for that. Blocks with buffers
+            run twice in any case.
 
     Returns:
         The blocks by name.
 
     Raises:
         ConfigError: the policy matches nothing, or `around_graphs` and a graph of the user's own has a block in it.
-            Raised later, in the second training forward of a block, if the block changes a buffer each time.
+            Raised later, in a backward, if an argument of a block, or a large buffer, was changed in place.
     """
     try:
         blocks = find_blocks(module, policy)
@@ -53,8 +53,14 @@ def enable_activation_checkpointing(
         _refuse_compiled(module, blocks)
     for block in blocks.values():
         if not isinstance(vars(block).get("forward"), _Recomputed):
-            block.forward = _Recomputed(block, around_graphs)
+            block.forward = _Recomputed(block, around_graphs or _has_tensors(block))
     return blocks
+
+
+def _has_tensors(block: nn.Module) -> bool:
+    """Whether a block has buffers and the like, which a graph that recomputes would find changed by its forward."""
+    values = (value for child in block.modules() for value in (*child._buffers.values(), *vars(child).values()))
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _refuse_compiled(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
@@ -69,14 +75,28 @@ def _refuse_compiled(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None
             )
 
 
-def compile_block(block: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile a module in place, with the options of torch.compile; with `around_graphs` what it recomputes alone."""
-    forward = vars(block).get("forward")
-    if isinstance(forward, _Recomputed) and forward.around_graphs:
+def compile_block(block: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
+    """Compile a module in place, with the options of torch.compile; with `around_graphs` what it recomputes alone.
+
+    Returns:
+        The module, and blocks in it that are compiled by themselves.
+
+    Raises:
+        ConfigError: the options ask for one graph, in which there would be such blocks.
+    """
+    forwards = {child: vars(child).get("forward") for child in block.modules()}
+    apart = {child: one for child, one in forwards.items() if isinstance(one, _Recomputed) and one.around_graphs}
+    if apart.keys() - {block} and options.get("fullgraph"):
+        raise ConfigError(
+            f"compile fullgraph=True with activation_checkpointing: {class_of(next(iter(apart))).__name__} has buffers "
+            "and is recomputed around its graph. Add 'blocks': 'auto' for graphs of its own, or leave fullgraph out."
+        )
+    for child, forward in apart.items():
         forward.compiled = torch.compile(forward.run, **options)
-        block._compiled_call_impl = block._call_impl  # by which all see that it is compiled
-    else:
+        child._compiled_call_impl = child._call_impl  # by which all see that it is compiled
+    if block not in apart:
         block.compile(**options)
+    return [block, *apart]
 
 
 def disable_activation_checkpointing(module: nn.Module) -> None:
@@ -99,57 +119,34 @@ class _Recomputed:
         self.block = block
         self.replaced: Callable[..., Any] | None = vars(block).get("forward")
         self.forward: Callable[..., Any] = block.forward
-        self.norms = [child for child in block.modules() if isinstance(child, _NormBase)]
-        self.checked = self.changed_before = False
         self.around_graphs = around_graphs
+        self.checkpoint = torch.compiler.disable(checkpoint) if around_graphs else checkpoint
         self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A copy of a compiled block is not compiled.
-        run = self.compiled if self.compiled and self.block._compiled_call_impl else self.run
         if not torch.is_grad_enabled():
-            return run(args, kwargs)
-        args, kwargs = without_caches(args), without_caches(kwargs)
-        # Only for norms, whose running statistics the second forward would change: torch.compile rejects such contexts.
-        options: dict[str, Any] = {"context_fn": self._contexts} if self.norms else {}
-        if self.checked or torch.compiler.is_compiling():
-            return checkpoint(run, args, kwargs, use_reentrant=False, **options)
-        before = self._buffer_versions()
+            return self._run(args, kwargs)
         # A tuple and a dict of arguments, so that `checkpoint` takes none for its own option, and finds the devices of
         # all, to save the states of their generators.
-        result = checkpoint(run, args, kwargs, use_reentrant=False, **options)
-        changed = [name for name, version in self._buffer_versions().items() if before.get(name) != version]
-        if changed and self.changed_before:
-            raise ConfigError(
-                f"activation checkpointing runs the forward of {type(self.block).__name__} twice, and it changes the "
-                f"buffer {', '.join(map(repr, changed))} each time: the gradients would be wrong. Choose blocks that "
-                "leave it out."
-            )
-        # A single change may be a table that is filled on first use.
-        self.changed_before, self.checked = bool(changed), not changed
-        return result
+        before: list[Held] = []
+        arguments = without_caches(args), without_caches(kwargs), before
+        return self.checkpoint(self._run_or_repeat, *arguments, use_reentrant=False)
+
+    def _run_or_repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: list[Held]) -> Any:
+        """Call the forward; in the backward once more, with what it found the first time, and without a trace."""
+        if torch.compiler.is_compiling():  # a graph that changes more than tensors is not made
+            return self._run(args, kwargs)
+        if not before:
+            before.append(Held(self.block, (args, kwargs)))
+            return self._run(args, kwargs)
+        with before[0].put_back():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A copy of a compiled block is not compiled.
+        run = self.compiled if self.compiled and self.block._compiled_call_impl else self.run
+        return run(args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the `forward` that the block had."""
         return self.forward(*args, **kwargs)
-
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), self._own_statistics()
-
-    @contextmanager
-    def _own_statistics(self) -> Iterator[None]:
-        """Give the second forward copies of the running statistics, which are dropped on exit."""
-        kept = [dict(norm._buffers) for norm in self.norms]
-        for norm in self.norms:
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
-        try:
-            yield
-        finally:
-            for norm, buffers in zip(self.norms, kept, strict=True):
-                norm._buffers.update(buffers)
-
-    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        """Return the id and version of each buffer outside of norms, by name."""
-        own = {id(buffer) for norm in self.norms for buffer in norm.buffers(recurse=False)}
-        buffers = self.block.named_buffers()
-        return {name: (id(buffer), buffer._version) for name, buffer in buffers if id(buffer) not in own}

@@ -207,11 +207,10 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
     Dynamo skips torch's files; a warning names modules with weights that stay uncompiled.
 
     Raises:
-        ConfigError: no submodule fits the choice of blocks.
+        ConfigError: no submodule fits the choice of blocks, or one graph cannot hold what is to be recomputed.
     """
     parts, uncompiled = parts_to_compile(module, compilation)
-    for part in parts.values():
-        compile_block(part, compilation.options)
+    compiled = [one for part in parts.values() for one in compile_block(part, compilation.options)]
     kind = type(module).__name__
     if parts:
         log.info("compile, %s: %s", compilation.describe(), ", ".join(name or kind for name in parts))
@@ -227,7 +226,7 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
             "compiled yet. What training_step does itself is not compiled: move it into a forward.",
             kind,
         )
-    return list(parts.values())
+    return compiled
 
 
 NamedModules = dict[str, nn.Module]

@@ -1,0 +1,342 @@
+"""Find, keep and put back what a block can write to beside its output: containers, attributes, generators, hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from operator import is_
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError
+from trainer.model.blocks import class_of
+
+_OPAQUE = (np.ndarray, type, ModuleType, str, bytes, int, float, complex, bool, NoneType)
+_LIBRARIES = frozenset({"trainer", "torch", "transformers", "deepspeed"})
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+_LARGEST = 1000
+"""Items of a container that is looked through: larger ones are data."""
+_LARGEST_COPY = 100_000
+"""Elements of a tensor that a block may change in place where its forward is run again."""
+
+
+def tensors_in(nested: Any) -> list[torch.Tensor]:
+    """Return the tensors in any nesting of dicts, lists, tuples and the like."""
+    leaves, _ = torch.utils._pytree.tree_flatten(nested)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """Return the lists, dicts and dataclasses among the arguments of a call, the outer ones first."""
+    args, kwargs = arguments
+    found: list[Any] = []
+    waiting = [*args, *kwargs.values()]
+    for one in waiting:
+        if isinstance(one, torch.Tensor):
+            continue
+        if isinstance(one, tuple):
+            waiting += one
+        elif isinstance(one, (list, deque, dict)) or _is_dataclass(one):
+            found.append(one)
+            waiting += content(one).values()
+    return found
+
+
+def objects(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """Return the users' other objects and the sets among the arguments of a call."""
+    args, kwargs = arguments
+    return [one for one in (*args, *kwargs.values()) if isinstance(one, set) or is_users(one)]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an attribute: itself, in containers, and in the attributes of a user's object."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, deque, dict)) or is_users(value):
+        for one in value if isinstance(value, (list, tuple, set, deque)) else content(value).values():
+            if one is not value:
+                yield from tensors_of(one) if not is_users(one) else ()
+
+
+def is_users(one: Any) -> bool:
+    """Whether this is an object of a class of the user's, with attributes, and no module."""
+    kind = type(one)
+    if isinstance(one, (*_OPAQUE, torch.Tensor, nn.Module, FunctionType, MethodType, partial)):
+        return False
+    return kind.__module__.partition(".")[0] not in ("trainer", "torch", "transformers", "builtins", "collections")
+
+
+def keep_attributes_of(one: Any, other: Any) -> None:
+    """Give a copy of a container the attributes that copying has not kept: of a subclass, or made anew by an init."""
+    if isinstance(one, (list, deque, dict)):
+        vars(other).update(vars(one)) if hasattr(one, "__dict__") else None
+        return
+    for name, value in attributes(one).items():
+        if not isinstance(value, (torch.Tensor, list, deque, dict, tuple)) and not _is_dataclass(value):
+            object.__setattr__(other, name, value)
+
+
+def content(container: Any) -> dict[Any, Any]:
+    """Return the entries of a dict by key, of a list or set by number, of an object by attribute."""
+    if isinstance(container, (dict, nn.Module)):
+        return dict(container if isinstance(container, dict) else vars(container))
+    return dict(enumerate(container)) if isinstance(container, (list, deque, set)) else attributes(container)
+
+
+def fill(container: Any, entries: dict[Any, Any]) -> None:
+    """Replace what is in a container by the entries that `content` has returned of one."""
+    if not isinstance(container, (list, deque, set, dict)):
+        for name in attributes(container).keys() - entries.keys():
+            object.__delattr__(container, name)
+        for name, value in entries.items():
+            object.__setattr__(container, name, value)
+        return
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(entries.values())
+    else:
+        container.update(entries.values() if isinstance(container, set) else entries)
+
+
+def same_content(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether the same objects are in two results of `content`."""
+    return list(one) == list(other) and all(map(is_, one.values(), other.values()))
+
+
+def is_container(one: Any) -> bool:
+    """Whether an object is one that `content` takes, and small."""
+    if isinstance(one, (list, deque, set, dict)):
+        return len(one) <= _LARGEST
+    has_attributes = hasattr(one, "__dict__") or hasattr(one, "__slots__")
+    return has_attributes and not isinstance(one, (torch.Tensor, *_OPAQUE, FunctionType, MethodType, partial))
+
+
+class OwnGenerator:
+    """One interface for the random generators of torch, numpy and Python."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def seed(self, seed: int) -> None:
+        """Seed the generator with a number from 0 to 2**64 - 1."""
+        own = self.generator
+        if isinstance(own, torch.Generator):
+            own.manual_seed(seed >> 1)
+        elif isinstance(own, np.random.Generator):
+            own.bit_generator.state = type(own.bit_generator)(seed).state
+        elif isinstance(own, np.random.RandomState):
+            own.seed(seed & 0xFFFFFFFF)
+        else:
+            own.seed(seed)
+
+    def get_state(self) -> Any:
+        """Return the generator's state, for `set_state`."""
+        own = self.generator
+        if isinstance(own, np.random.Generator):
+            return own.bit_generator.state
+        return own.getstate() if isinstance(own, random.Random) else own.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Restore a state that `get_state` returned."""
+        own = self.generator
+        if isinstance(own, np.random.Generator):
+            own.bit_generator.state = state
+        elif isinstance(own, random.Random):
+            own.setstate(state)
+        else:
+            own.set_state(state)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether this is a random generator that has a state."""
+    # Not in a constant, with which `import trainer` would import numpy.random.
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which has no state
+
+
+def is_filled(cell: CellType) -> bool:
+    """Whether a cell of a closure has a value: it has none until the name is assigned."""
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, including those in `__slots__`."""
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # one that is not set
+                    found[name] = slot.__get__(value)
+    with suppress(AttributeError):
+        found |= object.__getattribute__(value, "__dict__")
+    return found
+
+
+def _is_dataclass(one: Any) -> bool:
+    return dataclasses.is_dataclass(one) and not isinstance(one, type)
+
+
+def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what a block may write to, with words for it: attributes, objects among its inputs, what its hooks know."""
+    for path, child in block.named_modules():
+        place = ".".join(filter(None, (name, path)))
+        for attribute, value in _written_by(child):
+            yield f"{place}.{attribute}" if attribute else f"what a hook of {place} writes to", value
+    leaves, _ = torch.utils._pytree.tree_flatten(inputs)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            yield f"what is in a {type(leaf).__name__} among the arguments", leaf
+
+
+def _written_by(child: nn.Module) -> list[tuple[str, Any]]:
+    """Return what a part of a block may write to: its attributes by name, and its hooks."""
+    own = [(name, value) for name, value in vars(child).items() if name not in OF_TORCH and type(value) not in _OPAQUE]
+    return own + [("", hook) for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())]
+
+
+def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the lists, sets and dicts at module level that a block's methods and functions they call use, by name."""
+    kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if kind is not nn.Module}
+    waiting = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+    seen: set[int] = set()
+    for function in waiting:
+        for name in function.__code__.co_names if id(function) not in seen else ():
+            value, package = function.__globals__.get(name), function.__module__.partition(".")[0]
+            if isinstance(value, (list, deque, set, dict)) and package not in _LIBRARIES:
+                yield f"{name} at the level of {function.__module__}", value
+            elif isinstance(value, FunctionType) and value.__module__.partition(".")[0] == package:
+                waiting.append(value)
+        seen.add(id(function))
+
+
+def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield an object and what is in it, in any nesting of containers, objects and what functions enclose, each once.
+
+    What belongs to this package or to a library is not looked into.
+    """
+    of = value if isinstance(value, FunctionType) else type(value)
+    is_package = of.__module__ and of.__module__.partition(".")[0] in _LIBRARIES
+    if id(value) in seen or (is_package and not isinstance(value, (torch.Tensor, torch.Generator))):
+        return
+    if isinstance(value, _OPAQUE):
+        return
+    seen.add(id(value))
+    yield value
+    for one in _inside(value):
+        yield from objects_behind(one, seen)
+
+
+def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
+    """Return the containers and objects that several blocks have in attributes, or their hooks know, and global lists.
+
+    A dict at module level may be a cache, which each process can fill for itself.
+    """
+    found: dict[int, Any] = {}
+    times: Counter[int] = Counter()
+    for block in blocks.values():
+        seen: set[int] = set()
+        of_block = [one for _, place in places("", block) for one in objects_behind(place, seen) if is_container(one)]
+        found.update({id(one): one for one in of_block})
+        times.update(map(id, of_block))
+    of_all = [one for block in blocks.values() for _, one in global_containers(block) if isinstance(one, list)]
+    shared = [found[key] for key, number in times.items() if number > 1]
+    return [*shared, *{id(one): one for one in of_all if is_container(one)}.values()]
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return []
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        several = len(value) <= _LARGEST
+        return [*(value.values() if isinstance(value, dict) else value)] if several else []
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, CellType):
+        return [value.cell_contents] if is_filled(value) else []
+    if isinstance(value, FunctionType):
+        known = value.__globals__
+        return [*(value.__closure__ or ()), *(known.get(name) for name in value.__code__.co_names)]
+    # Of a module its own attributes, which a hook may write; its parts are asked for by themselves.
+    return [one for key, one in attributes(value).items() if not isinstance(value, nn.Module) or key[:1] != "_"]
+
+
+class Held:
+    """The contents of a block, its hooks and the arguments of a call, for another run of the block to begin with.
+
+    Args:
+        block: whose attributes, buffers and random generators these are, and what is in containers and objects.
+        inputs: the arguments, whose tensors have to stay unchanged.
+        largest_copy: elements of a tensor of the block up to which the block may change it in place.
+    """
+
+    def __init__(self, block: nn.Module, inputs: Any = (), largest_copy: float = _LARGEST_COPY) -> None:
+        seen: set[int] = set()
+        self._block, modules = block, [*block.modules()]
+        written = [value for child in modules for _, value in _written_by(child)]
+        written += [value for _, value in global_containers(block)]
+        found = [one for value in written for one in objects_behind(value, seen)]
+        found += [buffer for child in modules for buffer in child._buffers.values() if buffer is not None]
+        tensors = [one for one in found if isinstance(one, torch.Tensor)]
+        small = [one for one in tensors if not one.requires_grad and one.numel() <= largest_copy]
+        self._copies = {id(one): one.detach().clone() for one in small}
+        found += objects_behind(inputs, seen)
+        others = [one for one in found if isinstance(one, torch.Tensor) and id(one) not in self._copies]
+        self._others = [(one, _version(one)) for one in others if not isinstance(one, nn.Parameter)]
+        self._containers = [*modules, *(child._buffers for child in modules), *filter(is_container, found)]
+        self._before = [*map(content, self._containers)]
+        self._generators = [OwnGenerator(one) for one in found if is_generator(one)]
+        self._states = [one.get_state() for one in self._generators]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Have the block see what it held; what it holds now is there again on exit, whatever runs in between.
+
+        Raises:
+            ConfigError: a tensor has been changed in place and there is no copy.
+        """
+        for tensor, version in self._others:
+            if _version(tensor) != version:
+                raise ConfigError(
+                    f"activation checkpointing runs the forward of {class_of(self._block).__name__} twice, and between "
+                    f"the two a tensor {tuple(tensor.shape)} that it gets or holds was changed in place: the gradients "
+                    "would be wrong. Write x = x + y instead of x += y, or choose blocks that leave it out."
+                )
+        now = [*map(content, self._containers)]
+        states = [one.get_state() for one in self._generators]
+        other = {key: copy.clone() for key, copy in self._copies.items()}
+        before = [{name: other.get(id(one), one) for name, one in entries.items()} for entries in self._before]
+        self._put(before if other else self._before)
+        self._set_states(self._states)
+        try:
+            yield
+        finally:
+            self._put(now)
+            self._set_states(states)
+
+    def _put(self, contents: list[dict[Any, Any]]) -> None:
+        for container, entries in zip(self._containers, contents, strict=True):
+            if not same_content(content(container), entries):
+                fill(container, entries)
+
+    def _set_states(self, states: list[Any]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return the number of changes in place, which tensors of the inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
