@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.data.sampler_state import attributes, own_generators
+from trainer.data.sampler_state import own_generators
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
 from trainer.model.reachable import OF_TORCH, attributes, is_container, is_users, objects_behind, places
