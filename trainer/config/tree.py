@@ -100,11 +100,15 @@ class Diagnostics:
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     """The files in the order in which they were read."""
+    added: set[Problem] = field(default_factory=set)
+    """The problems again, to be found quickly: a list of a file may have thousands of wrong elements."""
 
     def add(self, source: Source | None, message: str, cause: Exception | None = None) -> None:
         """Add a problem, once."""
-        if Problem(source, message) not in self.problems:
-            self.problems.append(Problem(source, message, cause))
+        problem = Problem(source, message, cause)
+        if problem not in self.added:
+            self.added.add(problem)
+            self.problems.append(problem)
 
     def report(self) -> None:
         """Raise all problems as one error, if there are any.
