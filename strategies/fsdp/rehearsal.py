@@ -136,12 +136,19 @@ def rehearsal(
             torch.set_grad_enabled(gradients),
             eval_mode(block),
             isolated_rng(device),
-            Held(block, inputs, math.inf).put_back(),
+            _state_kept(block, inputs),
             _gathered(block),
         ]
         contexts += [_computing_in_float32(block, device)] if in_float32 else []
         for context in (*contexts, _other_weights(block, in_float32, change, gradients, full)):
             stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def _state_kept(block: nn.Module, inputs: Any) -> Iterator[None]:
+    # Here, because what a block holds is that of eval mode by now.
+    with Held(block, inputs, math.inf).put_back():
         yield
 
 

@@ -595,7 +595,7 @@ def test_what_other_processes_would_not_get_is_refused(name: str, refusals: Any)
     for of_rank in refusals:
         assert isinstance(of_rank[name], str), "it trains"
         assert of_rank[name].startswith("refused: "), of_rank[name]
-    assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals)
+    assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals), refusals[0][name]
 
 
 @pytest.mark.parametrize("name", ENDS)
