@@ -244,6 +244,16 @@ def test_a_closed_terminal_is_passed_on_as_sigterm() -> None:
     all_gone(workers)
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_stop_nothing(closed: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        BEGIN + "print('trained')\nprint('a warning', file=sys.stderr)\nopen(f'rank-{rank}', 'w').close()\n"
+    )
+    subprocess.run(["sh", "-c", f"exec {sys.executable} {script} {closed}"], cwd=tmp_path, check=True, timeout=90)
+    assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0", "rank-1"]
+
+
 def test_the_second_interrupt_ends_processes_that_do_not_listen() -> None:
     running, workers = started(DEAF)
     running.send(signal.SIGINT)

@@ -66,6 +66,15 @@ def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str
     launch_command(sys.orig_argv[1:], num_processes, max_restarts)
 
 
+def open_closed_streams() -> None:
+    """Open the standard streams that a shell or a daemon has closed (`>&-`): Python has None in their place."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w")  # noqa: SIM115  # for the rest of the process
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def launch_command(
     command: Sequence[str],
     num_processes: int,
@@ -90,6 +99,7 @@ def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
     os.environ[LAUNCHED] = str(os.getpid())
     # Replaces the agent's own handlers, which end everything 30 s after the second signal.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+    open_closed_streams()
     sys.stdout.flush()
     sys.stderr.flush()
     agent = make_agent()

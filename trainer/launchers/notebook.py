@@ -21,7 +21,7 @@ from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.errors import ConfigError, TrainerError
 from trainer.fault_tolerance.failure import lost_connection
 from trainer.fault_tolerance.signals import in_main_thread
-from trainer.launchers.launcher import die_with_parent
+from trainer.launchers.launcher import die_with_parent, open_closed_streams
 from trainer.launchers.restarts import LAUNCHED
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
     pipes = [multiprocessing.get_context(method).Pipe(duplex=False) for _ in range(number)]
     call = (function, args, kwargs)
     given = call if method == "fork" else _pickled(call)
+    open_closed_streams()
     sys.stdout.flush()
     sys.stderr.flush()
     processes: list[Any] = []
