@@ -97,6 +97,8 @@ class DDPStrategy(DistributedStrategy):
         self._first_window = True
         self._is_first_step = False
         self._more_follow = False
+        self._prepared = False
+        """True from a forward to the backward in which torch averages the gradients."""
 
     def problems(
         self,
@@ -184,6 +186,7 @@ class DDPStrategy(DistributedStrategy):
                 return self.call_step(step, *args)
         if step != "training_step" or self.wrapped is None:
             return super().call_step(step, *args)
+        self._prepared = self._prepared or self.wrapped.require_backward_grad_sync
         with self.precision.forward_context(self.device):
             return self.wrapped(step, *args)
 
@@ -191,12 +194,20 @@ class DDPStrategy(DistributedStrategy):
         # Not through super(): from fit to backward there are four frames.
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
+        again = self.wrapped is not None and self.wrapped.require_backward_grad_sync and not self._prepared
+        if again and self.static_graph:
+            raise ConfigError(
+                "DDPStrategy(static_graph=True) averages the gradients of one backward after each forward, and this is "
+                "a second one: call backward once, for the sum of the losses; or leave static_graph out."
+            )
         self._run_backward(loss)
-        if self.wrapped is not None and self.wrapped.require_backward_grad_sync:
+        if self.wrapped is not None and self.wrapped.require_backward_grad_sync and not again:
+            self._prepared = False
             # A parameter without a gradient leaves those of this step unsynchronized; torch itself looks a step later.
             self.wrapped._check_reducer_finalized()
         world_size = self.processes.world_size
-        if self.wrapped is None and world_size > 1 and not self._more_follow:
+        # Of a second backward after one forward torch averages nothing; the mean of what it has averaged is the same.
+        if (self.wrapped is None or again) and world_size > 1 and not self._more_follow:
             trained = [p for p in self.module.parameters() if p.requires_grad]
             average_gradients(trained, world_size, sparse_weights(self.module))
 

@@ -186,6 +186,63 @@ def test_a_gan_trains_as_on_one_process() -> None:
 # -- what processes do together ----------------------------------------------------------------------------------------
 
 
+def two_losses(kind: str, model: Any, x: torch.Tensor, y: torch.Tensor, backward: Any) -> None:
+    """Make a step of two losses, with a backward each."""
+    if kind == "two forwards, then two backwards":
+        one, other = model(x), model(-x)
+        backward(mse_loss(one, y))
+        backward(mse_loss(other, -y))
+    elif kind == "one forward, two backwards":
+        outputs = model(x)
+        backward(mse_loss(outputs, y), retain_graph=True)
+        backward(outputs.square().mean())
+    else:
+        backward(mse_loss(model(x), y))
+        outputs, other = model(-x), model(2 * x)
+        backward(mse_loss(other, y))
+        backward(mse_loss(outputs, -y))
+
+
+KINDS = ("two forwards, then two backwards", "one forward, two backwards", "one after the other, then two")
+
+
+def losses_on_this_process() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        with Engine(strategy="ddp", **TWO) as engine:
+            net = make_net()
+            model, optimizer = engine.setup(net, SGD(net.parameters(), 0.1))
+            for x, y in engine.setup_dataloaders(DataLoader(dataset(16), batch_size=4)):
+                optimizer.zero_grad()
+                two_losses(kind, model, x, y, engine.backward)
+                optimizer.step()
+            found[kind] = {name: value.clone() for name, value in net.state_dict().items()}
+    with Engine(strategy=DDPStrategy(static_graph=True), **TWO) as engine:
+        net = make_net()
+        model, _ = engine.setup(net, SGD(net.parameters(), 0.1))
+        try:
+            two_losses(KINDS[1], model, torch.zeros(2, FEATURES), torch.zeros(2, 1), engine.backward)
+        except ConfigError as error:
+            found["static graph"] = str(error)
+    return found
+
+
+def test_each_backward_is_averaged_whatever_forwards_came_before_it() -> None:
+    ranks = run_distributed(losses_on_this_process, 2)
+    for kind in KINDS:
+        net = make_net()
+        optimizer = SGD(net.parameters(), 0.1)
+        for x, y in DataLoader(dataset(16), batch_size=8):
+            optimizer.zero_grad()
+            two_losses(kind, net, x, y, torch.Tensor.backward)
+            optimizer.step()
+        for rank in ranks:
+            assert_same_bits(rank[kind], ranks[0][kind])
+            for name, value in net.state_dict().items():
+                torch.testing.assert_close(rank[kind][name], value, rtol=1e-5, atol=1e-6)
+    assert "this is a second one: call backward once" in ranks[0]["static graph"]
+
+
 def counting_hook(calls, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
     calls.append(bucket.index())
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
