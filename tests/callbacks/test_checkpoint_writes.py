@@ -424,7 +424,7 @@ def test_what_cannot_be_stored_ends_the_run_whatever_the_policy(tmp_path: Path) 
             checkpoint["mine"] = {1, 2}
 
     for async_save in (False, True):
-        with pytest.raises(CheckpointError, match="mine: it is a set"):
+        with pytest.raises(CheckpointError, match=r"added\['mine'\]: it is a set"):
             fit([steps(dirpath=tmp_path, async_save=async_save, on_write_error="warn")], module=Odd())
 
 

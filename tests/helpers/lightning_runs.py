@@ -279,6 +279,7 @@ def run(library: Library, scenario: Scenario, folder: Path) -> Record:
         run_of = library.Trainer(callbacks=callbacks, **settings)
         module = cls()
         scenario.action(run_of, module)
+    record.logged.sort(key=lambda one: one[:2])  # the order of the names of a step means nothing
     record.metrics = {name: float(value) for name, value in run_of.callback_metrics.items()}
     record.weights = {name: value.detach().flatten().tolist() for name, value in module.state_dict().items()}
     record.end = {
