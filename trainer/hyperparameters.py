@@ -10,8 +10,9 @@ import inspect
 import logging
 import os
 import sys
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from types import FrameType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -331,6 +332,7 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "path": Path,
+    **{kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, OrderedDict, Counter, deque)},
     "set": set,
     "frozenset": frozenset,
     "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
@@ -365,23 +367,28 @@ def kinds_of_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _kind(value: Any) -> list[Any] | None:
     if isinstance(value, enum.Enum):
-        return ["enum", [type(value).__qualname__, value.name], None]
+        return ["enum", [_full_name(type(value)), value.name], None]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return ["dataclass", type(value).__qualname__, _kinds_of_items(_fields(value).values())]
+        return ["dataclass", _full_name(type(value)), _kinds_of_items(_fields(value).values())]
     name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
-    if isinstance(value, datetime.timedelta) or name == "path" or _is_of_torch(value):
+    if isinstance(value, (datetime.timedelta, PurePath)) or _is_of_torch(value):
         return [name, None, None]
     if type(value) in (set, frozenset):
         return [name, None, _kinds_of_items(sorted(value, key=lambda one: repr(as_stored(one))))]
     if isinstance(value, tuple) and type(value) is not tuple:
-        return ["namedtuple", type(value).__qualname__, _kinds_of_items(value)] if hasattr(value, "_fields") else None
+        return ["namedtuple", _full_name(type(value)), _kinds_of_items(value)] if hasattr(value, "_fields") else None
     if isinstance(value, Mapping):
         items, keys = _kinds_of_items(value.values()), _kinds_of_items(value)
-        return None if items is None and keys is None else ["dict", keys, items]
-    if isinstance(value, (list, tuple)):
+        of_class = name if type(value) in (OrderedDict, Counter) else "dict"
+        return None if items is None and keys is None and of_class == "dict" else [of_class, keys, items]
+    if isinstance(value, (list, tuple, deque)):
         items = _kinds_of_items(value)
-        return None if items is None else [type(value).__name__, None, items]
+        return None if items is None and type(value) is not deque else [type(value).__name__, None, items]
     return None
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _kinds_of_items(items: Iterable[Any]) -> dict[str, Any] | None:
@@ -398,7 +405,8 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     try:
         name, of_class, items = kind
         if isinstance(value, dict):
-            names, values = _items_as_given(value, of_class if name == "dict" else None, owner, where), value.values()
+            kinds = None if name == "dataclass" else of_class
+            names, values = _items_as_given(value, kinds, owner, where), value.values()
             value = dict(zip(names, _items_as_given(values, items, owner, where), strict=True))
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
@@ -411,9 +419,9 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             return _class_named(owner, of_class, tuple)(*value)
         if name == "dataclass":
             cls = _class_named(owner, of_class, object)
-            made = cls(**{field.name: value.pop(field.name) for field in dataclasses.fields(cls) if field.init})
-            for left, item in value.items():
-                object.__setattr__(made, left, item)
+            made = cls(**{field.name: value[field.name] for field in dataclasses.fields(cls) if field.init})
+            for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
+                object.__setattr__(made, field, item)
             return made
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
@@ -434,16 +442,21 @@ def _items_as_given(items: Iterable[Any], kinds: Any, owner: type, where: str) -
 def _class_named(owner: type, name: str, base: type) -> Any:
     """Return a class of the user's by its name, from an annotation or a module of the owner: nothing is imported."""
     found: list[Any] = []
+    alike: list[Any] = []
+    module, _, qualname = name.rpartition(":")  # earlier versions have no module
     for cls in owner.__mro__[:-1]:
         with contextlib.suppress(Exception):  # a name known to type checkers only
             found += get_type_hints(cls.__init__).values()  # type: ignore[misc]
         found += [*vars(cls).values(), *vars(sys.modules[cls.__module__]).values()]
     for one in found:  # grows
-        if isinstance(one, type) and one.__qualname__ == name and issubclass(one, base):
-            return one
+        if isinstance(one, type) and one.__qualname__ == qualname and issubclass(one, base):
+            alike.append(one)
         inside = [*get_args(one), *(get_type_hints(one).values() if dataclasses.is_dataclass(one) else ())]
         found += [other for other in inside if not any(other is known for known in found)]
-    raise LookupError(f"no class {name} is known where {owner.__name__} is defined")
+    if not alike:
+        raise LookupError(f"no class {qualname} is known where {owner.__name__} is defined")
+    # A module may have another name now, as one that was run as a script.
+    return next((one for one in alike if one.__module__ == module), alike[0])
 
 
 def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:

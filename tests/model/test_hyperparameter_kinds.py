@@ -8,8 +8,9 @@ import enum
 import json
 import random
 import shutil
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,10 @@ from trainer.hyperparameters import constructor_arguments
 class Color(enum.Enum):
     RED = "red"
     BLUE = ("b", 2)
+
+
+# Of the name of `Color`, as of another module that this one has imported.
+OTHER: Any = enum.Enum("Color", {"RED": "dark red", "GREEN": "green"}, module="elsewhere", qualname="Color")
 
 
 class Flags(enum.Flag):
@@ -46,6 +51,15 @@ class Inner:
 
     def __post_init__(self) -> None:
         self.made = self.width * 2
+
+
+@dataclasses.dataclass
+class Scaled:
+    rate: float = 0.5
+    scale: float = 10.0
+
+    def __post_init__(self) -> None:
+        self.rate *= self.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +105,8 @@ def again(value: Any, **more: Any) -> Model:
 LEAVES: list[Callable[[random.Random], Any]] = [
     lambda rng: rng.choice([None, True, 1, -0.5, "a", "", "s3://bucket/x", "red"]),
     lambda rng: Path(rng.choice(["a", "/b/c", "~/d", "x y"])),
-    lambda rng: rng.choice([*Color, *Flags, Flags.A | Flags.B]),
+    lambda rng: rng.choice([PurePosixPath("a/b"), PureWindowsPath("c:/d")]),
+    lambda rng: rng.choice([*Color, *OTHER, *Flags, Flags.A | Flags.B]),
     lambda rng: datetime.timedelta(rng.randrange(9), rng.randrange(9), rng.randrange(999)),
     lambda rng: rng.choice([torch.float16, torch.int64, torch.device("cpu"), torch.device("cuda:1")]),
 ]
@@ -110,6 +125,10 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
             lambda: dict(zip(keys, items, strict=False)),
             lambda: Point(items[0], items[-1]),
             lambda: Inner(3, items[0]),
+            lambda: Scaled(2.0),
+            lambda: OrderedDict(zip(keys, items, strict=False)),
+            lambda: Counter("abca"),
+            lambda: deque(items),
             lambda: Outer(Inner(2, items[0]), ("a", "b")),
             lambda: {rng.choice(LEAVES)(rng) for _ in range(2)},
             lambda: frozenset({1, "a"}),
@@ -135,8 +154,8 @@ def test_a_class_that_is_not_there_is_asked_for() -> None:
     again([Inner(1)])
     path = Path("saved/checkpoint.json")
     content = path.read_text()
-    assert '"Inner"' in content
-    state = json.loads(content.replace('"Inner"', '"Elsewhere"'))
+    assert ':Inner"' in content
+    state = json.loads(content.replace(':Inner"', ':Elsewhere"'))
     kept = state["hyperparameters"]
     with pytest.raises(CheckpointError, match=r"hyperparameter value was a dataclass .*Elsewhere"):
         constructor_arguments(Model, kept["module"], None, {}, kept["kinds"]["module"])
