@@ -171,9 +171,12 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""
+        earlier = None if self.stopping_reason_message is None else self.stopped_epoch
         if trainer.run.postponed_stop is None:  # the run goes on: a reason of its checkpoint holds no longer
             self.stopping_reason_message, self.stopped_epoch = None, 0
         self._stop_if_due(trainer)
+        if earlier is not None and self.stopping_reason_message is not None:
+            self.stopped_epoch = earlier
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if trainer.stage == "fit" and not trainer.sanity_checking and self._checked_at != "train epoch":
@@ -226,8 +229,7 @@ class EarlyStopping(Callback):
     def _stop_if_due(self, trainer: Trainer) -> None:
         reason = self._reason_to_stop()
         if reason is not None:
-            if reason != self.stopping_reason_message:  # else a run that had ended is started again
-                self.stopping_reason_message, self.stopped_epoch = reason, trainer.current_epoch
+            self.stopping_reason_message, self.stopped_epoch = reason, trainer.current_epoch
             trainer.stop(reason)
 
     @property

@@ -316,7 +316,8 @@ class Trainer:
         """Write a checkpoint folder at `filepath`, or at a URL such as s3://bucket/name.
 
         Collective: every process must call this, at the end of a step. In a validation inside `fit`, but for
-        `on_validation_end`, the checkpoint is written when that has ended; `on_checkpoint_saved` tells it.
+        `on_validation_end`, the checkpoint is written when that has ended, and in `on_train_epoch_end` when all
+        callbacks and schedulers have seen the epoch; `on_checkpoint_saved` tells it.
 
         Args:
             filepath: the folder or URL.
@@ -724,10 +725,11 @@ class Trainer:
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1)
         progress.epoch_ended = True
-        self._publish_epoch(run)
-        if run.module.automatic_optimization:
-            self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
-        run.decide_end(complete=progress.step >= run.last_step or progress.epoch + 1 == self.config.max_epochs)
+        with run.saving_later():
+            self._publish_epoch(run)
+            if run.module.automatic_optimization:
+                self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
+            run.decide_end(complete=progress.step >= run.last_step or progress.epoch + 1 == self.config.max_epochs)
         run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         run.end_epoch()

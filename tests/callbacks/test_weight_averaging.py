@@ -247,6 +247,23 @@ class LatelyTrained(Normed):
         self.norm.requires_grad_(self.global_step >= 3)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_what_trains_after_a_resume_is_averaged_as_in_one_go(stop: int, every: int, tmp_path: Path) -> None:
+    def run(steps: int, root: Path) -> Normed:
+        module = LatelyTrained()
+        module.norm.requires_grad_(False)
+        average = EMAWeightAveraging(decay=DECAY, update_every_n_steps=every)
+        settings: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": root}
+        trainer = quiet(max_steps=steps, callbacks=[average, ModelCheckpoint()], **settings)
+        trainer.fit(module, loader(), ckpt_path="last")
+        return module
+
+    whole = run(8, tmp_path / "whole")
+    run(stop, tmp_path / "broken")
+    assert_same_bits(run(8, tmp_path / "broken").state_dict(), whole.state_dict())
+
+
 def test_what_trains_from_a_step_on_is_averaged_from_that_step_on() -> None:
     by_hand = ByHand(avg_fn=get_ema_avg_fn(DECAY))
     module = LatelyTrained()

@@ -414,7 +414,7 @@ def test_a_wrong_path_says_what_there_is(checkpoint: Path, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="is a file; this trainer reads checkpoint folders"):
         read_checkpoint(tmp_path / "model.ckpt")
     (checkpoint / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no manifest\.json.*not committed"):
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json.*may have been interrupted"):
         read_checkpoint(checkpoint)
 
 

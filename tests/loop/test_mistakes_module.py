@@ -51,7 +51,7 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a wrapped module": (lambda: fit(nn.DataParallel(Net())), ["takes a trainer.TrainModule", "got a DataParallel"]),
     "a compiled module": (
         lambda: fit(torch.compile(Net(), backend="eager")),
-        ["got a OptimizedModule", "module.compile()", "compile=True"],
+        ["got what torch.compile(module) returned", "module.compile()", "compile=True"],
     ),
     "loader and module exchanged": (lambda: quiet().fit(loader(), Net()), ["first argument", "got a DataLoader"]),
     "nothing defined": (

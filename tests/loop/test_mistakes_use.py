@@ -351,7 +351,7 @@ class Unsaveable(Callback):
     ("arguments", "parts"),
     [
         ({"callbacks": Unsaveable()}, ["callbacks['Unsaveable']['seen']", "a set", "sorted(value)"]),
-        ({}, ["f: it is a function", "data only"]),
+        ({}, ["added['f']: it is a function", "data only"]),
     ],
     ids=["callback", "module"],
 )

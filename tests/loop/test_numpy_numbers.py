@@ -79,7 +79,7 @@ def test_a_resumed_run_has_the_same_numbers_and_types(rate: Any, tmp_path: Path)
     assert group["initial_lr"].dtype == rate.dtype
     assert [type(key) for key in checkpoint["schedulers"][1]["milestones"]] == [np.int64, np.int64]
     assert checkpoint["callbacks"]["Numbers"]["b"] is np.True_
-    assert type(checkpoint["of_module"]["best"]) is np.float64
+    assert type(checkpoint["added"]["of_module"]["best"]) is np.float64
     assert type(checkpoint["data"]["seen"]) is np.int32
 
 

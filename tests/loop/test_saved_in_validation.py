@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.toy import quiet
 from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import EarlyStopping
 
 HOOKS = tuple(
     f"on_validation_{name}" for name in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
@@ -123,6 +124,39 @@ def test_a_resumed_run_goes_on_behind_the_validation(
     at_once = hook == HOOKS[-1] and number > 1
     assert saves.told == (["saved", "asked for"] if at_once else ["asked for", "saved"])
     assert_same_bits(trained(resume=tmp_path / "saved"), uninterrupted)
+
+
+class ByEpoch(Net):
+    """Logs a mean of the epoch, by which the rate falls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("of_epoch", (loss * 0 + 1.0) if self.current_epoch else loss * 0 + 2.0, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "of_epoch"}}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("epoch", [1, 2, 3])
+def test_what_the_end_of_an_epoch_does_is_in_a_checkpoint_of_its_hook(epoch: int, first: bool, tmp_path: Path) -> None:
+    def run(*savers: Callback, resume: Path | None = None) -> tuple[int, list[float], torch.Tensor]:
+        torch.manual_seed(0)
+        stops = [EarlyStopping("of_epoch", patience=3)]
+        module = ByEpoch()
+        trainer = quiet(max_epochs=9, seed=3, callbacks=[*savers, *stops] if first else [*stops, *savers])
+        data = TensorDataset(torch.linspace(-1, 1, 48).view(12, 4))
+        trainer.fit(module, DataLoader(data, 3, shuffle=True), ckpt_path=resume)
+        return trainer.global_step, [group["lr"] for group in trainer.optimizers[0].param_groups], module.layer.weight
+
+    whole = run(Saves("on_train_epoch_end", epoch, tmp_path / "saved"))
+    assert whole[:2] == run()[:2]
+    resumed = run(resume=tmp_path / "saved")
+    assert resumed[:2] == whole[:2]
+    assert torch.equal(resumed[2], whole[2])
 
 
 def test_of_a_validation_that_a_signal_ends_nothing_is_written(uninterrupted: dict[str, Any], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_each_entry_has_a_kind(tmp_path: Path) -> None:
     trainer.fit(module, DataLoader(module.data(8), 4))
     trainer.save_checkpoint(tmp_path / "c")
     # Of some settings alone: an average of the weights, what a checkpoint of trained weights leaves out, split batches,
-    # gradients that wait in the middle of a step.
-    of_some = {"average", "evaluated", "base", "fitting_samples", "gradients"}
+    # gradients that wait in the middle of a step, what hooks add.
+    of_some = {"added", "average", "evaluated", "base", "fitting_samples", "gradients"}
     kinds = {name.removesuffix("?") for name in KINDS} - of_some
     assert load_training_state(tmp_path / "c").keys() == kinds

@@ -81,7 +81,8 @@ class AveragedWeights:
     @torch.no_grad()
     def begin_unfrozen(self) -> None:
         """Begin the averages of parameters that train from the next step on with the values that they have now."""
-        if any(parameter.requires_grad for parameter in self._frozen):
+        # Without places the run has gone to a checkpoint, and what trains now may not have trained before it.
+        if self.count and (self._places is None or any(parameter.requires_grad for parameter in self._frozen)):
             self._places = self._find_places()
 
     def _find_places(self) -> _Places:

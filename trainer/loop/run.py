@@ -475,15 +475,23 @@ class Run:
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
         """Evaluate in the block, write the checkpoints that wait for its end, and go on with what was in progress."""
-        before, self.activity, self.saves_wait = self.activity, activity, True
+        before, self.activity = self.activity, activity
+        with self.saving_later():
+            yield
+            self.activity = before
+
+    @contextmanager
+    def saving_later(self) -> Iterator[None]:
+        """Write the checkpoints that hooks in the block ask for at its end, when all of the step is done."""
+        self.saves_wait = True
         yield
-        self.activity, self.saves_wait = before, False
+        self.saves_wait = False
         waiting, self._waiting_saves = self._waiting_saves, []
         for save in waiting:
             save()
 
     def save_later(self, save: Callable[[], None]) -> None:
-        """Write a checkpoint when the validation has ended; of one that is left none, since it is done again."""
+        """Write a checkpoint at the end of `saving_later`; of a validation that is left none: it is done again."""
         self._waiting_saves.append(save)
 
     def drop_waiting_saves(self) -> None:
