@@ -392,6 +392,41 @@ def test_parameters_without_a_usable_annotation_take_anything() -> None:
     assert parameters.open
 
 
+def test_arguments_are_handed_on_along_the_line_of_the_class_that_is_made() -> None:
+    class Base:
+        def __init__(self, first: int = 1, second: int = 2) -> None:
+            self.values = (first, second)
+
+    class Mixin:
+        def __init__(self, depth: int = 1, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    class Plain(Base):
+        """Has no constructor."""
+
+    class Mixed(Mixin, Plain):
+        def __init__(self, top: int = 0, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Further(Base):
+        def __init__(self, *args: Any, extra: int = 1, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Given(Base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(5, *args, **kwargs)
+
+    for cls, names in (
+        (Mixed, {"top", "depth", "first", "second"}),
+        (Further, {"extra", "first", "second"}),
+        (Given, {"second"}),
+        (Mixin, {"depth"}),
+    ):
+        parameters = constructor_parameters(cls)
+        assert (set(parameters.named), parameters.open) == (names, False)
+        cls(**dict.fromkeys(names, 3))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
