@@ -42,6 +42,7 @@ from trainer.config.types import (
     objects_in,
     takes_mapping,
     validate,
+    wants_text,
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError
@@ -334,6 +335,8 @@ class Checker(Values):
         )
         if isinstance(node.value, list) or not (objects or calls):
             return parts
+        if node.named is not None and not wants_text(node.named.value, annotation):
+            node.value = {"class_path": node.named, **entries(node)}
         structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
         if "class_path" not in entries(node) and (parts or structured or takes_mapping(annotation)):
             return [*structured, *parts]

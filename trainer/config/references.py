@@ -50,7 +50,7 @@ class _Resolver:
     def resolved(self, node: Node) -> Node:
         if isinstance(node.value, dict):
             children = {key: self.resolved(child) for key, child in node.value.items()}
-            return Node(children, node.source, self.text_of(node))
+            return replace(node, value=children, text=self.text_of(node))
         if isinstance(node.value, list):
             return Node([self.resolved(item) for item in node.value], node.source, self.text_of(node))
         if not isinstance(node.value, str) or "${" not in node.value:
