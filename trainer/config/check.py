@@ -353,7 +353,8 @@ class Checker(Values):
         objects, classes, calls = tuple(objects_in(annotation)), tuple(classes_in(annotation)), callables_in(annotation)
         for kind in (kind for kind in FROM_TEXT if kind in objects and isinstance(node.value, str)):
             with suppress(RuntimeError, AttributeError):
-                return FROM_TEXT[kind](str(node.value))
+                if isinstance(found := FROM_TEXT[kind](str(node.value)), kind):
+                    return found
         if isinstance(node.value, str) and (objects or calls):
             node.value = {"class_path": Node(node.value, node.source, node.text)}
             return self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
