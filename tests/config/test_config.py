@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.helpers.annotated import Act
 from trainer.arguments import PositiveInt
 from trainer.config import load
 from trainer.config.files import read_file, to_yaml
@@ -369,6 +370,7 @@ def test_values_that_fit(value: Any, annotation: Any, expected: Any) -> None:
         ({"a": 1}, dict[str, str] | None, "a mapping of texts to texts or null"),
         ("x", PositiveInt | None, "an integer from 1 up to 2,147,483,647 or null"),
         ([1], tuple[int, str], "a list (an integer, text)"),
+        ("y", Act, '"RELU" or "PAIR" or "none"'),
         (3, type[Path | json.JSONDecoder], "the path of a class (Path, JSONDecoder)"),
     ],
 )

@@ -206,6 +206,11 @@ def member_named(text: str, annotation: Any) -> enum.Enum | None:
     return None
 
 
+def as_written(member: enum.Enum) -> Any:
+    """Return what stands for a member of an enumeration in a file: its value, or its name where no file holds that."""
+    return member.value if isinstance(member.value, (*SCALARS, str)) else member.name
+
+
 def _fits(value: Any, option: Any) -> bool:
     try:
         validate(value, option)
@@ -224,7 +229,7 @@ def _describe_object(option: Any) -> str:
         return str(option).replace("typing.", "")
     path = " (class_path and init_args)" if is_object(option) else ""
     if issubclass(option, enum.Enum):
-        return " or ".join(json.dumps(member.value, default=str) for member in option)
+        return " or ".join(json.dumps(as_written(member)) for member in option)
     if dataclasses.is_dataclass(option):
         return f"a mapping ({', '.join(field.name for field in dataclasses.fields(option))})"
     return f"a {option.__name__}{path}"
