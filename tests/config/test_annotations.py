@@ -10,7 +10,7 @@ import yaml
 
 from tests.helpers import annotated
 from trainer.config.check import Checker, instantiate
-from trainer.config.files import as_node, read_file, to_yaml
+from trainer.config.files import as_node, read_file, read_value, to_yaml
 from trainer.config.references import with_references
 from trainer.config.tree import Diagnostics, entries, merge
 
@@ -345,6 +345,13 @@ def test_a_mapping_over_the_short_form_of_a_class_holds_its_arguments(
     assert repr(instantiate(Checker(found).value(as_node(node.plain(), node.source), kind, ("module", "v")))) == repr(
         made
     )
+
+
+@pytest.mark.parametrize("annotation", ["str", "Union[str, list[str]]", "Union[list[str], Path]", "Any"])
+def test_a_typed_dash_is_a_text(annotation: str) -> None:
+    found = Diagnostics()
+    value = Checker(found).value(read_value("-", "--v"), annotated.evaluated(annotation), ("module", "v"))
+    assert (found.problems, str(value)) == ([], "-")
 
 
 def test_what_lightning_takes_is_taken_or_refused_in_words() -> None:
