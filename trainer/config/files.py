@@ -66,10 +66,15 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def text(self, text: str) -> Any:
+        """Escape the line break U+0085: PyYAML reads it as a space."""
+        return self.represent_scalar(f"{TAG}str", text, '"' if "\x85" in text else None)
+
 
 for _name, (_pattern, _first) in SCALARS.items():
     _Loader.add_implicit_resolver(TAG + _name, _pattern, _first)
     _Dumper.add_implicit_resolver(TAG + _name, _pattern, _first)
+_Dumper.add_representer(str, _Dumper.text)
 
 
 def to_yaml(data: Any, ascii_only: bool = False) -> str:
