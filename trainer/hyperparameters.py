@@ -299,7 +299,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def as_stored(value: Any) -> Any:
-    """Return data as a checkpoint stores it: paths as texts, enumerations by value, sets as lists."""
+    """Return data as a checkpoint stores it: paths as texts, enumerations by value (or by name), sets as lists."""
     if is_scalar(value):
         return value
     if isinstance(value, datetime.timedelta):
@@ -309,7 +309,7 @@ def as_stored(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _fields(value)
     if isinstance(value, enum.Enum):
-        return as_stored(value.value)
+        return as_stored(value.value) if data_problem(value.value, value.name) is None else value.name
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

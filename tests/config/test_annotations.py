@@ -10,8 +10,9 @@ import yaml
 
 from tests.helpers import annotated
 from trainer.config.check import Checker, instantiate
-from trainer.config.files import read_file, to_yaml
-from trainer.config.tree import Diagnostics, entries
+from trainer.config.files import as_node, read_file, read_value, to_yaml
+from trainer.config.references import with_references
+from trainer.config.tree import Diagnostics, entries, merge
 
 REFUSED = "refused"
 CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
@@ -253,8 +254,15 @@ CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
     ("Callable[..., nn.Module]", "{class_path: tests.helpers.annotated.Net, width: 3, depth: 1}", REFUSED),
     ("Callable[[int], nn.Module]", "{class_path: tests.helpers.annotated.Req2}", REFUSED),
     ("torch.dtype", "float17", REFUSED),
+    ("torch.dtype", "nn", REFUSED),
+    ("torch.dtype", "torch.tensor", REFUSED),
+    ("torch.dtype", "half", "dtype: 'torch.float16'"),
     ("torch.device", "nowhere", REFUSED),
     ("Color | None", "BLUE", "Color: 'Color.BLUE'"),
+    ("Act", "RELU", "Act: 'Act.RELU'"),
+    ("list[Act]", "[PAIR, NONE, none]", "list: \"[<Act.PAIR: (1, 2)>, <Act.NONE: 'none'>, <Act.NONE: 'none'>]\""),
+    ("nn.Module | Act", "PAIR", "Act: 'Act.PAIR'"),
+    ("Act", "GELU", REFUSED),
     ("Union[Color, str]", "RED", "str: 'RED'"),
     ("dict[Color, int]", "{red: 1}", "dict: \"{<Color.RED: 'red'>: 1}\""),
     ("TD2", "{b: x}", REFUSED),
@@ -299,6 +307,51 @@ def test_a_value_is_what_its_annotation_says(annotation: str, text: str, expecte
         again = yaml.safe_dump(yaml.safe_load(kept)["v"], default_flow_style=True).strip().removesuffix("\n...")
         if "Path" not in annotation and annotation != "Outer":  # which are absolute then
             assert value_of(annotation, again, tmp_path)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("annotation", "below", "above", "expected"),
+    [
+        ("DS", "tests.helpers.annotated.DS", "{n: 9}", "DS(9)"),
+        ("Optional[DS]", "tests.helpers.annotated.DS", "{init_args: {n: 9}}", "DS(9)"),
+        ("dict[str, DS]", "{a: tests.helpers.annotated.DS}", "{a: {n: 9}}", "{'a': DS(9)}"),
+        ("list[DS]", "[tests.helpers.annotated.DS]", "{0: {n: 9}}", "[DS(9)]"),
+        ("Options", "{net: tests.helpers.annotated.Net}", "{net: {width: 9}}", "Options(net=Net(), sets={})"),
+        ("Inner", "tests.helpers.annotated.InnerSub", "{extra: 9}", "InnerSub(depth=2, act='relu', extra=9)"),
+        ("nn.Module | dict[str, Any]", "tests.helpers.annotated.Net", "{width: 9}", "Net()"),
+        ("Callable[..., DS]", "tests.helpers.annotated.DS", "{n: 9}", "functools.partial(<class 'DS'>, n=9)"),
+        ("DS", "tests.helpers.annotated.Net", "{class_path: tests.helpers.annotated.DS}", "DS(2)"),
+        # A text that is a value is replaced.
+        ("Union[str, dict[str, int]]", "tests.helpers.annotated.DS", "{n: 9}", "{'n': 9}"),
+        ("Union[str, Inner]", "run.yaml", "{depth: 9}", "Inner(depth=9, act='relu')"),
+        ("Any", "tests.helpers.annotated.DS", "{n: 9}", "{'n': 9}"),
+    ],
+)
+def test_a_mapping_over_the_short_form_of_a_class_holds_its_arguments(
+    annotation: str, below: str, above: str, expected: str, tmp_path: Path
+) -> None:
+    found, trees = Diagnostics(), []
+    for number, text in enumerate((below, above)):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(f"v: {text}\n")
+        tree = read_file(str(file), found)
+        assert tree is not None
+        trees.append(tree)
+    tree = with_references(merge(merge(trees[0], trees[1], found), trees[1], found), found)
+    node, kind = entries(tree)["v"], annotated.evaluated(annotation)
+    made = instantiate(Checker(found).value(node, kind, ("module", "v")))
+    assert found.problems == []
+    assert re.sub(r"\btests\.helpers\.annotated\.", "", repr(made)) == expected
+    assert repr(instantiate(Checker(found).value(as_node(node.plain(), node.source), kind, ("module", "v")))) == repr(
+        made
+    )
+
+
+@pytest.mark.parametrize("annotation", ["str", "Union[str, list[str]]", "Union[list[str], Path]", "Any"])
+def test_a_typed_dash_is_a_text(annotation: str) -> None:
+    found = Diagnostics()
+    value = Checker(found).value(read_value("-", "--v"), annotated.evaluated(annotation), ("module", "v"))
+    assert (found.problems, str(value)) == ([], "-")
 
 
 def test_what_lightning_takes_is_taken_or_refused_in_words() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.helpers.annotated import Act
 from trainer.arguments import PositiveInt
 from trainer.config import load
 from trainer.config.files import read_file, to_yaml
@@ -76,6 +77,8 @@ def sources(node: Node) -> list[Source]:
         ("2024-01-01", "2024-01-01"),
         ("1.2.3", "1.2.3"),
         ("e5", "e5"),
+        (r'"a\x85b"', "a\x85b"),
+        (r'{"\x85": "\u2028 \x85\n"}', {"\x85": "\u2028 \x85\n"}),
         ("[1, a, null]", [1, "a", None]),
         ("{0: 1}", {0: 1}),
     ],
@@ -369,6 +372,7 @@ def test_values_that_fit(value: Any, annotation: Any, expected: Any) -> None:
         ({"a": 1}, dict[str, str] | None, "a mapping of texts to texts or null"),
         ("x", PositiveInt | None, "an integer from 1 up to 2,147,483,647 or null"),
         ([1], tuple[int, str], "a list (an integer, text)"),
+        ("y", Act, '"RELU" or "PAIR" or "none"'),
         (3, type[Path | json.JSONDecoder], "the path of a class (Path, JSONDecoder)"),
     ],
 )
@@ -390,6 +394,41 @@ def test_parameters_without_a_usable_annotation_take_anything() -> None:
         "c": (int, True),
     }
     assert parameters.open
+
+
+def test_arguments_are_handed_on_along_the_line_of_the_class_that_is_made() -> None:
+    class Base:
+        def __init__(self, first: int = 1, second: int = 2) -> None:
+            self.values = (first, second)
+
+    class Mixin:
+        def __init__(self, depth: int = 1, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    class Plain(Base):
+        """Has no constructor."""
+
+    class Mixed(Mixin, Plain):
+        def __init__(self, top: int = 0, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Further(Base):
+        def __init__(self, *args: Any, extra: int = 1, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Given(Base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(5, *args, **kwargs)
+
+    for cls, names in (
+        (Mixed, {"top", "depth", "first", "second"}),
+        (Further, {"extra", "first", "second"}),
+        (Given, {"second"}),
+        (Mixin, {"depth"}),
+    ):
+        parameters = constructor_parameters(cls)
+        assert (set(parameters.named), parameters.open) == (names, False)
+        cls(**dict.fromkeys(names, 3))
 
 
 @pytest.mark.parametrize(

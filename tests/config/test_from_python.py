@@ -170,6 +170,12 @@ def test_texts_in_overrides_stay_texts(linked: Path) -> None:
     assert objects.trainer.default_root_dir == "0042 #1"
 
 
+def test_references_within_a_text_are_written_as_in_a_file(linked: Path) -> None:
+    root = "${trainer.seed}-${vars.off}-${vars.count}-${vars.none}"
+    given = {"trainer.default_root_dir": root, "vars.off": False, "vars.count": "0042", "vars.none": None}
+    assert load(linked, overrides=given).trainer.default_root_dir == "null-false-0042-null"
+
+
 def test_references_are_typed_and_evaluations_have_the_value_of_the_checkpoint(
     linked: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

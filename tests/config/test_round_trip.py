@@ -52,7 +52,9 @@ class Drawn(TrainModule):
 NUMBER = itertools.count()
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
-TEXTS = st.one_of(TEXT, st.sampled_from(["0042", "1e3", "null", "true", " a ", "a: b", "run #2", "red", "s3://b/c/"]))
+TEXTS = st.one_of(
+    TEXT, st.sampled_from(["0042", "1e3", "null", "true", " a ", "a: b", "run #2", "red", "s3://b/c/", "a\x85b", "-"])
+)
 WORDS = TEXTS.filter(lambda text: "${" not in text)
 PATHS = st.lists(st.from_regex(r"[a-z0-9 #:_-]{1,8}", fullmatch=True), max_size=3).map(lambda found: Path("/", *found))
 SPANS = st.timedeltas(datetime.timedelta(-50_000), datetime.timedelta(50_000))
@@ -65,6 +67,7 @@ LEAVES: dict[str, Any] = {
     "Color": st.sampled_from(annotated.Color),
     "Num": st.sampled_from(annotated.Num),
     "IntE": st.sampled_from(annotated.IntE),
+    "Act": st.sampled_from(annotated.Act),
     "timedelta": SPANS,
     "torch.dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.int64]),
     "torch.device": st.sampled_from([torch.device("cpu"), torch.device("cuda:1"), torch.device("meta")]),
@@ -88,7 +91,7 @@ LEAVES: dict[str, Any] = {
 }
 """Annotations, and values of their types that a file can hold."""
 HASHABLE = ("int", "float", "str", "Path", "Color", "Num", "IntE", "timedelta", "torch.dtype")
-KEYS = ("str", "int", "Color", "Num", "Path", "timedelta", "bool")
+KEYS = ("str", "int", "Color", "Num", "Act", "Path", "timedelta", "bool")
 
 
 @st.composite

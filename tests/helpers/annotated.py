@@ -36,6 +36,12 @@ class IntE(enum.IntEnum):
     B = 2
 
 
+class Act(enum.Enum):
+    RELU = nn.ReLU
+    PAIR = (1, 2)
+    NONE = "none"
+
+
 @dataclass
 class Inner:
     depth: int = 2

@@ -27,6 +27,7 @@ from trainer.hyperparameters import constructor_arguments
 class Color(enum.Enum):
     RED = "red"
     BLUE = ("b", 2)
+    LAYER = torch.nn.ReLU
 
 
 # Of the name of `Color`, as of another module that this one has imported.
@@ -148,6 +149,8 @@ def test_texts_stay_texts_beside_paths_and_enumerations() -> None:
     assert (module.hparams.text, module.hparams.color) == ("https://host/a.bin", "red")
     module = again(None, text=Path("a"), color=Color.RED)
     assert (module.hparams.text, module.hparams.color) == (Path("a"), Color.RED)
+    module = again([Color.LAYER], color=Color.LAYER)
+    assert (module.given, module.hparams.color) == ([Color.LAYER], Color.LAYER)
 
 
 def test_a_class_that_is_not_there_is_asked_for() -> None:

@@ -42,6 +42,7 @@ from trainer.config.types import (
     objects_in,
     takes_mapping,
     validate,
+    wants_text,
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError
@@ -334,6 +335,8 @@ class Checker(Values):
         )
         if isinstance(node.value, list) or not (objects or calls):
             return parts
+        if node.named is not None and not wants_text(node.named.value, annotation):
+            node.value = {"class_path": node.named, **entries(node)}
         structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
         if "class_path" not in entries(node) and (parts or structured or takes_mapping(annotation)):
             return [*structured, *parts]
@@ -350,7 +353,8 @@ class Checker(Values):
         objects, classes, calls = tuple(objects_in(annotation)), tuple(classes_in(annotation)), callables_in(annotation)
         for kind in (kind for kind in FROM_TEXT if kind in objects and isinstance(node.value, str)):
             with suppress(RuntimeError, AttributeError):
-                return FROM_TEXT[kind](str(node.value))
+                if isinstance(found := FROM_TEXT[kind](str(node.value)), kind):
+                    return found
         if isinstance(node.value, str) and (objects or calls):
             node.value = {"class_path": Node(node.value, node.source, node.text)}
             return self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)

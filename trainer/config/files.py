@@ -66,10 +66,15 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def text(self, text: str) -> Any:
+        """Escape the line break U+0085: PyYAML reads it as a space."""
+        return self.represent_scalar(f"{TAG}str", text, '"' if "\x85" in text else None)
+
 
 for _name, (_pattern, _first) in SCALARS.items():
     _Loader.add_implicit_resolver(TAG + _name, _pattern, _first)
     _Dumper.add_implicit_resolver(TAG + _name, _pattern, _first)
+_Dumper.add_representer(str, _Dumper.text)
 
 
 def to_yaml(data: Any, ascii_only: bool = False) -> str:
@@ -175,7 +180,7 @@ def read_value(text: str, option: str) -> Node:
     """Read a value of the command line, or of an environment variable, as YAML. The option is named where it is not."""
     found = Diagnostics()
     tree = _read_yaml(text, COMMAND_LINE, found)
-    if PLACEHOLDER.search(text) and (tree is None or _without_values(tree)):
+    if text == "-" or (PLACEHOLDER.search(text) and (tree is None or _without_values(tree))):  # not a list of null
         tree = Node(text, COMMAND_LINE)
     if tree is None:
         return Node(text, COMMAND_LINE, text, f"{option} {text!r}: {found.problems[0].message}")

@@ -46,6 +46,7 @@ from trainer.config.tree import (
 from trainer.config.types import (
     TypeMismatchError,
     allowed,
+    as_written,
     constructor_parameters,
     member_named,
     reads_as_number,
@@ -235,6 +236,9 @@ class Values:
         if path == ("trainer", "precision"):
             annotation = str | int  # no file can hold a Precision
         take_text(node, annotation)
+        if isinstance(node.value, str) and (member := member_named(node.value, annotation)) is not None:
+            node.value = as_written(member)
+            return member
         if isinstance(node.value, (dict, list)) and (ways := self.ways(node, annotation, path)):
             found = self._first_fitting(node, ways)
             limits = has_spec(found) or self._checked(node, found, annotation, path) is not INVALID
@@ -355,11 +359,9 @@ def reference_to_data(node: Node) -> OfData | None:
 
 
 def take_text(node: Node, annotation: Any) -> None:
-    """Let a value be as it was written where its annotation wants a text, or the member of an enumeration so named."""
+    """Let a value be as it was written where its annotation wants a text."""
     if node.text is not None and wants_text(node.plain(), annotation):
         node.value, node.text, node.unreadable = node.text, None, None
-    elif isinstance(node.value, str) and (member := member_named(node.value, annotation)) is not None:
-        node.value = member.value
 
 
 def has_spec(value: Any) -> bool:

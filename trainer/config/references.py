@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -50,7 +51,7 @@ class _Resolver:
     def resolved(self, node: Node) -> Node:
         if isinstance(node.value, dict):
             children = {key: self.resolved(child) for key, child in node.value.items()}
-            return Node(children, node.source, self.text_of(node))
+            return replace(node, value=children, text=self.text_of(node))
         if isinstance(node.value, list):
             return Node([self.resolved(item) for item in node.value], node.source, self.text_of(node))
         if not isinstance(node.value, str) or "${" not in node.value:
@@ -77,7 +78,7 @@ class _Resolver:
         if found is not None and isinstance(found.value, (dict, list, OfData)):
             self.findings.add(node.source, f"{match[0]} is not a single value, and cannot be a part of a text.")
         value = None if found is None else found.value
-        return ("true" if value else "false") if isinstance(value, bool) else str(value)
+        return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
     def look_up(self, name: str, node: Node) -> Node | None:
         """Return what a name refers to, itself without references; None, and a problem, where there is nothing."""

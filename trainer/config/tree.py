@@ -69,6 +69,8 @@ class Node:
     """The problem with a value of the command line that is not valid YAML; none where a text is wanted."""
     append: bool = False
     """Add the elements of this list to the list below: `--trainer.callbacks+=NAME`."""
+    named: Node | None = None
+    """The text below this mapping: if a class is wanted here, the text names it, and these are its arguments."""
 
     def plain(self) -> Any:
         """Return the value without its sources."""
@@ -249,7 +251,8 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
         above = Node({"class_path": above}, above.source)
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         _note_left_out(below, above, findings, path)
-        return above
+        is_name = isinstance(below.value, str) and re.fullmatch(r"[^${}]+[.:]\w+", below.value)
+        return replace(above, named=below) if is_name else above
     if below.value and "class_path" in {
         **below.value,
         **above.value,
@@ -273,7 +276,8 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
             _report_empty_section(merged[known], child, findings, (*path, key))
         nothing = Node({} if isinstance(child.value, dict) else None, child.source)
         merged[known] = merge(merged.get(known, nothing), child, findings, inside)
-    return Node(merged, above.source if "class_path" in new else below.source, None if old else above.text)
+    source = above.source if "class_path" in new else below.source
+    return Node(merged, source, None if old else above.text, named=below.named)
 
 
 def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:

@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -44,10 +44,11 @@ class TypeMismatchError(Exception):
         self.path, self.reason = path, reason
 
 
-def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
+def constructor_parameters(made_by: Callable[..., Any], line: Sequence[type] = ()) -> Parameters:
     """Return the arguments that a class, or a function, takes by name.
 
     Those of a base class are among them, if the constructor hands its `**kwargs` on to it and uses them nowhere else.
+    `line` is the order of the constructors of the object's class, from this one on: a mixin's next one is not its base.
     """
     of: Any = made_by.__init__ if isinstance(made_by, type) else made_by  # type: ignore[misc]  # of this very class
     hints = hints_of(of, made_by)
@@ -66,9 +67,10 @@ def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
     call = _call_of_base(of) if takes_more else None
     if call is None or not isinstance(made_by, type):
         return Parameters(named, takes_more)
-    owner = next(place for place, cls in enumerate(made_by.__mro__) if "__init__" in vars(cls))
-    of_base = constructor_parameters(made_by.__mro__[owner + 1])
-    given = {word.arg for word in call.keywords} | {*[*of_base.named][: len(call.args)]}
+    following = [cls for cls in line or made_by.__mro__ if "__init__" in vars(cls)][1:]
+    of_base = constructor_parameters(following[0], following)
+    by_position = [word for word in call.args if not isinstance(word, ast.Starred)]  # a file fills no *args
+    given = {word.arg for word in call.keywords} | {*[*of_base.named][: len(by_position)]}
     return Parameters({**{name: p for name, p in of_base.named.items() if name not in given}, **named}, of_base.open)
 
 
@@ -204,6 +206,11 @@ def member_named(text: str, annotation: Any) -> enum.Enum | None:
     return None
 
 
+def as_written(member: enum.Enum) -> Any:
+    """Return what stands for a member of an enumeration in a file: its value, or its name where no file holds that."""
+    return member.value if isinstance(member.value, (*SCALARS, str)) else member.name
+
+
 def _fits(value: Any, option: Any) -> bool:
     try:
         validate(value, option)
@@ -222,7 +229,7 @@ def _describe_object(option: Any) -> str:
         return str(option).replace("typing.", "")
     path = " (class_path and init_args)" if is_object(option) else ""
     if issubclass(option, enum.Enum):
-        return " or ".join(json.dumps(member.value, default=str) for member in option)
+        return " or ".join(json.dumps(as_written(member)) for member in option)
     if dataclasses.is_dataclass(option):
         return f"a mapping ({', '.join(field.name for field in dataclasses.fields(option))})"
     return f"a {option.__name__}{path}"
