@@ -1,7 +1,8 @@
-"""Find the run that "last" or "best" means in a command: the one of the same name, module and data."""
+"""Find the run that "last" or "best" means in a command: by its name, or by what it trains and how it begins."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -26,8 +27,9 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     """Have the command work in the run that it means, and yield a line that names it where that is not said.
 
     It is the run whose own configuration is among the files, or, for "last" and "best", of the runs below
-    `default_root_dir` that have a checkpoint the newest with the command's name, or, without one, with its module and
-    data and their values. Runs that scripts have started have no configuration: of these it is the newest.
+    `default_root_dir` that have a checkpoint the newest with the command's name, or, without one, with its module,
+    data, optimizer, lr_scheduler and their values, and its seed. Runs that scripts have started have no configuration:
+    of these it is the newest.
 
     Raises:
         ConfigError: two runs are meant, or none of those that there are; lists them with what differs.
@@ -89,8 +91,10 @@ def _none_is_equal(configuration: Configuration, command: str, found: dict[Path,
     go_on = f"trainer {command} --config {shlex.quote(_shown(first / 'config.yaml'))} --ckpt-path {which}"
     anew = f" To begin anew, leave out --ckpt-path {which}, or give the run a name of its own: --name NAME."
     return (
-        f"--ckpt-path {which}: no run below {_shown(root)} has the module and the data of this command, with their "
-        f"values.\n  " + "\n  ".join([*lines, *more]) + f"\nTo take one of them as it is: {go_on}, and what is to be "
+        f"--ckpt-path {which}: no run below {_shown(root)} has the module, the data, the optimizer and the seed of "
+        f"this command, with their values.\n  "
+        + "\n  ".join([*lines, *more])
+        + f"\nTo take one of them as it is: {go_on}, and what is to be "
         f"changed after that.{anew if command == 'fit' else ''}"
     )
 
@@ -100,30 +104,44 @@ def _record(run: Path) -> dict[str, Any] | None:
     with suppress(OSError, yaml.YAMLError, CheckpointError):
         record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
         CheckpointDirectory(run / CHECKPOINTS).resolve("last")
-        return record if isinstance(record, dict) else None
+        return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
     return None
 
 
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    for key, spec in (("module", configuration.module), ("data", configuration.data)):
+    settings = [one["trainer"] for one in (record, wanted)]
+    roots = [str(one.get("default_root_dir", ".")) for one in settings]
+
+    def differ(values: Iterable[Any]) -> bool:
+        there, here = values
+        return bool(there != here) and _from_root(there, roots[0]) != _from_root(here, roots[1])
+
+    if settings[0].get("seed") != settings[1].get("seed"):
+        yield f"trainer.seed {settings[0].get('seed')!r} there, {settings[1].get('seed')!r} here"
+    for key in ("module", "data", "optimizer", "lr_scheduler"):
         there, here = (_class_and_arguments(one.get(key)) for one in (record, wanted))
-        if there[0] != here[0]:
+        if differ((there[0], here[0])):
             yield f"{key} {there[0]} there, {here[0]} here"
             continue
         for name in sorted(there[1].keys() | here[1].keys()):
-            values = [one[1][name] if name in one[1] else _default(spec, name) for one in (there, here)]
-            if values[0] != values[1]:
+            default = _default(getattr(configuration, key), name)
+            values = [one[1].get(name, default) for one in (there, here)]
+            if differ(values):
                 yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
 
 
 def _class_and_arguments(choice: Any) -> tuple[str | None, dict[str, Any]]:
-    """Return the name of a class, without the folder in which it lies, and its arguments."""
     chosen = choice if isinstance(choice, dict) else {"class_path": choice}
-    path = chosen.get("class_path")
-    location, colon, name = str(path).rpartition(":")
-    return None if path is None else f"{Path(location).name * location.endswith('.py')}{colon}{name}", {
-        **(chosen.get("init_args") or {})
-    }
+    return chosen.get("class_path"), chosen.get("init_args") or {}
+
+
+def _from_root(value: Any, root: str) -> Any:
+    """Return a value with its paths, also those of classes, as seen from the runs, which move with their project."""
+    if isinstance(value, dict):
+        return {key: _from_root(item, root) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_root(item, root) for item in value]
+    return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def _default(spec: ClassSpec | None, name: str) -> Any:

@@ -34,6 +34,8 @@ class Configuration:
     """The arguments of Trainer that were given."""
     module: ClassSpec
     data: ClassSpec | None
+    optimizer: ClassSpec | None
+    lr_scheduler: ClassSpec | None
     ckpt_path: str | None
     allow_changes: list[str]
     weights: str | None
@@ -122,9 +124,11 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
     """
     given, checker = entries(tree), Checker(findings)
     trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
+    optimizer = scheduler = None
     if module not in (None, INVALID):
         optimizer = checker.optimizer(given.get("optimizer"), module.cls)
-        module = with_optimizer(module, optimizer, checker.scheduler(given.get("lr_scheduler")))
+        scheduler = checker.scheduler(given.get("lr_scheduler"))
+        module = with_optimizer(module, optimizer, scheduler)
     data, allow_changes = checker.data(given.get("data")), checker.allow_changes(given.get("allow_changes"))
     findings.report()
     assert module is not None
@@ -136,6 +140,8 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
         trainer,
         module,
         data,
+        optimizer,
+        scheduler,
         ckpt_path,
         allow_changes,
         weights,
