@@ -39,7 +39,7 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     anew = (command, which) == ("fit", "last")
-    records = {run: record for run in reversed(versions(root)) if (record := _record(run)) is not None}
+    records = {run: record for run in reversed(versions(root)) if (record := _record(run)) and _has_checkpoint(run)}
     if name is not None:
         records = {run: record for run, record in records.items() if record.get("name") == name}
         if not records and not anew:
@@ -68,8 +68,8 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
 def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> bool:
     """Work in the run whose own configuration is among the files, wherever its directory was moved to."""
     which, given = configuration.ckpt_path, map(local_path, files)
-    own = [file for file in given if file.name == "config.yaml" and (file.parent / CHECKPOINTS).is_dir()]
-    runs = list(dict.fromkeys(file.absolute().parent for file in own))
+    named = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
+    runs = [folder for folder in named if _is_run(folder)]
     if len(runs) > 1 and which in ("last", "best"):
         raise ConfigError(
             f"--ckpt-path {which}: two of the files are configurations of runs, {runs[0]} and {runs[1]}. Give one of "
@@ -100,12 +100,24 @@ def _none_is_equal(configuration: Configuration, command: str, found: dict[Path,
 
 
 def _record(run: Path) -> dict[str, Any] | None:
-    """Return the configuration of a run that has a checkpoint; None where there is none."""
-    with suppress(OSError, yaml.YAMLError, CheckpointError):
+    """Return the configuration of a run; None where there is none."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
         record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-        CheckpointDirectory(run / CHECKPOINTS).resolve("last")
         return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
     return None
+
+
+def _has_checkpoint(run: Path) -> bool:
+    with suppress(OSError, CheckpointError):
+        CheckpointDirectory(run / CHECKPOINTS).resolve("last")
+        return True
+    return False
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
+    record = _record(folder) or {"trainer": {}}
+    return (folder / CHECKPOINTS).is_dir() or record["trainer"].get("default_root_dir") == str(folder.parent)
 
 
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.arguments import local_path
 from trainer.callback import Callback
-from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
+from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory
 from trainer.config.check import Checker, ClassSpec, instantiate
 from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
@@ -44,7 +44,7 @@ class Configuration:
     resolved: str
     """YAML that gives the same configuration from any folder."""
     recorded: str
-    """That of the run directory: without "last", which is another checkpoint when the file is read again."""
+    """That of the run directory: without "last" and "best", which would be others when the file is read again."""
     notes: list[str]
     sources: dict[str, Source]
     """The source of each of the trainer's arguments."""
@@ -147,7 +147,7 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
         weights,
         name,
         to_yaml(resolved),
-        to_yaml({key: value for key, value in resolved.items() if (key, value) != ("ckpt_path", "last")}),
+        to_yaml({key: value for key, value in resolved.items() if key != "ckpt_path" or value not in POINTERS}),
         findings.notes,
         sources,
     )
