@@ -142,6 +142,39 @@ def test_files_of_one_name_are_two_modules(fit: Command) -> None:
     assert f"runs/version_0: module {Path('a/mymodel.py').absolute()}:Net there, {Path('mymodel.py').absolute()}" in err
 
 
+TYPED = """
+
+class Typed(Net):
+    def __init__(
+        self,
+        dt: torch.dtype | None = torch.float32,
+        layers: Layers = Layers(3),
+        names: frozenset[str] = frozenset({"a", "b"}),
+        file: Path | None = Path("x"),
+        color: Color = Color.RED,
+    ):
+        super().__init__()
+"""
+DEFAULTS = (
+    *("--module.dt", "float32", "--module.layers.width", "3", "--module.names", "[b, a]"),
+    *("--module.file", "x", "--module.color", "red"),
+)
+
+
+@pytest.mark.parametrize(("first", "second"), [((), DEFAULTS), (DEFAULTS, ())])
+def test_defaults_of_any_type_may_be_typed_out(fit: Command, first: tuple[str, ...], second: tuple[str, ...]) -> None:
+    Path("mymodel.py").write_text(Path("mymodel.py").read_text() + TYPED)
+    Path("run.yaml").write_text(RUN.replace("{class_path: mymodel.py:Net, init_args: {lr: 0.01}}", "mymodel.py:Typed"))
+    assert fit(*first)[0] == 0
+    code, out, err = fit(*second, *LAST, "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "run directory:  runs/version_0" in out
+    code, _, err = fit(*DEFAULTS, "--module.dt", "float16", "--module.layers.depth", "3", *LAST)
+    assert code == 2
+    assert "module.dt torch.float32 there, torch.float16 here; module.layers Layers(width=3, depth=2) there" in err
+    assert "module.names" not in err
+
+
 OPTIMIZED = "\n\nclass Bare(Net):\n    configure_optimizers = TrainModule.configure_optimizers\n"
 
 

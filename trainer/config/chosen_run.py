@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 from collections.abc import Iterable, Iterator
@@ -11,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from trainer.arguments import local_path
+from trainer.arguments import local_path, options_of
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, versions
-from trainer.config.check import ClassSpec
+from trainer.config.check import FROM_TEXT, ClassSpec
 from trainer.config.loading import Configuration
-from trainer.config.types import constructor_parameters
+from trainer.config.types import constructor_parameters, validate
 from trainer.errors import CheckpointError, ConfigError
 from trainer.settings import Settings
 
@@ -126,7 +127,7 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
 
     def differ(values: Iterable[Any]) -> bool:
         there, here = values
-        return bool(there != here) and _from_root(there, roots[0]) != _from_root(here, roots[1])
+        return bool(there != here) and bool(_plain(there, roots[0]) != _plain(here, roots[1]))
 
     if settings[0].get("seed") != settings[1].get("seed"):
         yield f"trainer.seed {settings[0].get('seed')!r} there, {settings[1].get('seed')!r} here"
@@ -136,8 +137,7 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
             yield f"{key} {there[0]} there, {here[0]} here"
             continue
         for name in sorted(there[1].keys() | here[1].keys()):
-            default = _default(getattr(configuration, key), name)
-            values = [one[1].get(name, default) for one in (there, here)]
+            values = [_typed(getattr(configuration, key), name, given) for _, given in (there, here)]
             if differ(values):
                 yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
 
@@ -147,21 +147,31 @@ def _class_and_arguments(choice: Any) -> tuple[str | None, dict[str, Any]]:
     return chosen.get("class_path"), chosen.get("init_args") or {}
 
 
-def _from_root(value: Any, root: str) -> Any:
-    """Return a value with its paths, also those of classes, as seen from the runs, which move with their project."""
+def _plain(value: Any, root: str) -> Any:
+    """Return a value as a file has it, with paths (also of classes) relative to the runs, which move with a project."""
+    if dataclasses.is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: _from_root(item, root) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_from_root(item, root) for item in value]
+        return {key: _plain(item, root) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, root) for item in value]
+    if isinstance(value, Path):
+        value = str(value.absolute())
     return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value
 
 
-def _default(spec: ClassSpec | None, name: str) -> Any:
-    """Return the value of an argument that is not given, as a file would have it."""
+def _typed(spec: ClassSpec | None, name: str, given: dict[str, Any]) -> Any:
+    """Return the value of an argument as its annotation wants it, or its default."""
     parameter = None if spec is None else constructor_parameters(spec.cls).named.get(name)
-    value = "nothing" if parameter is None or parameter.default is parameter.empty else parameter.default
-    value = getattr(value, "value", value)  # of an enumeration
-    return [*value] if isinstance(value, (tuple, set)) else str(value) if isinstance(value, Path) else value
+    if name not in given:
+        return "nothing" if parameter is None or parameter.default is parameter.empty else parameter.default
+    options = [] if parameter is None else options_of(parameter.annotation)
+    for kind in (kind for kind in FROM_TEXT if kind in options):
+        with suppress(Exception):
+            return FROM_TEXT[kind](given[name])
+    with suppress(Exception):  # of an older version of the class, or of the code that a dataclass has
+        return given[name] if parameter is None else validate(given[name], parameter.annotation)
+    return given[name]
 
 
 def _shown(path: Path) -> str:
