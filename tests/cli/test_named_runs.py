@@ -139,3 +139,13 @@ def test_a_record_does_not_begin_from_the_best_checkpoint_again(runs: Command) -
     code, _, err = runs("fit", "--config", "best.yaml", "--trainer.max_epochs", "2")
     assert code == 0, err
     assert "ckpt_path" not in record("runs/version_2")
+
+
+def test_a_configuration_of_the_users_in_a_folder_called_like_a_run_is_not_that_of_a_run(command: Command) -> None:
+    config = Path("mine/version_2/config.yaml")
+    config.parent.mkdir(parents=True)
+    config.write_text(RUN)
+    for words in ((), ("--ckpt-path", "last", "--trainer.max_epochs", "2")):
+        code, out, err = command("fit", "--config", str(config), *words)
+        assert code == 0, err
+        assert "run directory:  runs/version_0" in out

@@ -117,8 +117,9 @@ def _has_checkpoint(run: Path) -> bool:
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
-    record = _record(folder) or {"trainer": {}}
-    return (folder / CHECKPOINTS).is_dir() or record["trainer"].get("default_root_dir") == str(folder.parent)
+    record = _record(folder) if folder in versions(folder.parent) else None
+    at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
+    return at_its_place or (folder / CHECKPOINTS).is_dir()
 
 
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
