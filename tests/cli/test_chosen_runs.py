@@ -1,4 +1,4 @@
-"""Which run "last" and "best" are, where no file says it: the newest of the same name, module and data."""
+"""Which run "last" and "best" are, where no file says it: the newest of the same name, or of the same content."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.cli.test_named_runs import RUN, record, step
 from tests.helpers.project import Command
@@ -64,7 +63,10 @@ def test_without_an_equal_run_fit_lists_what_differs(fit: Command, command: Comm
     before = record("runs/version_1"), step("runs/version_1")
     code, _, err = fit("--module.lr", "0.3", *LAST)
     assert code == 2
-    assert "no run below runs has the module and the data of this command, with their values" in err
+    assert (
+        "no run below runs has the module, the data, the optimizer and the seed of this command, with their values"
+        in err
+    )
     assert "runs/version_0: module.lr 0.1 there, 0.3 here" in err
     assert "runs/version_1: module.lr 0.2 there, 0.3 here; module.width 3 there, 2 here" in err
     assert "trainer fit --config runs/version_1/config.yaml --ckpt-path last" in err
@@ -115,12 +117,94 @@ def test_a_name_decides(fit: Command, command: Command) -> None:
     assert [*curves_of(["runs"])["loss"]] == ["runs/version_0 (a)"]
 
 
-def test_a_moved_project_is_the_same(fit: Command, command: Command, tmp_path: Path) -> None:
-    assert fit("--module.lr", "0.1")[0] == 0
-    kept = yaml.safe_load(Path("runs/version_0/config.yaml").read_text())
-    kept["module"]["class_path"] = "/elsewhere/mymodel.py:Net"
-    kept["data"] = "/elsewhere/mymodel.py:Data"
-    Path("runs/version_0/config.yaml").write_text(yaml.safe_dump(kept))
-    code, out, err = fit("--module.lr", "0.1", *LAST, "--trainer.max_epochs", "2")
+def test_a_moved_project_is_the_same(fit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fit("--module.lr", "0.1", "--module.file", "x")[0] == 0
+    project = Path.cwd()
+    moved = project.with_name(f"{project.name}-moved")
+    project.rename(moved)
+    monkeypatch.chdir(moved)
+    code, out, err = fit("--module.lr", "0.1", "--module.file", "x", *LAST, "--trainer.max_epochs", "2")
     assert code == 0, err
     assert "run directory:  runs/version_0" in out
+
+
+def test_files_of_one_name_are_two_modules(fit: Command) -> None:
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "mymodel.py").write_text(Path("mymodel.py").read_text())
+    module = ("--module", "a/mymodel.py:Net")
+    assert [fit("--module", f"{folder}/mymodel.py:Net")[0] for folder in ("a", "b")] == [0, 0]
+    code, out, err = fit(*module, *LAST, "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "run directory:  runs/version_0" in out
+    code, _, err = fit(*LAST)
+    assert code == 2
+    assert f"runs/version_0: module {Path('a/mymodel.py').absolute()}:Net there, {Path('mymodel.py').absolute()}" in err
+
+
+TYPED = """
+
+class Typed(Net):
+    def __init__(
+        self,
+        dt: torch.dtype | None = torch.float32,
+        layers: Layers = Layers(3),
+        names: frozenset[str] = frozenset({"a", "b"}),
+        file: Path | None = Path("x"),
+        color: Color = Color.RED,
+    ):
+        super().__init__()
+"""
+DEFAULTS = (
+    *("--module.dt", "float32", "--module.layers.width", "3", "--module.names", "[b, a]"),
+    *("--module.file", "x", "--module.color", "red"),
+)
+
+
+@pytest.mark.parametrize(("first", "second"), [((), DEFAULTS), (DEFAULTS, ())])
+def test_defaults_of_any_type_may_be_typed_out(fit: Command, first: tuple[str, ...], second: tuple[str, ...]) -> None:
+    Path("mymodel.py").write_text(Path("mymodel.py").read_text() + TYPED)
+    Path("run.yaml").write_text(RUN.replace("{class_path: mymodel.py:Net, init_args: {lr: 0.01}}", "mymodel.py:Typed"))
+    assert fit(*first)[0] == 0
+    code, out, err = fit(*second, *LAST, "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "run directory:  runs/version_0" in out
+    code, _, err = fit(*DEFAULTS, "--module.dt", "float16", "--module.layers.depth", "3", *LAST)
+    assert code == 2
+    assert "module.dt torch.float32 there, torch.float16 here; module.layers Layers(width=3, depth=2) there" in err
+    assert "module.names" not in err
+
+
+OPTIMIZED = "\n\nclass Bare(Net):\n    configure_optimizers = TrainModule.configure_optimizers\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (("--module", "mymodel.py:Bare", "--optimizer", "SGD", "--optimizer.lr"), ("0.1", "0.2")),
+        (("--module", "mymodel.py:Bare", "--optimizer"), ("SGD", "AdamW")),
+        (
+            (
+                "--module",
+                "mymodel.py:Bare",
+                "--optimizer",
+                "SGD",
+                "--lr_scheduler",
+                "StepLR",
+                "--lr_scheduler.step_size",
+            ),
+            ("1", "2"),
+        ),
+        (("--seed",), ("4", "5")),
+    ],
+)
+def test_optimizers_and_seeds_tell_members_apart(fit: Command, words: tuple[str, ...], values: tuple[str, str]) -> None:
+    Path("mymodel.py").write_text(Path("mymodel.py").read_text() + OPTIMIZED)
+    for value in values:
+        code, _, err = fit(*words, value)
+        assert code == 0, err
+    kept = record("runs/version_1")
+    code, out, err = fit(*words, values[0], *LAST, "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "run directory:  runs/version_0" in out
+    assert record("runs/version_1") == kept

@@ -14,7 +14,9 @@ from trainer.errors import ConfigError
 
 MODEL = "model:\n  class_path: my.nets.Classifier\n  init_args:\n    lr: 0.1\n"
 DATA = "data:\n  class_path: my.data.EuroSAT\n  init_args:\n    batch_size: 64\n"
+LOGGER = "trainer.loggers.CSVLogger"
 SHORT = "model:\n  class_path: Classifier\n"
+OTHER = "test: {model: resnet, net: {class_path: a.B}}\n"
 FILES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "no trainer": (MODEL + DATA, (MODEL + DATA).replace("model:", "module:"), ()),
     "data alone": (DATA, DATA, ()),
@@ -76,8 +78,15 @@ FILES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     ),
     "sections of commands": (
         "seed_everything: 1\nfit:\n  model:\n    class_path: my.Net\n",
-        "trainer:\n  seed: 1\nfit:\n  model:\n    class_path: my.Net\n",
-        ("1.yaml:2: fit: no key of a configuration here",),
+        "trainer:\n  seed: 1\nfit:\n  module:\n    class_path: my.Net\n",
+        ("1.yaml:2: fit: no sections of commands here",),
+    ),
+    "sections alone": (
+        "fit:\n  seed_everything: 1\n  model:\n    class_path: my.Net\n  trainer:\n    gpus: 1\n"
+        "test:\n  data:\n    class_path: my.Data\n",
+        "fit:\n  seed_everything: 1\n  module:\n    class_path: my.Net\n  trainer:\n    accelerator: gpu\n"
+        "    devices: 1\ntest:\n  data:\n    class_path: my.Data\n",
+        ("1.yaml:1: fit: no sections", "1.yaml:2: seed_everything: use 'seed:'", "1.yaml:7: test: no sections"),
     ),
     "an optimizer": (
         MODEL + "optimizer:\n  class_path: torch.optim.AdamW\n  init_args:\n    lr: 0.1\n",
@@ -142,8 +151,29 @@ def test_a_file_of_lightning_cli_is_rewritten_or_listed(name: str, command: Comm
         assert found.problems == []
 
 
+def test_json_of_lightning_cli_is_rewritten_or_listed(command: Command, tmp_path: Path) -> None:
+    settings = {"gpus": 1, "profiler": True, "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger"}}
+    given = {"model": {"class_path": "my.Net", "dict_kwargs": {"a": 1}}, "trainer": settings}
+    here = {"accelerator": "gpu", "devices": 1, "profiler": "simple", "logger": {"class_path": LOGGER}}
+    expected = {"module": {"class_path": "my.Net", "init_args": {"a": 1}}, "trainer": here}
+    file = tmp_path / "g.json"
+    for indent in (None, 2, "\t"):
+        file.write_text(json.dumps(given, indent=indent))
+        code, out, err = command("migrate", str(file), "--write")
+        assert (code, err) == (0, "")
+        assert json.loads(file.read_text()) == expected
+        assert "to decide by hand: 0" in out
+        findings = Diagnostics()
+        merged([str(file)], [], findings)
+        assert findings.problems == []
+    file.write_text(json.dumps({"seed_everything": 1, **given}))
+    assert "g.json:1: seed_everything: use 'seed:'" in command("migrate", str(file))[1]
+
+
 def test_other_yaml_files_are_left_alone(command: Command, tmp_path: Path) -> None:
-    for number, text in enumerate(("model: resnet\ndata: x\n", "services:\n  a: {image: b}\n", "data:\n  url: x\n")):
+    for number, text in enumerate(
+        ("model: resnet\ndata: x\n", "services:\n  a: {image: b}\n", "data:\n  url: x\n", OTHER)
+    ):
         new, out = migrated(command, tmp_path / f"p{number}" / "1.yaml", text)
         assert new == text
         assert "to decide by hand: 0" in out

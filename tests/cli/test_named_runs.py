@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from tests.helpers.project import Command
 from trainer.checkpoint.directory import CheckpointDirectory
+from trainer.config import load
 
 RUN = """
 module: {class_path: mymodel.py:Net, init_args: {lr: 0.01}}
@@ -106,3 +108,44 @@ def test_that_there_is_no_checkpoint_yet_is_said(command: Command, caplog: pytes
     words = f"--ckpt-path last: there is no checkpoint in {Path.cwd() / 'new'} yet, and the training begins anew"
     assert words in caplog.text
     assert "ckpt_path" not in record("new/version_0")
+
+
+def test_a_run_without_checkpoints_is_still_the_run_of_its_configuration(runs: Command) -> None:
+    """As one is that was killed in its first batch."""
+    shutil.rmtree("runs/version_0/checkpoints")
+    config, other = ("--config", "runs/version_0/config.yaml"), record("runs/version_1")
+    code, _, err = runs("validate", *config, "--ckpt-path", "last")
+    assert code == 1
+    assert "--ckpt-path last: no such checkpoint. Looked in: " in err
+    assert "version_0/checkpoints" in err
+    code, out, err = runs("fit", *config, "--ckpt-path", "last", "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "run directory:  runs/version_2" in out
+    assert record("runs/version_1") == other
+
+
+def test_the_objects_of_a_runs_configuration_go_on_in_that_run(runs: Command) -> None:
+    steps = step("runs/version_0")
+    for words in (("runs/version_0/config.yaml",), ("run.yaml",)):  # by its file, and by its content
+        overrides = {"ckpt_path": "last", "trainer.max_epochs": 1 + step("runs/version_0") // steps}
+        one = load(*words, overrides=overrides)
+        one.trainer.fit(one.module, one.data, ckpt_path=one.ckpt_path)
+        assert one.trainer.run_dir.absolute() == Path("runs/version_0").absolute()
+    assert (step("runs/version_0"), step("runs/version_1")) == (3 * steps, steps)
+
+
+def test_a_record_does_not_begin_from_the_best_checkpoint_again(runs: Command) -> None:
+    Path("best.yaml").write_text(f"{RUN}ckpt_path: best\n")
+    code, _, err = runs("fit", "--config", "best.yaml", "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "ckpt_path" not in record("runs/version_2")
+
+
+def test_a_configuration_of_the_users_in_a_folder_called_like_a_run_is_not_that_of_a_run(command: Command) -> None:
+    config = Path("mine/version_2/config.yaml")
+    config.parent.mkdir(parents=True)
+    config.write_text(RUN)
+    for words in ((), ("--ckpt-path", "last", "--trainer.max_epochs", "2")):
+        code, out, err = command("fit", "--config", str(config), *words)
+        assert code == 0, err
+        assert "run directory:  runs/version_0" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,7 @@ class Objects(NamedTuple):
     module: TrainModule
     data: DataModule | None
     ckpt_path: str | None
-    """That of the configuration, for `trainer.fit`."""
+    """That of the configuration, for `trainer.fit`, with "last" and "best" of the run that `trainer fit` takes."""
 
 
 def load(*files: str | Path, overrides: Mapping[str, Any] | None = None) -> Objects:
@@ -39,11 +40,15 @@ def load(*files: str | Path, overrides: Mapping[str, Any] | None = None) -> Obje
         ConfigError: lists all problems of the files, each with file and line, or what a constructor has refused.
     """
     from trainer.config import loading
+    from trainer.config.chosen_run import choose_run
     from trainer.config.files import as_node
     from trainer.config.read import read
     from trainer.config.tree import COMMAND_LINE, Diagnostics
 
     findings = Diagnostics()
     typed = [(name, as_node(value, COMMAND_LINE)) for name, value in (overrides or {}).items()]
-    configuration = loading.load(read([*map(str, files)], typed, findings), findings)
+    names = [*map(str, files)]
+    configuration = loading.load(read(names, typed, findings), findings)
+    for line in choose_run(configuration, names, "fit"):
+        logging.getLogger("trainer").info("%s", line)
     return Objects(*configuration.build(), configuration.ckpt_path)

@@ -1,7 +1,9 @@
-"""Find the run that "last" or "best" means in a command: the one of the same name, module and data."""
+"""Find the run that "last" or "best" means in a command: by its name, or by what it trains and how it begins."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -10,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from trainer.arguments import local_path
+from trainer.arguments import local_path, options_of
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, versions
-from trainer.config.check import ClassSpec
+from trainer.config.check import FROM_TEXT, ClassSpec
 from trainer.config.loading import Configuration
-from trainer.config.types import constructor_parameters
+from trainer.config.types import constructor_parameters, validate
 from trainer.errors import CheckpointError, ConfigError
 from trainer.settings import Settings
 
@@ -26,8 +28,9 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     """Have the command work in the run that it means, and yield a line that names it where that is not said.
 
     It is the run whose own configuration is among the files, or, for "last" and "best", of the runs below
-    `default_root_dir` that have a checkpoint the newest with the command's name, or, without one, with its module and
-    data and their values. Runs that scripts have started have no configuration: of these it is the newest.
+    `default_root_dir` that have a checkpoint the newest with the command's name, or, without one, with its module,
+    data, optimizer, lr_scheduler and their values, and its seed. Runs that scripts have started have no configuration:
+    of these it is the newest.
 
     Raises:
         ConfigError: two runs are meant, or none of those that there are; lists them with what differs.
@@ -37,7 +40,7 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     anew = (command, which) == ("fit", "last")
-    records = {run: record for run in reversed(versions(root)) if (record := _record(run)) is not None}
+    records = {run: record for run in reversed(versions(root)) if (record := _record(run)) and _has_checkpoint(run)}
     if name is not None:
         records = {run: record for run, record in records.items() if record.get("name") == name}
         if not records and not anew:
@@ -66,8 +69,8 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
 def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> bool:
     """Work in the run whose own configuration is among the files, wherever its directory was moved to."""
     which, given = configuration.ckpt_path, map(local_path, files)
-    own = [file for file in given if file.name == "config.yaml" and (file.parent / CHECKPOINTS).is_dir()]
-    runs = list(dict.fromkeys(file.absolute().parent for file in own))
+    named = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
+    runs = [folder for folder in named if _is_run(folder)]
     if len(runs) > 1 and which in ("last", "best"):
         raise ConfigError(
             f"--ckpt-path {which}: two of the files are configurations of runs, {runs[0]} and {runs[1]}. Give one of "
@@ -89,49 +92,87 @@ def _none_is_equal(configuration: Configuration, command: str, found: dict[Path,
     go_on = f"trainer {command} --config {shlex.quote(_shown(first / 'config.yaml'))} --ckpt-path {which}"
     anew = f" To begin anew, leave out --ckpt-path {which}, or give the run a name of its own: --name NAME."
     return (
-        f"--ckpt-path {which}: no run below {_shown(root)} has the module and the data of this command, with their "
-        f"values.\n  " + "\n  ".join([*lines, *more]) + f"\nTo take one of them as it is: {go_on}, and what is to be "
+        f"--ckpt-path {which}: no run below {_shown(root)} has the module, the data, the optimizer and the seed of "
+        f"this command, with their values.\n  "
+        + "\n  ".join([*lines, *more])
+        + f"\nTo take one of them as it is: {go_on}, and what is to be "
         f"changed after that.{anew if command == 'fit' else ''}"
     )
 
 
 def _record(run: Path) -> dict[str, Any] | None:
-    """Return the configuration of a run that has a checkpoint; None where there is none."""
-    with suppress(OSError, yaml.YAMLError, CheckpointError):
+    """Return the configuration of a run; None where there is none."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
         record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-        CheckpointDirectory(run / CHECKPOINTS).resolve("last")
-        return record if isinstance(record, dict) else None
+        return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
     return None
 
 
+def _has_checkpoint(run: Path) -> bool:
+    with suppress(OSError, CheckpointError):
+        CheckpointDirectory(run / CHECKPOINTS).resolve("last")
+        return True
+    return False
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
+    record = _record(folder) if folder in versions(folder.parent) else None
+    at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
+    return at_its_place or (folder / CHECKPOINTS).is_dir()
+
+
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    for key, spec in (("module", configuration.module), ("data", configuration.data)):
+    settings = [one["trainer"] for one in (record, wanted)]
+    roots = [str(one.get("default_root_dir", ".")) for one in settings]
+
+    def differ(values: Iterable[Any]) -> bool:
+        there, here = values
+        return bool(there != here) and bool(_plain(there, roots[0]) != _plain(here, roots[1]))
+
+    if settings[0].get("seed") != settings[1].get("seed"):
+        yield f"trainer.seed {settings[0].get('seed')!r} there, {settings[1].get('seed')!r} here"
+    for key in ("module", "data", "optimizer", "lr_scheduler"):
         there, here = (_class_and_arguments(one.get(key)) for one in (record, wanted))
-        if there[0] != here[0]:
+        if differ((there[0], here[0])):
             yield f"{key} {there[0]} there, {here[0]} here"
             continue
         for name in sorted(there[1].keys() | here[1].keys()):
-            values = [one[1][name] if name in one[1] else _default(spec, name) for one in (there, here)]
-            if values[0] != values[1]:
+            values = [_typed(getattr(configuration, key), name, given) for _, given in (there, here)]
+            if differ(values):
                 yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
 
 
 def _class_and_arguments(choice: Any) -> tuple[str | None, dict[str, Any]]:
-    """Return the name of a class, without the folder in which it lies, and its arguments."""
     chosen = choice if isinstance(choice, dict) else {"class_path": choice}
-    path = chosen.get("class_path")
-    location, colon, name = str(path).rpartition(":")
-    return None if path is None else f"{Path(location).name * location.endswith('.py')}{colon}{name}", {
-        **(chosen.get("init_args") or {})
-    }
+    return chosen.get("class_path"), chosen.get("init_args") or {}
 
 
-def _default(spec: ClassSpec | None, name: str) -> Any:
-    """Return the value of an argument that is not given, as a file would have it."""
+def _plain(value: Any, root: str) -> Any:
+    """Return a value as a file has it, with paths (also of classes) relative to the runs, which move with a project."""
+    if dataclasses.is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item, root) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, root) for item in value]
+    if isinstance(value, Path):
+        value = str(value.absolute())
+    return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value
+
+
+def _typed(spec: ClassSpec | None, name: str, given: dict[str, Any]) -> Any:
+    """Return the value of an argument as its annotation wants it, or its default."""
     parameter = None if spec is None else constructor_parameters(spec.cls).named.get(name)
-    value = "nothing" if parameter is None or parameter.default is parameter.empty else parameter.default
-    value = getattr(value, "value", value)  # of an enumeration
-    return [*value] if isinstance(value, (tuple, set)) else str(value) if isinstance(value, Path) else value
+    if name not in given:
+        return "nothing" if parameter is None or parameter.default is parameter.empty else parameter.default
+    options = [] if parameter is None else options_of(parameter.annotation)
+    for kind in (kind for kind in FROM_TEXT if kind in options):
+        with suppress(Exception):
+            return FROM_TEXT[kind](given[name])
+    with suppress(Exception):  # of an older version of the class, or of the code that a dataclass has
+        return given[name] if parameter is None else validate(given[name], parameter.annotation)
+    return given[name]
 
 
 def _shown(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.arguments import local_path
 from trainer.callback import Callback
-from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
+from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory
 from trainer.config.check import Checker, ClassSpec, instantiate
 from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
@@ -34,6 +34,8 @@ class Configuration:
     """The arguments of Trainer that were given."""
     module: ClassSpec
     data: ClassSpec | None
+    optimizer: ClassSpec | None
+    lr_scheduler: ClassSpec | None
     ckpt_path: str | None
     allow_changes: list[str]
     weights: str | None
@@ -42,7 +44,7 @@ class Configuration:
     resolved: str
     """YAML that gives the same configuration from any folder."""
     recorded: str
-    """That of the run directory: without "last", which is another checkpoint when the file is read again."""
+    """That of the run directory: without "last" and "best", which would be others when the file is read again."""
     notes: list[str]
     sources: dict[str, Source]
     """The source of each of the trainer's arguments."""
@@ -122,9 +124,11 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
     """
     given, checker = entries(tree), Checker(findings)
     trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
+    optimizer = scheduler = None
     if module not in (None, INVALID):
         optimizer = checker.optimizer(given.get("optimizer"), module.cls)
-        module = with_optimizer(module, optimizer, checker.scheduler(given.get("lr_scheduler")))
+        scheduler = checker.scheduler(given.get("lr_scheduler"))
+        module = with_optimizer(module, optimizer, scheduler)
     data, allow_changes = checker.data(given.get("data")), checker.allow_changes(given.get("allow_changes"))
     findings.report()
     assert module is not None
@@ -136,12 +140,14 @@ def load(tree: Node, findings: Diagnostics) -> Configuration:
         trainer,
         module,
         data,
+        optimizer,
+        scheduler,
         ckpt_path,
         allow_changes,
         weights,
         name,
         to_yaml(resolved),
-        to_yaml({key: value for key, value in resolved.items() if (key, value) != ("ckpt_path", "last")}),
+        to_yaml({key: value for key, value in resolved.items() if key != "ckpt_path" or value not in POINTERS}),
         findings.notes,
         sources,
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 What is rewritten: imports of `lightning`, `lightning.pytorch`, `pytorch_lightning`; LightningModule and
 LightningDataModule; arguments of earlier versions that only have another name; `class_path:` and `_target_:` in YAML;
-`model:`, `seed_everything:` and `dict_kwargs:` of LightningCLI's files; the cells of notebooks.
+`model:`, `seed_everything:` and `dict_kwargs:` of LightningCLI's files, also in JSON; the cells of notebooks.
 What changes in meaning stands in docs/migrating.md.
 
 examples:
@@ -38,7 +38,9 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "ven
 MENTIONED = re.compile(rb"\b(pytorch_lightning|lightning|lightning_fabric|trainer)\b")
 REQUIREMENT = re.compile(r"(?<![\w.\-/])(pytorch[-_]lightning|lightning)(\[[\w,-]+\])?\s*(?=[=<>~!;,\s\"']|$)")
 REQUIREMENTS = re.compile(r"(.*requirements.*\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)")
-CLASSES = re.compile(rb"^(model|data|seed_everything|trainer|optimizer|lr_scheduler)\s*:", re.MULTILINE)
+CLASSES = re.compile(
+    rb"^(model|data|seed_everything|trainer|optimizer|lr_scheduler|fit|validate|test|predict)\s*:", re.MULTILINE
+)
 """Keys of LightningCLI, in whose files neither of these words need be."""
 EXPORTED = re.compile(rb"^\s*from\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MULTILINE)
 
@@ -57,7 +59,9 @@ def run(arguments: list[str]) -> int:
         description="Rewrite a project of Lightning's to this package, and list what a person must decide.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a Python or YAML file, or a folder of them")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="a Python, YAML or JSON file, or a folder (of Python and YAML)"
+    )
     parser.add_argument("--write", action="store_true", help="change the files; default: show a diff")
     options = parser.parse(arguments)
     if importlib.util.find_spec("libcst") is None:
@@ -72,6 +76,7 @@ def run(arguments: list[str]) -> int:
         for file, source in contents.items()
         if MENTIONED.search(source)
         or REQUIREMENTS.fullmatch(file.name)
+        or file.suffix == ".json"  # named by the user, as `trainer fit` advises: a folder may have data in such files
         or (
             file.suffix in YAML and CLASSES.search(source) and (b"class_path" in source or b"seed_everything" in source)
         )
@@ -157,7 +162,7 @@ def _migrated(file: Path, source: bytes, kept: Collection[str]) -> tuple[bytes, 
         new, found = _python(source, kept if file.name != "__init__.py" else ("LightningModule", "LightningDataModule"))
     elif file.suffix == ".ipynb":
         new, found = _notebook(source, kept) if b"lightning" in source else (source, [])
-    elif file.suffix in YAML:
+    elif file.suffix in (*YAML, ".json"):
         new, found = _yaml(source)
     if REQUIREMENTS.fullmatch(file.name):
         lines = source.decode(errors="replace").splitlines()

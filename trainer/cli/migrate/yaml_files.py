@@ -1,7 +1,8 @@
-"""Rewrite the class paths and arguments of a YAML file of LightningCLI or Hydra, keeping everything else as it is."""
+"""Rewrite class paths and arguments of a YAML or JSON file of LightningCLI or Hydra, keeping everything else."""
 
 from __future__ import annotations
 
+import json
 from ast import literal_eval
 from collections.abc import Collection, Iterator
 
@@ -16,6 +17,9 @@ from trainer.config.tree import KEYS
 
 CLASS_KEYS = ("class_path", "_target_")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
+SECTIONS = ("fit", "validate", "test", "predict")
+"""Keys of a file of LightningCLI that has a section for each command."""
+SECTION = "no sections of commands here: give each command a file with the content of its section at the top"
 SEED = "'seed:' under 'trainer:', with a number"
 MODULE = "'module:' for 'trainer fit', with the class as 'class_path:'"
 UNKNOWN = "no key of a configuration here: a value for several places is a reference, ${KEY.NAME}, to one of them"
@@ -24,14 +28,15 @@ Change = tuple[int, int, str]
 
 
 def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
-    """Return a YAML file in this package's names, and what a person must decide in it.
+    """Return a file of YAML or JSON in this package's names, and what a person must decide in it.
 
     Raises:
         yaml.YAMLError: the file is not YAML.
     """
     changes: list[Change] = []
     findings: list[Finding] = []
-    for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
+    readable = text.replace("\t", " ") if text.lstrip().startswith("{") else text  # JSON is YAML but for tabs
+    for document in yaml.compose_all(readable, Loader=yaml.SafeLoader):
         for mapping in _mappings(document):
             _rewrite_class(mapping, changes, findings)
         if isinstance(document, yaml.MappingNode):
@@ -70,8 +75,12 @@ def _rewrite_class(mapping: yaml.MappingNode, changes: list[Change], findings: l
 
 
 def _rewrite_cli_keys(document: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
-    """Rewrite the top of a file of LightningCLI."""
+    """Rewrite the top of a file of LightningCLI, or of a section of one."""
     entries = {key.value: (key, value) for key, value in document.value if isinstance(key, yaml.ScalarNode)}
+    for name in [name for name in SECTIONS if name in entries and _is_section(entries[name][1])]:
+        named, section = entries.pop(name)
+        findings.append(Finding(_line(named), name, SECTION))
+        _rewrite_cli_keys(section, changes, findings)
     _, settings = entries.get("trainer", (None, None))
     key, value = entries.get("model", (None, None))
     keys = {one.value for one, _ in value.value} if isinstance(value, yaml.MappingNode) else set()
@@ -102,6 +111,12 @@ def known_classes() -> set[str]:
 
 def _is_class(node: yaml.Node) -> bool:
     return isinstance(node, yaml.MappingNode) and "class_path" in {key.value for key, _ in node.value}
+
+
+def _is_section(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.MappingNode) and any(
+        (key.value in ("model", "data") and _is_class(value)) or key.value == "trainer" for key, value in node.value
+    )
 
 
 def _move_dict_kwargs(mapping: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
@@ -148,12 +163,13 @@ def _same_meaning(key: yaml.ScalarNode, value: yaml.Node, given: Collection[str]
         return []
     plain = _plain(value)
     if key.value == "gpus" and type(plain) is int and plain > 0 and not {"accelerator", "devices"} & set(given):
-        between = ", " if in_braces else f"\n{' ' * key.start_mark.column}"
-        return [_scalar(key, f"accelerator: gpu{between}devices")]
+        between, quote = ", " if in_braces else f"\n{' ' * key.start_mark.column}", key.style or ""
+        return [_scalar(key, f"accelerator{quote}: {quote}gpu{quote}{between}{quote}devices")]
     new, written = VALUES.get((key.value, repr(plain)), ("", ""))
     if not new or (new != key.value and new in given):
         return []
-    text = yaml.safe_dump(literal_eval(written)).splitlines()[0]
+    meant = literal_eval(written)
+    text = json.dumps(meant) if key.style and not value.style else yaml.safe_dump(meant).splitlines()[0]
     return [_scalar(key, new), _scalar(value, text)]
 
 
@@ -163,6 +179,8 @@ def _move_seed(
     """Move the line of a seed into the settings of the trainer; return False if that is not possible."""
     lines = _text(key)[key.start_mark.index :].splitlines(keepends=True)
     number = _plain(value)
+    if key.start_mark.column:  # of a section, whose lines are indented
+        return False
     if settings is None and type(number) is int and not document.flow_style:
         moved = lines[0].replace("seed_everything", "  seed", 1)
         changes.append((key.start_mark.index, len(lines[0]), f"trainer:\n{moved}"))
