@@ -210,6 +210,16 @@ def test_a_reason_to_stop_is_known_after_a_resume_while_min_epochs_holds_the_sto
     assert (stopping.stopping_reason.name, stopping.stopped_epoch) == ("PATIENCE_EXHAUSTED", 1)
 
 
+def test_a_finished_run_that_is_started_again_keeps_the_epoch_of_its_stop() -> None:
+    stopped = []
+    for _ in range(2):
+        stopping = EarlyStopping("val_loss", patience=2)
+        trainer = quiet(max_epochs=9, enable_checkpointing=True, callbacks=[stopping, ModelCheckpoint()])
+        trainer.fit(Scripted([3, 2, 4, 4, 4, 4]), loader(1), loader(1), ckpt_path="last")
+        stopped.append((stopping.stopped_epoch, trainer.global_step, stopping.stopping_reason.name))
+    assert stopped == [(3, 4, "PATIENCE_EXHAUSTED")] * 2
+
+
 def test_a_second_fit_starts_afresh() -> None:
     stopping = EarlyStopping("val_loss", patience=2)
     trainer = quiet(max_epochs=9, callbacks=[stopping])
