@@ -27,7 +27,7 @@ from trainer.distributed.slurm import was_requeued
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
-from trainer.launchers.launcher import die_with_parent, launch_processes, open_closed_streams
+from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
 from trainer.loop.agreement_at_start import (
     check_loaders,
@@ -165,7 +165,6 @@ def start_run(
 
 def start_processes(config: ResolvedConfig) -> None:
     """Start the other processes, unless a launcher has started them."""
-    open_closed_streams()
     number, restarts = config.num_processes, config.settings.max_restarts
     if detect_environment().source == "single process":
         if number > 1 or restarts:
