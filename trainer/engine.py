@@ -515,7 +515,7 @@ class Engine:
         return self.strategy.precision.forward_context(self.device)
 
     def to_device(self, obj: Any) -> Any:
-        """Return a batch on this process's device, in its dtypes: the call of a model casts what it gets."""
+        """Return a batch on this process's device, not cast to 16 bits: the call of a model casts what it gets."""
         self._require_entered("to_device")
         return without_cast(self.strategy)(obj)
 

@@ -470,8 +470,10 @@ def inherits(strategy: Strategy, method: str) -> bool:
 
 
 def without_cast(strategy: Strategy) -> Callable[[Any], Any]:
-    """Return `to_device` without its cast, for labels that are no inputs."""
-    return strategy._move if strategy._moves_batches else lambda batch: batch
+    """Return `to_device` without a cast to 16 bits, which would round labels."""
+    return (
+        strategy._move if strategy._moves_batches and strategy.precision.weights.itemsize == 2 else strategy.to_device
+    )
 
 
 def keeps_batches(strategy: Strategy) -> bool:
