@@ -267,13 +267,12 @@ class BackboneFinetuning(BaseFinetuning):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        return {**state, "backbone_lr": self._rates} if state else state
+        return {**state, "backbone_lr": [*self._rates]} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         rates = state_dict.get("backbone_lr")
-        rates = (
-            rates if isinstance(rates, list) else [] if rates is None else [rates]
-        )  # by an earlier version: the last
+        if not isinstance(rates, list):  # by an earlier version, which had one for all optimizers
+            rates = [] if rates is None else [rates]
         require({"backbone_lr": rates}, {"backbone_lr": [NUMBER]}, "BackboneFinetuning")
         self._rates = [*rates]
         super().load_state_dict(state_dict)
