@@ -10,14 +10,16 @@ import inspect
 import logging
 import os
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from types import FrameType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
+from trainer.arguments import hints_of, options_of
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
 
 log = logging.getLogger("trainer")
@@ -241,7 +243,8 @@ def constructor_arguments(
     if argument is not None:
         entries = {**stored, **{name: value for name, value in given.items() if name in stored}}
         others = {name: value for name, value in given.items() if name not in stored}
-        arguments = {argument: _nested(entries), **others}
+        made = _nested(entries) if kinds is None else _in_one(entries, owner, argument)
+        arguments = others if argument in others else {argument: made, **others}
     else:
         takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
         known = {name: v for name, v in stored.items() if takes_any or name in signature.parameters}
@@ -255,6 +258,15 @@ def constructor_arguments(
             "self.save_hyperparameters() in __init__. Or the checkpoint is another module's."
         ) from None
     return arguments
+
+
+def _in_one(entries: dict[str, Any], owner: type, argument: str) -> Any:
+    """Return the object that holds all hyperparameters: the dataclass of the annotation, or with attributes."""
+    options = options_of(hints_of(owner.__init__, owner).get(argument))  # type: ignore[misc]
+    for cls in (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)):
+        if entries.keys() <= {field.name for field in dataclasses.fields(cls)}:
+            return _as_given(entries, ["dataclass", _full_name(cls), None], owner, argument)
+    return _nested(entries)
 
 
 def _nested(value: Any) -> Any:
@@ -275,6 +287,8 @@ def data_problem(value: Any, where: str) -> str | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _fields(value)
     if isinstance(value, Mapping):
+        if type(value) is defaultdict and _name(value) not in _READ:
+            return f"hyperparameter {where} is a defaultdict of no built-in type: give a dict."
         if not all(_is_leaf(key) or isinstance(key, tuple) for key in value):
             return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
         if len({repr(as_stored(key)) for key in value}) < len(value):
@@ -294,7 +308,7 @@ def data_problem(value: Any, where: str) -> str | None:
 
 
 def _is_leaf(value: Any) -> bool:
-    kinds = (os.PathLike, enum.Enum, datetime.timedelta)
+    kinds = (os.PathLike, enum.Enum, datetime.timedelta, range)
     return is_scalar(value) or isinstance(value, kinds) or _is_of_torch(value)
 
 
@@ -304,6 +318,8 @@ def as_stored(value: Any) -> Any:
         return value
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
+    if isinstance(value, range):
+        return [value.start, value.stop, value.step]
     if _is_of_torch(value):
         return str(value).removeprefix("torch.")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -333,8 +349,14 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 _READ: dict[str, Callable[[Any], Any]] = {
     "path": Path,
     **{kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, OrderedDict, Counter, deque)},
+    **{
+        f"defaultdict of {kind.__name__}": partial(defaultdict, kind)
+        for kind in (bool, int, float, str, list, dict, set)
+    },
     "set": set,
     "frozenset": frozenset,
+    "range": lambda bounds: range(*bounds),
+    "Size": lambda sizes: sys.modules["torch"].Size(sizes),
     "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
     "dtype": lambda name: _named_in_torch("dtype", name),
     "device": lambda name: _named_in_torch("device", name),
@@ -370,8 +392,10 @@ def _kind(value: Any) -> list[Any] | None:
         return ["enum", [_full_name(type(value)), value.name], None]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ["dataclass", _full_name(type(value)), _kinds_of_items(_fields(value).values())]
-    name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
-    if isinstance(value, (datetime.timedelta, PurePath)) or _is_of_torch(value):
+    name = _name(value)
+    if type(value) not in SCALARS and isinstance(value, (str, int, float)) and not is_numpy_number(value):
+        return ["scalar", _full_name(type(value)), None]
+    if isinstance(value, (datetime.timedelta, PurePath, range)) or type(value).__module__ == "torch":
         return [name, None, None]
     if type(value) in (set, frozenset):
         return [name, None, _kinds_of_items(sorted(value, key=lambda one: repr(as_stored(one))))]
@@ -379,12 +403,17 @@ def _kind(value: Any) -> list[Any] | None:
         return ["namedtuple", _full_name(type(value)), _kinds_of_items(value)] if hasattr(value, "_fields") else None
     if isinstance(value, Mapping):
         items, keys = _kinds_of_items(value.values()), _kinds_of_items(value)
-        of_class = name if type(value) in (OrderedDict, Counter) else "dict"
+        of_class = name if type(value) in (OrderedDict, Counter, defaultdict) else "dict"
         return None if items is None and keys is None and of_class == "dict" else [of_class, keys, items]
     if isinstance(value, (list, tuple, deque)):
         items = _kinds_of_items(value)
         return None if items is None and type(value) is not deque else [type(value).__name__, None, items]
     return None
+
+
+def _name(value: Any) -> str:
+    made_by = f" of {getattr(value.default_factory, '__name__', None)}" if type(value) is defaultdict else ""
+    return {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__) + made_by
 
 
 def _full_name(cls: type) -> str:
@@ -412,6 +441,9 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             value = type(value)(_items_as_given(value, items, owner, where))
         if name in _READ:
             return _READ[name](value)
+        if name == "scalar":  # of a class that is not known here: as a file has it
+            with contextlib.suppress(LookupError):
+                return _class_named(owner, of_class, object)(value)
         if name == "enum":
             cls = _class_named(owner, of_class[0], enum.Enum)
             return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
@@ -419,7 +451,13 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             return _class_named(owner, of_class, tuple)(*value)
         if name == "dataclass":
             cls = _class_named(owner, of_class, object)
-            made = cls(**{field.name: value[field.name] for field in dataclasses.fields(cls) if field.init})
+            made = cls(
+                **{
+                    field.name: value[field.name]
+                    for field in dataclasses.fields(cls)
+                    if field.init and field.name in value
+                }
+            )
             for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
                 object.__setattr__(made, field, item)
             return made

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.project import Command
 from trainer import Trainer, TrainModule
+from trainer.config.files import to_yaml
 
 FILE = """
 import torch
@@ -131,3 +135,141 @@ def test_a_module_in_python_stays_as_it_is_and_that_is_said(tmp_path: Path, capl
     caplog.clear()
     assert Trainer(**options).test(Sized(3), data, ckpt_path="last")[0]["size"] == 3
     assert "module.size" not in caplog.text
+
+
+NESTED = """
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer import DataModule, TrainModule
+from trainer.hyperparameters import as_stored
+
+
+@dataclass(frozen=True)
+class Leaf:
+    a: int
+    b: int = 0
+
+
+@dataclass
+class Deep:
+    leaf: Leaf
+    free: dict
+    n: int = 0
+    more: dict[str, Leaf] = field(default_factory=dict)
+
+
+class Net(TrainModule):
+    def __init__(self, opts: dict, deep: Deep, many: dict[int, Leaf], items: list[Leaf], w: int = 0):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(1, 1)
+        assert isinstance(deep.leaf, Leaf) and isinstance(many[1], Leaf) and isinstance(items[1], Leaf)
+        Path("seen.json").write_text(json.dumps(as_stored(self.hparams)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).mean()
+
+    def test_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Whole(Net):
+    def __init__(self, config: dict):
+        TrainModule.__init__(self)
+        self.save_hyperparameters(config)
+        self.layer = torch.nn.Linear(1, 1)
+        Path("seen.json").write_text(json.dumps(as_stored(self.hparams)))
+
+
+class Data(DataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(2, 1)), 2)
+
+    test_dataloader = train_dataloader
+"""
+VALUES = (
+    *("w", "opts.a", "opts.b", "opts.c.a", "opts.c.b", "opts.c.d.e", "opts.c.d.f"),
+    *("opts.net.class_path", "opts.net.init_args.width", "opts.net.init_args.depth"),
+    *("deep.n", "deep.leaf.a", "deep.leaf.b", "deep.free.x", "deep.free.y.z", "deep.more.k.a", "deep.more.k.b"),
+    *("many.1.a", "many.1.b", "many.2.a", "items.0.a", "items.1.a", "items.1.b"),
+)
+"""Paths of values in nested dicts, dataclasses, lists of those, and a class that stays a dict."""
+MAY_LACK = ("opts.b", "opts.c", "opts.c.b", "opts.c.d", "opts.c.d.f", "deep.free.x", "deep.free.y", "deep.more.k")
+MAY_LACK += ("many.2", "opts.net")
+
+
+def tree_of(values: dict[str, Any]) -> Any:
+    """Return values by their paths as nested mappings and lists."""
+    made: dict[str, Any] = {}
+    for path, value in values.items():
+        *outer, last = path.split(".")
+        inner = made
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    if "items" in made:
+        made["items"] = [*made["items"].values()]
+    return made
+
+
+def as_seen(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as the module has them: with the defaults of dataclasses."""
+    leaves = [path.removesuffix("a") for path in values if path.endswith(".a") and path.split(".")[0] != "opts"]
+    return {**{f"{leaf}b": 0 for leaf in leaves}, **values}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", ["Net", "Whole"])
+def test_parts_of_nested_values_are_typed(kind: str, seed: int, command: Command) -> None:
+    """Drawn: the values of a checkpoint and of a file, keys of dicts that one of both lacks, and what is typed."""
+    rng = random.Random(seed)
+
+    def drawn(base: int) -> dict[str, Any]:
+        lacks = tuple(rng.sample(MAY_LACK, 2))
+        paths = [path for path in VALUES if not any(path == one or path.startswith(f"{one}.") for one in lacks)]
+        values: dict[str, Any] = {path: base + number for number, path in enumerate(paths)}
+        return {path: "a.Net" if path.endswith("class_path") else value for path, value in values.items()}
+
+    def config(values: dict[str, Any]) -> str:
+        tree = tree_of(values)
+        tree["many"] = {int(key): value for key, value in tree["many"].items()}
+        arguments = tree if kind == "Net" else {"config": tree}
+        trainer = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+        module = {"class_path": f"nested.py:{kind}", "init_args": arguments}
+        return to_yaml({"module": module, "data": "nested.py:Data", "trainer": trainer})
+
+    trained, other = drawn(100), drawn(200)
+    words = rng.sample([path for path in other if path[-5:] != "_path"], rng.randrange(1, 6))
+    typed = {path: 300 + number for number, path in enumerate(words)}
+    if rng.random() < 0.3:
+        typed["opts.new.x"] = 400
+    below = trained
+    if rng.random() < 0.4:  # another class begins with its own defaults
+        typed["opts.net.class_path"] = "b.Other"
+        below = {path: value for path, value in trained.items() if not path.startswith("opts.net")}
+    Path("nested.py").write_text(NESTED)
+    Path("run.yaml").write_text(config(trained))
+    Path("other.yaml").write_text(config(other))
+    code, _, err = command("fit", "--config", "run.yaml")
+    assert code == 0, err
+    seen = as_seen if kind == "Net" else dict
+    assert json.loads(Path("seen.json").read_text()) == tree_of(seen(trained))
+    prefix = "--module." if kind == "Net" else "--module.config."
+    options = [word for path, value in typed.items() for word in (f"{prefix}{path}", str(value))]
+    code, _, err = command("test", "--config", "other.yaml", "--ckpt-path", "last", *options)
+    assert code == 0, err
+    expected = tree_of(seen({**below, **typed}))
+    assert json.loads(Path("seen.json").read_text()) == expected
+    notes = {line.split()[1] for line in err.splitlines() if line.startswith("note: module.")}
+    under = other if below is trained else {path: v for path, v in other.items() if not path.startswith("opts.net")}
+    given = tree_of(seen({**under, **typed}))
+    changed = {f"module.{name}" for name in expected if given.get(name) != expected[name]}
+    assert notes == (changed if kind == "Net" else {"module.config"})

@@ -8,7 +8,7 @@ import enum
 import json
 import random
 import shutil
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -37,6 +37,14 @@ OTHER: Any = enum.Enum("Color", {"RED": "dark red", "GREEN": "green"}, module="e
 class Flags(enum.Flag):
     A = 1
     B = 2
+
+
+class Name(str):
+    pass
+
+
+class Count(int):
+    pass
 
 
 class Point(NamedTuple):
@@ -109,6 +117,7 @@ LEAVES: list[Callable[[random.Random], Any]] = [
     lambda rng: rng.choice([PurePosixPath("a/b"), PureWindowsPath("c:/d")]),
     lambda rng: rng.choice([*Color, *OTHER, *Flags, Flags.A | Flags.B]),
     lambda rng: datetime.timedelta(rng.randrange(9), rng.randrange(9), rng.randrange(999)),
+    lambda rng: rng.choice([range(3), range(9, 0, -2), torch.Size([2, 3]), Name("a"), Count(3)]),
     lambda rng: rng.choice([torch.float16, torch.int64, torch.device("cpu"), torch.device("cuda:1")]),
 ]
 
@@ -128,6 +137,7 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
             lambda: Inner(3, items[0]),
             lambda: Scaled(2.0),
             lambda: OrderedDict(zip(keys, items, strict=False)),
+            lambda: defaultdict(rng.choice([int, list, dict]), zip(keys, items, strict=False)),
             lambda: Counter("abca"),
             lambda: deque(items),
             lambda: Outer(Inner(2, items[0]), ("a", "b")),
@@ -164,3 +174,46 @@ def test_a_class_that_is_not_there_is_asked_for() -> None:
         constructor_arguments(Model, kept["module"], None, {}, kept["kinds"]["module"])
     found = constructor_arguments(Model, kept["module"], None, {"value": 3}, kept["kinds"]["module"])
     assert found["value"] == 3
+
+
+class Whole(Model):
+    def __init__(self, config: Scaled | None) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters(config)
+        self.given = config
+        self.layer = torch.nn.Linear(1, 1)
+
+
+class Untyped(Whole):
+    def __init__(self, config) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(config)
+
+
+@pytest.mark.parametrize("cls", [Whole, Untyped])
+def test_a_dataclass_of_all_hyperparameters_comes_back(cls: type[Whole]) -> None:
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(cls(Scaled(2.0)), DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint("saved")
+    found = cls.load_from_checkpoint("saved").given
+    assert (found.rate, found.scale) == (20.0, 10.0)
+    assert cls.load_from_checkpoint("saved", scale=3.0).given.scale == 3.0
+    assert cls.load_from_checkpoint("saved", config=Scaled(1.0)).given.rate == 10.0
+    assert isinstance(found, Scaled) == (cls is Whole)
+
+
+def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
+    again(Scaled(2.0))
+    content = Path("saved/checkpoint.json").read_text()
+    kept = json.loads(content)["hyperparameters"]
+    del kept["module"]["value"]["scale"]
+    found = constructor_arguments(Model, kept["module"], None, {}, kept["kinds"]["module"])
+    assert alike(found["value"].scale, 10.0)
+
+
+def test_a_defaultdict_of_a_function_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    Model(defaultdict(lambda: 3))
+    assert "the hyperparameters value are no data" in caplog.text
+
+
+def test_a_long_range_takes_no_time() -> None:
+    assert again(range(10**12)).given == range(10**12)

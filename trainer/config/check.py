@@ -63,8 +63,8 @@ class ClassSpec(Spec):
     arguments: dict[str, Any]
     source: Source
     path: str
-    sources: dict[str, Source] = field(default_factory=dict)
-    """The source of each argument."""
+    nodes: dict[str, Node] = field(default_factory=dict)
+    """Each argument as it was given."""
     provided: Sequence[str] = ()
     """Arguments that no file can hold, such as an optimizer's parameters."""
     bases: tuple[type, ...] = (object,)
@@ -92,8 +92,9 @@ class ClassSpec(Spec):
             if not isinstance(made, self.bases):
                 raise TypeError(f"it returned a {type(made).__name__}")
         except TrainerError as error:
-            source, message = named_source(str(error), self.sources) or self.source, f"{self.path}: {error}"
-            raise ConfigError(str(Problem(source, message))) from error
+            sources = {name: node.source for name, node in self.nodes.items()}
+            source = named_source(str(error), sources) or self.source
+            raise ConfigError(str(Problem(source, f"{self.path}: {error}"))) from error
         except Exception as error:
             message = f"{self.path}: making {self.cls.__qualname__} failed: {one_line_error(error)}"
             raise ConfigError(str(Problem(self.source, message))) from error
@@ -283,7 +284,7 @@ class Checker(Values):
             fix = f"give it in the file under init_args, or --{dotted((*path, missing[0]))} VALUE."
             self.findings.add(named_at, f"{dotted(path)} ({cls.__name__}) {needs}: {fix}")
         takes = [name for name in provided if name in constructor_parameters(cls).named]
-        return ClassSpec(cls, arguments, source, dotted(path), sources_of(node), takes)
+        return ClassSpec(cls, arguments, source, dotted(path), entries(node), takes)
 
     def callable_spec(self, node: Node, signature: Any, path: KeyPath) -> Any:
         """Return a function, an object that can be called, or what makes objects of the class that a call returns."""

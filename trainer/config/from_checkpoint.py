@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from typing import Any, cast
+
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.config.check import ValueOfData
+from trainer.config.check import ClassSpec, instantiate
 from trainer.config.loading import Configuration
-from trainer.config.read import has_spec
-from trainer.config.tree import COMMAND_LINE
-from trainer.config.types import constructor_parameters
-from trainer.errors import CheckpointError
+from trainer.config.read import Spec, has_spec
+from trainer.config.tree import COMMAND_LINE, Node, entries
+from trainer.errors import CheckpointError, ConfigError
 from trainer.hyperparameters import constructor_arguments
 
 
 def take_hyperparameters(configuration: Configuration) -> list[str]:
-    """Let the module have the hyperparameters of the checkpoint, but for those that were typed.
+    """Let the module have the hyperparameters of the checkpoint, but for the values, or parts of them, that were typed.
 
     Returns:
         A line for each value of a file that another one took the place of.
+
+    Raises:
+        ConfigError: a dataclass refuses a typed value beside the checkpoint's.
     """
     module, lines = configuration.module, []
     try:
@@ -28,22 +34,62 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         return []
     kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
     stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
-    needed = {name: None for name in module.arguments if name not in stored}
+    argument = kept.get("arguments", {}).get("module")
+    names = {*stored} if argument is None else {argument}
+    needed = {name: None for name in module.arguments if name not in names}
     try:
-        arguments = constructor_arguments(module.cls, stored, kept.get("arguments", {}).get("module"), needed, kinds)
+        arguments = constructor_arguments(module.cls, stored, argument, needed, kinds)
     except CheckpointError:  # of another module, which is said where its weights are loaded
         return []
-    parameters = constructor_parameters(module.cls).named
-    for name, value in arguments.items():
-        source = module.sources.get(name)
-        given = module.arguments.get(name, parameters[name].default if name in parameters else None)
-        is_object = has_spec(given) and not isinstance(given, ValueOfData)
-        if name not in stored or source == COMMAND_LINE or is_object:
-            continue
-        if source is not None and given != value:
-            lines.append(
-                f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have that, "
-                f"type --module.{name}"
-            )
+    for name in (name for name in arguments if name in names):
+        node, value = module.nodes.get(name), arguments[name]
+        if node is not None:
+            given = module.arguments[name]
+            try:
+                value = _with_typed(node, given, value)
+                given = instantiate(given) if _is_data(given) else given
+            except (TypeError, ValueError) as error:
+                words = f"{error}. Leave out what was typed of it, or make the module in Python and give it to test()"
+                raise ConfigError(f"module.{name}: it does not fit into the checkpoint's value: {words}.") from error
+            source = next((one.source for one in (node, *entries(node).values()) if one.source != COMMAND_LINE), None)
+            if source is not None and given != value:
+                other = node.plain() if has_spec(given) else given
+                lines.append(
+                    f"module.{name} is {value!r}, as in the checkpoint, and not {other!r}, as at {source}: to have "
+                    f"that, type --module.{name}"
+                )
         module.arguments[name] = value
     return lines
+
+
+def _is_data(value: Any) -> bool:
+    """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
+    if isinstance(value, ClassSpec):
+        return dataclasses.is_dataclass(value.cls) and all(map(_is_data, value.arguments.values()))
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return not isinstance(value, Spec) and all(map(_is_data, inside))
+
+
+def _typed(node: Node) -> bool:
+    """Whether a value, or a part of it, was typed."""
+    inside = node.value if isinstance(node.value, list) else [*entries(node).values()]
+    return any(map(_typed, inside)) if inside else node.source == COMMAND_LINE
+
+
+def _with_typed(node: Node, given: Any, kept: Any) -> Any:
+    """Return a checkpoint's value with the parts of a given one that were typed; `node` is the given one's."""
+    if not _typed(node):
+        return kept
+    if isinstance(given, dict) and isinstance(kept, dict) and given.get("class_path") == kept.get("class_path"):
+        made = copy.copy(kept)
+        for (key, value), child in zip(given.items(), entries(node).values(), strict=True):
+            if _typed(child):
+                made[key] = _with_typed(child, value, kept.get(key, {}))
+        return made
+    if isinstance(given, ClassSpec) and type(kept) is given.cls and dataclasses.is_dataclass(kept):
+        typed = {name: child for name, child in given.nodes.items() if _typed(child)}
+        parts = {name: _with_typed(typed[name], given.arguments[name], getattr(kept, name, None)) for name in typed}
+        return dataclasses.replace(kept, **instantiate(parts))  # type: ignore[type-var]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept) and node.source != COMMAND_LINE:
+        return [_with_typed(*of_item) for of_item in zip(cast("list[Node]", node.value), given, kept, strict=True)]
+    return given
