@@ -208,3 +208,28 @@ def test_optimizers_and_seeds_tell_members_apart(fit: Command, words: tuple[str,
     assert code == 0, err
     assert "run directory:  runs/version_0" in out
     assert record("runs/version_1") == kept
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [
+        ("precision", ("32-true", "bf16-mixed", "64-true")),
+        ("accumulate_grad_batches", ("1", "2", "3")),
+        ("gradient_clip_val", ("null", "0.5", "1.0")),
+        ("strategy", ("auto", "ddp", "fsdp")),
+    ],
+)
+def test_settings_of_the_trainer_tell_equal_runs_apart(fit: Command, setting: str, values: tuple[str, ...]) -> None:
+    """The first value is the default, and the last one a change on purpose."""
+    for words in ((), (f"--trainer.{setting}", values[1])):
+        assert fit(*words)[0] == 0
+    again = (*LAST, "--trainer.max_epochs", "2", f"--trainer.{setting}")
+    for number, value in ((0, values[0]), (1, values[1])):
+        code, out, err = fit(*again, value)
+        assert code == 0, err
+        assert f"run directory:  runs/version_{number}" in out
+        newest = ", which has the trainer's settings; the newest is runs/version_1" if number == 0 else ""
+        assert err.splitlines()[0] == f"note: --ckpt-path last is that of runs/version_{number}{newest}"
+    code, out, err = fit(*LAST, "--trainer.max_epochs", "3", f"--trainer.{setting}", values[2])
+    assert code == 0, err
+    assert "run directory:  runs/version_1" in out

@@ -29,7 +29,8 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
 
     It is the run whose own configuration is among the files, or, for "last" and "best", of the runs below
     `default_root_dir` that have a checkpoint the newest with the command's name, or, without one, with its module,
-    data, optimizer, lr_scheduler and their values, and its seed. Runs that scripts have started have no configuration:
+    data, optimizer, lr_scheduler and their values, and its seed: of several the one with the fewest other settings of
+    the trainer. Runs that scripts have started have no configuration:
     of these it is the newest.
 
     Raises:
@@ -57,13 +58,19 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
         return
     wanted = yaml.safe_load(configuration.recorded)
     found = {run: [*_differences(configuration, record, wanted)] for run, record in records.items()}
-    run = next((one for one, lines in found.items() if name is not None or not lines), None)
+    equal = [one for one, lines in found.items() if name is not None or not lines]
+    run = (
+        equal[0]
+        if name is not None and equal
+        else min(equal, key=lambda one: _other_settings(records[one]["trainer"], wanted["trainer"]), default=None)
+    )
     if run is None and (command == "fit" or len(found) > 1):
         raise ConfigError(_none_is_equal(configuration, command, found, root))
     run = run or next(iter(found))
     configuration.work_in(run, command)
     differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
-    yield f"--ckpt-path {which} is that of {_shown(run)}{differs}"
+    nearest = f", which has the trainer's settings; the newest is {_shown(equal[0])}" if run in equal[1:] else ""
+    yield f"--ckpt-path {which} is that of {_shown(run)}{differs or nearest}"
 
 
 def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> bool:
@@ -141,6 +148,13 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
             values = [_typed(getattr(configuration, key), name, given) for _, given in (there, here)]
             if differ(values):
                 yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
+
+
+def _other_settings(there: dict[str, Any], here: dict[str, Any]) -> int:
+    """Return the number of the trainer's settings that differ, apart from the folder."""
+    names = (there.keys() | here.keys()) - {"default_root_dir"}
+    values = [[one.get(name, getattr(Settings, name, None)) for one in (there, here)] for name in names]
+    return sum(before != now for before, now in values)
 
 
 def _class_and_arguments(choice: Any) -> tuple[str | None, dict[str, Any]]:
