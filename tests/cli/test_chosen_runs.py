@@ -228,7 +228,7 @@ def test_settings_of_the_trainer_tell_equal_runs_apart(fit: Command, setting: st
         code, out, err = fit(*again, value)
         assert code == 0, err
         assert f"run directory:  runs/version_{number}" in out
-        newest = ", which has the trainer's settings; the newest is runs/version_1" if number == 0 else ""
+        newest = ", by the trainer's settings; the newest is runs/version_1" if number == 0 else ""
         assert err.splitlines()[0] == f"note: --ckpt-path last is that of runs/version_{number}{newest}"
     code, out, err = fit(*LAST, "--trainer.max_epochs", "3", f"--trainer.{setting}", values[2])
     assert code == 0, err

@@ -28,10 +28,9 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     """Have the command work in the run that it means, and yield a line that names it where that is not said.
 
     It is the run whose own configuration is among the files, or, for "last" and "best", of the runs below
-    `default_root_dir` that have a checkpoint the newest with the command's name, or, without one, with its module,
-    data, optimizer, lr_scheduler and their values, and its seed: of several the one with the fewest other settings of
-    the trainer. Runs that scripts have started have no configuration:
-    of these it is the newest.
+    `default_root_dir` that have a checkpoint the one with the command's name, or, without one, with its module,
+    data, optimizer, lr_scheduler and their values, and its seed: of several that with the fewest other settings of the
+    trainer, of these the newest. Runs that scripts have started have no configuration: of these it is the newest.
 
     Raises:
         ConfigError: two runs are meant, or none of those that there are; lists them with what differs.
@@ -59,17 +58,13 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     wanted = yaml.safe_load(configuration.recorded)
     found = {run: [*_differences(configuration, record, wanted)] for run, record in records.items()}
     equal = [one for one, lines in found.items() if name is not None or not lines]
-    run = (
-        equal[0]
-        if name is not None and equal
-        else min(equal, key=lambda one: _other_settings(records[one]["trainer"], wanted["trainer"]), default=None)
-    )
+    run = min(equal, key=lambda one: _other_settings(records[one]["trainer"], wanted["trainer"]), default=None)
     if run is None and (command == "fit" or len(found) > 1):
         raise ConfigError(_none_is_equal(configuration, command, found, root))
     run = run or next(iter(found))
     configuration.work_in(run, command)
     differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
-    nearest = f", which has the trainer's settings; the newest is {_shown(equal[0])}" if run in equal[1:] else ""
+    nearest = f", by the trainer's settings; the newest is {_shown(equal[0])}" if run in equal[1:] else ""
     yield f"--ckpt-path {which} is that of {_shown(run)}{differs or nearest}"
 
 
