@@ -222,7 +222,15 @@ NO_LOCAL = "MPI_LOCALRANKID or PMI_LOCAL_RANK, MPI_LOCALNRANKS or PMI_LOCAL_SIZE
         ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE='x' is not an integer"),
         ({name: PALS[name] for name in PALS if name != "PMI_SIZE"}, "but not PMI_SIZE: one of several processes"),
         ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"}, "but not JSM_NAMESPACE_LOCAL_RANK, JSM_NAMESPACE_"),
-        ({**FLUX, "FLUX_JOB_SIZE": "5"}, "Flux started 5 tasks on 2 nodes: give each node as many"),
+        *(
+            ({**FLUX, **other}, rf"Flux started {size} tasks \(FLUX_JOB_SIZE\) on {nodes} nodes .* each node as many")
+            for other, size, nodes in (
+                ({"FLUX_JOB_SIZE": "5"}, "5", "2"),
+                ({"FLUX_JOB_NNODES": ""}, "4", r"\?"),
+                ({"FLUX_JOB_NNODES": "0"}, "4", "0"),
+                ({"FLUX_JOB_SIZE": ""}, r"\?", "2"),
+            )
+        ),
         ({name: FLUX[name] for name in FLUX if name != "MASTER_ADDR"}, "flux run started 4 processes, 2 of them here"),
         (
             {name: TORCHRUN[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},

@@ -289,10 +289,11 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
 
 def _flux(environ: Mapping[str, str]) -> Environment | str:
     size, nodes = environ.get("FLUX_JOB_SIZE", ""), environ.get("FLUX_JOB_NNODES", "")
-    if not (environ.get("FLUX_TASK_RANK") and size.isdecimal() and nodes.isdecimal() and int(nodes)):
-        return "no FLUX_TASK_RANK, FLUX_JOB_SIZE and FLUX_JOB_NNODES"
-    if int(size) % int(nodes):
-        raise ConfigError(f"Flux started {size} tasks on {nodes} nodes: give each node as many (flux run -N -n).")
+    if not environ.get("FLUX_TASK_RANK") or size == "1":
+        return "no FLUX_TASK_RANK, or a single process (FLUX_JOB_SIZE=1)"
+    if not (size.isdecimal() and nodes.isdecimal() and int(nodes)) or int(size) % int(nodes):
+        words = f"Flux started {size or '?'} tasks (FLUX_JOB_SIZE) on {nodes or '?'} nodes (FLUX_JOB_NNODES)"
+        raise ConfigError(f"{words}: set both, and give each node as many tasks (flux run -N -n).")
     return _FLUX.read({**environ, "FLUX_LOCAL_SIZE": str(int(size) // int(nodes))})
 
 
