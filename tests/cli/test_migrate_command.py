@@ -281,6 +281,19 @@ def test_yaml_files(command: Command, tmp_path: Path) -> None:
     assert "by hand: 2" in out
 
 
+@pytest.mark.parametrize("value", ["null", "0"])
+def test_no_gpus_are_the_cpu(value: str, command: Command, tmp_path: Path) -> None:
+    text = "trainer:\n  gpus: {}\nmodel: {{class_path: my.Model}}\n".format(value)
+    found, out = written(command, tmp_path / "p", run__yaml=text)
+    assert found["run__yaml"] == text.replace(f"gpus: {value}", "accelerator: cpu").replace("model", "module")
+    assert "by hand: 0" in out
+    found, _ = written(command, tmp_path / "q", run__yaml=text.replace("gpus", "accelerator: gpu\n  gpus"))
+    assert f"gpus: {value}" in found["run__yaml"]
+    code = "import pytorch_lightning as pl\npl.Trainer(gpus={})\n".format({"null": "None"}.get(value, value))
+    found, _ = written(command, tmp_path / "c", run__py=code)
+    assert "pl.Trainer(accelerator='cpu')" in found["run__py"]
+
+
 def test_a_seed_that_cannot_be_moved_is_listed(command: Command, tmp_path: Path) -> None:
     for text in (
         "seed_everything: true\ntrainer:\n  max_epochs: 1\n",

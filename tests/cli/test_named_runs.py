@@ -58,6 +58,7 @@ def test_fit_goes_on_in_the_run_whose_configuration_it_is_given(runs: Command) -
     config = "moved/version_0/config.yaml"
     code, out, err = runs("fit", "--config", config, "more.yaml", "--ckpt-path", "last")
     assert code == 0, err
+    assert err.splitlines()[0] == "note: --ckpt-path last is that of moved/version_0"
     assert "run directory:  moved/version_0" in out
     assert (step("moved/version_0"), step("moved/version_1")) == (3 * steps, steps)
     assert not Path("runs").exists()
@@ -98,6 +99,9 @@ def test_two_runs_are_too_many(runs: Command) -> None:
     assert code == 2
     assert "two of the files are configurations of runs" in err
     assert runs("validate", "--config", *files, "--ckpt-path", "runs/version_1")[0] == 0
+    for which in ("last", "best"):
+        first = runs("validate", "--config", files[0], "--ckpt-path", which)[2].splitlines()[0]
+        assert first == f"note: --ckpt-path {which} is that of runs/version_0"
 
 
 def test_that_there_is_no_checkpoint_yet_is_said(command: Command, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,12 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
         ConfigError: two runs are meant, or none of those that there are; lists them with what differs.
     """
     which, name = configuration.ckpt_path, configuration.name
-    if _in_named_run(configuration, files, command) or which not in ("last", "best"):
+    named = _in_named_run(configuration, files, command)
+    if which not in ("last", "best"):
+        return
+    if named is not None:
+        if _has_checkpoint(named):
+            yield f"--ckpt-path {which} is that of {_shown(named)}"
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     anew = (command, which) == ("fit", "last")
@@ -68,8 +73,8 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     yield f"--ckpt-path {which} is that of {_shown(run)}{differs or nearest}"
 
 
-def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> bool:
-    """Work in the run whose own configuration is among the files, wherever its directory was moved to."""
+def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> Path | None:
+    """Work in the run whose own configuration is among the files, wherever it was moved to, and return its directory."""
     which, given = configuration.ckpt_path, map(local_path, files)
     named = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
     runs = [folder for folder in named if _is_run(folder)]
@@ -78,12 +83,13 @@ def _in_named_run(configuration: Configuration, files: Iterable[str], command: s
             f"--ckpt-path {which}: two of the files are configurations of runs, {runs[0]} and {runs[1]}. Give one of "
             f"them, or the run: --ckpt-path {runs[0]}."
         )
-    if len(runs) == 1:
-        source = configuration.sources.get("default_root_dir")
-        if source is not None and local_path(source.name).absolute().parent == runs[0]:
-            configuration.trainer["default_root_dir"] = str(runs[0].parent)
-        configuration.work_in(runs[0], command)
-    return len(runs) == 1
+    if len(runs) != 1:
+        return None
+    source = configuration.sources.get("default_root_dir")
+    if source is not None and local_path(source.name).absolute().parent == runs[0]:
+        configuration.trainer["default_root_dir"] = str(runs[0].parent)
+    configuration.work_in(runs[0], command)
+    return runs[0]
 
 
 def _none_is_equal(configuration: Configuration, command: str, found: dict[Path, list[str]], root: Path) -> str:

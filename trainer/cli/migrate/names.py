@@ -55,6 +55,8 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("reload_dataloaders_every_epoch", "False"): ("reload_dataloaders_every_n_epochs", "0"),
     ("gradient_clip_val", "0"): ("gradient_clip_val", "None"),
     ("gradient_clip_val", "0.0"): ("gradient_clip_val", "None"),
+    ("gpus", "None"): ("accelerator", "'cpu'"),
+    ("gpus", "0"): ("accelerator", "'cpu'"),
     **{
         (name, value): ("strategy", value)
         for name in ("accelerator", "distributed_backend")
