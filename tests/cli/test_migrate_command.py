@@ -283,7 +283,7 @@ def test_yaml_files(command: Command, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["null", "0"])
 def test_no_gpus_are_the_cpu(value: str, command: Command, tmp_path: Path) -> None:
-    text = "trainer:\n  gpus: {}\nmodel: {{class_path: my.Model}}\n".format(value)
+    text = f"trainer:\n  gpus: {value}\nmodel: {{class_path: my.Model}}\n"
     found, out = written(command, tmp_path / "p", run__yaml=text)
     assert found["run__yaml"] == text.replace(f"gpus: {value}", "accelerator: cpu").replace("model", "module")
     assert "by hand: 0" in out

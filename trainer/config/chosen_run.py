@@ -74,7 +74,7 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
 
 
 def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> Path | None:
-    """Work in the run whose own configuration is among the files, wherever it was moved to, and return its directory."""
+    """Return the run whose own configuration is among the files, wherever it was moved to, and work in it."""
     which, given = configuration.ckpt_path, map(local_path, files)
     named = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
     runs = [folder for folder in named if _is_run(folder)]
