@@ -17,7 +17,8 @@ from tests.helpers.project import Command
 from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint
 from trainer.cli.plot import MOST_NAMES, smoothed, style_of
-from trainer.cli.runs.find import find_runs, read_metrics
+from trainer.cli.runs.find import find_runs, read_metrics, with_name
+from trainer.config.files import to_yaml
 from trainer.fault_tolerance.file_lock import FolderLock
 
 
@@ -364,3 +365,19 @@ def test_the_files_of_a_stranger_control_no_terminal_and_are_no_error(command: C
     assert (code, err) == (0, "")
     assert r"\x1b[31m" in out
     assert out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("name", ["it's", "'x'", '"q"', "a: b # c", "007", "null", "a\x85b", "x " * 80 + "y", "a\\b"])
+def test_any_name_is_shown(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml({"module": "m.py:M", "name": name}))
+    assert with_name("version_0", tmp_path) == f"version_0 ({name})"
+    (tmp_path / "config.yaml").write_text("name: 'a\n")
+    assert with_name("version_0", tmp_path) == "version_0"
+
+
+def test_a_name_controls_no_terminal(command: Command, runs: Path) -> None:
+    run = next(one for one in runs.iterdir() if one.is_dir())
+    (run / "config.yaml").write_text(to_yaml({"name": "\x1b[31mred"}))
+    _, out, _ = command("runs", "ls", str(runs))
+    assert "red" in out
+    assert "\x1b" not in out

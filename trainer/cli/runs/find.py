@@ -81,9 +81,11 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 def with_name(place: str, run: Path) -> str:
     """Return the place of a run, and the name that `trainer fit --name` has given it."""
-    with suppress(OSError, ValueError):  # there is none, or it is damaged
-        if named := re.search(r"^name: '?(.+?)'?$", _text_of(run / "config.yaml"), re.MULTILINE):
-            return f"{place} ({named[1]})"
+    with suppress(Exception):  # there is none, or it is damaged
+        if named := re.search(r"^name: (.+(\n +.*)*)", _text_of(run / "config.yaml"), re.MULTILINE):
+            import yaml
+
+            return f"{place} ({yaml.safe_load(named[1])})"
     return place
 
 
