@@ -143,6 +143,10 @@ def test_files_of_one_name_are_two_modules(fit: Command) -> None:
 
 
 TYPED = """
+class Act(enum.Enum):
+    RELU = torch.nn.ReLU
+    GELU = torch.nn.GELU
+
 
 class Typed(Net):
     def __init__(
@@ -152,12 +156,17 @@ class Typed(Net):
         names: frozenset[str] = frozenset({"a", "b"}),
         file: Path | None = Path("x"),
         color: Color = Color.RED,
+        act: Act = Act.RELU,
+        kind: type[torch.nn.Module] = torch.nn.ReLU,
+        dts: list[torch.dtype] = [torch.float32],
+        by: dict[Color, torch.device] = {Color.RED: torch.device("cpu")},
     ):
         super().__init__()
 """
 DEFAULTS = (
     *("--module.dt", "float32", "--module.layers.width", "3", "--module.names", "[b, a]"),
-    *("--module.file", "x", "--module.color", "red"),
+    *("--module.file", "x", "--module.color", "RED", "--module.act", "RELU", "--module.kind", "torch.nn.ReLU"),
+    *("--module.dts", "[float32]", "--module.by", "{RED: cpu}"),
 )
 
 
@@ -173,6 +182,33 @@ def test_defaults_of_any_type_may_be_typed_out(fit: Command, first: tuple[str, .
     assert code == 2
     assert "module.dt torch.float32 there, torch.float16 here; module.layers Layers(width=3, depth=2) there" in err
     assert "module.names" not in err
+    code, _, err = fit("--module.dts", "[float16]", "--module.act", "GELU", "--module.kind", "torch.nn.GELU", *LAST)
+    assert code == 2
+    for line in (
+        "module.act <Act.RELU: <class 'torch.nn.modules.activation.ReLU'>> there, <Act.GELU",
+        "module.dts [torch.float32] there, [torch.float16] here",
+        "module.kind <class 'torch.nn.modules.activation.ReLU'> there, <class 'torch.nn.modules.activation.GELU'> here",
+    ):
+        assert line in err
+    for words in (("--module.dt", "floaty"), ("--module.dts", "[floaty]")):
+        code, _, err = fit(*words)
+        assert code == 2
+        assert 'given "floaty" (text), allowed' in err
+        assert "the name of a torch.dtype" in err
+
+
+def test_defaults_of_a_schedulers_steps_may_be_typed_out(fit: Command) -> None:
+    Path("mymodel.py").write_text(Path("mymodel.py").read_text() + OPTIMIZED)
+    words = ("--module", "mymodel.py:Bare", "--optimizer", "SGD", "--lr_scheduler", "StepLR")
+    words += ("--optimizer.lr", "0.1", "--lr_scheduler.step_size", "1")
+    steps = ("--lr_scheduler.frequency", "1", "--lr_scheduler.interval", "epoch", "--lr_scheduler.strict", "true")
+    assert fit(*words)[0] == 0
+    code, out, err = fit(*words, *steps, *LAST, "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "run directory:  runs/version_0" in out
+    code, _, err = fit(*words, "--lr_scheduler.frequency", "2", *LAST)
+    assert code == 2
+    assert "lr_scheduler.frequency 1 there, 2 here" in err
 
 
 OPTIMIZED = "\n\nclass Bare(Net):\n    configure_optimizers = TrainModule.configure_optimizers\n"

@@ -356,6 +356,7 @@ class Checker(Values):
             with suppress(RuntimeError, AttributeError):
                 if isinstance(found := FROM_TEXT[kind](str(node.value)), kind):
                     return found
+            objects = tuple(one for one in objects if one is not kind)
         if isinstance(node.value, str) and (objects or calls):
             node.value = {"class_path": Node(node.value, node.source, node.text)}
             return self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)

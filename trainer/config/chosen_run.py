@@ -12,12 +12,16 @@ from typing import Any
 
 import yaml
 
-from trainer.arguments import local_path, options_of
+from trainer.arguments import local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, versions
-from trainer.config.check import FROM_TEXT, ClassSpec
+from trainer.config.check import Checker, ClassSpec
+from trainer.config.files import as_node
 from trainer.config.loading import Configuration
+from trainer.config.read import has_spec
+from trainer.config.tree import COMMAND_LINE, Diagnostics
 from trainer.config.types import constructor_parameters, validate
 from trainer.errors import CheckpointError, ConfigError
+from trainer.optimizers import SchedulerConfig
 from trainer.settings import Settings
 
 _SHOWN = 5
@@ -146,7 +150,9 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
             yield f"{key} {there[0]} there, {here[0]} here"
             continue
         for name in sorted(there[1].keys() | here[1].keys()):
-            values = [_typed(getattr(configuration, key), name, given) for _, given in (there, here)]
+            if name in there[1] and name in here[1] and not differ((there[1][name], here[1][name])):
+                continue
+            values = [_typed(key, getattr(configuration, key), name, given) for _, given in (there, here)]
             if differ(values):
                 yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
 
@@ -176,17 +182,18 @@ def _plain(value: Any, root: str) -> Any:
     return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value
 
 
-def _typed(spec: ClassSpec | None, name: str, given: dict[str, Any]) -> Any:
+def _typed(key: str, spec: ClassSpec | None, name: str, given: dict[str, Any]) -> Any:
     """Return the value of an argument as its annotation wants it, or its default."""
-    parameter = None if spec is None else constructor_parameters(spec.cls).named.get(name)
+    named = {} if spec is None else constructor_parameters(spec.cls).named
+    if key == "lr_scheduler":
+        named = {**constructor_parameters(SchedulerConfig).named, **named}
+    parameter = named.get(name)
     if name not in given:
         return "nothing" if parameter is None or parameter.default is parameter.empty else parameter.default
-    options = [] if parameter is None else options_of(parameter.annotation)
-    for kind in (kind for kind in FROM_TEXT if kind in options):
-        with suppress(Exception):
-            return FROM_TEXT[kind](given[name])
     with suppress(Exception):  # of an older version of the class, or of the code that a dataclass has
-        return given[name] if parameter is None else validate(given[name], parameter.annotation)
+        if parameter is not None:
+            value = Checker(Diagnostics()).value(as_node(given[name], COMMAND_LINE), parameter.annotation, (key, name))
+            return validate(given[name], parameter.annotation) if has_spec(value) else value
     return given[name]
 
 

@@ -227,6 +227,8 @@ def allowed(annotation: Any) -> str:
 def _describe_object(option: Any) -> str:
     if not isinstance(option, type) or get_origin(option) is not None:
         return str(option).replace("typing.", "")
+    if option.__module__ == "torch" and option.__name__ in ("dtype", "device"):
+        return f"the name of a torch.{option.__name__}"
     path = " (class_path and init_args)" if is_object(option) else ""
     if issubclass(option, enum.Enum):
         return " or ".join(json.dumps(as_written(member)) for member in option)
