@@ -12,7 +12,6 @@ import os
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from types import FrameType
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -287,8 +286,8 @@ def data_problem(value: Any, where: str) -> str | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _fields(value)
     if isinstance(value, Mapping):
-        if type(value) is defaultdict and _name(value) not in _READ:
-            return f"hyperparameter {where} is a defaultdict of no built-in type: give a dict."
+        if isinstance(value, defaultdict):
+            return f"hyperparameter {where} is a defaultdict, whose values a function makes: give a dict."
         if not all(_is_leaf(key) or isinstance(key, tuple) for key in value):
             return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
         if len({repr(as_stored(key)) for key in value}) < len(value):
@@ -319,7 +318,7 @@ def as_stored(value: Any) -> Any:
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     if isinstance(value, range):
-        return [value.start, value.stop, value.step]
+        return value.start, value.stop, value.step
     if _is_of_torch(value):
         return str(value).removeprefix("torch.")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -349,10 +348,6 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 _READ: dict[str, Callable[[Any], Any]] = {
     "path": Path,
     **{kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, OrderedDict, Counter, deque)},
-    **{
-        f"defaultdict of {kind.__name__}": partial(defaultdict, kind)
-        for kind in (bool, int, float, str, list, dict, set)
-    },
     "set": set,
     "frozenset": frozenset,
     "range": lambda bounds: range(*bounds),
@@ -392,7 +387,7 @@ def _kind(value: Any) -> list[Any] | None:
         return ["enum", [_full_name(type(value)), value.name], None]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ["dataclass", _full_name(type(value)), _kinds_of_items(_fields(value).values())]
-    name = _name(value)
+    name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
     if type(value) not in SCALARS and isinstance(value, (str, int, float)) and not is_numpy_number(value):
         return ["scalar", _full_name(type(value)), None]
     if isinstance(value, (datetime.timedelta, PurePath, range)) or type(value).__module__ == "torch":
@@ -403,17 +398,12 @@ def _kind(value: Any) -> list[Any] | None:
         return ["namedtuple", _full_name(type(value)), _kinds_of_items(value)] if hasattr(value, "_fields") else None
     if isinstance(value, Mapping):
         items, keys = _kinds_of_items(value.values()), _kinds_of_items(value)
-        of_class = name if type(value) in (OrderedDict, Counter, defaultdict) else "dict"
+        of_class = name if type(value) in (OrderedDict, Counter) else "dict"
         return None if items is None and keys is None and of_class == "dict" else [of_class, keys, items]
     if isinstance(value, (list, tuple, deque)):
         items = _kinds_of_items(value)
         return None if items is None and type(value) is not deque else [type(value).__name__, None, items]
     return None
-
-
-def _name(value: Any) -> str:
-    made_by = f" of {getattr(value.default_factory, '__name__', None)}" if type(value) is defaultdict else ""
-    return {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__) + made_by
 
 
 def _full_name(cls: type) -> str:
@@ -451,13 +441,8 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             return _class_named(owner, of_class, tuple)(*value)
         if name == "dataclass":
             cls = _class_named(owner, of_class, object)
-            made = cls(
-                **{
-                    field.name: value[field.name]
-                    for field in dataclasses.fields(cls)
-                    if field.init and field.name in value
-                }
-            )
+            names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
+            made = cls(**{name: value[name] for name in names})
             for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
                 object.__setattr__(made, field, item)
             return made

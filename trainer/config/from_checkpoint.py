@@ -10,9 +10,9 @@ from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.config.check import ClassSpec, instantiate
 from trainer.config.loading import Configuration
-from trainer.config.read import Spec, has_spec
+from trainer.config.read import Spec
 from trainer.config.tree import COMMAND_LINE, Node, entries
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError
 from trainer.hyperparameters import constructor_arguments
 
 
@@ -44,18 +44,12 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
     for name in (name for name in arguments if name in names):
         node, value = module.nodes.get(name), arguments[name]
         if node is not None:
-            given = module.arguments[name]
-            try:
-                value = _with_typed(node, given, value)
-                given = instantiate(given) if _is_data(given) else given
-            except (TypeError, ValueError) as error:
-                words = f"{error}. Leave out what was typed of it, or make the module in Python and give it to test()"
-                raise ConfigError(f"module.{name}: it does not fit into the checkpoint's value: {words}.") from error
+            value = _with_typed(node, module.arguments[name], value)
+            given = instantiate(module.arguments[name]) if _is_data(module.arguments[name]) else node.plain()
             source = next((one.source for one in (node, *entries(node).values()) if one.source != COMMAND_LINE), None)
             if source is not None and given != value:
-                other = node.plain() if has_spec(given) else given
                 lines.append(
-                    f"module.{name} is {value!r}, as in the checkpoint, and not {other!r}, as at {source}: to have "
+                    f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have "
                     f"that, type --module.{name}"
                 )
         module.arguments[name] = value
@@ -87,9 +81,11 @@ def _with_typed(node: Node, given: Any, kept: Any) -> Any:
                 made[key] = _with_typed(child, value, kept.get(key, {}))
         return made
     if isinstance(given, ClassSpec) and type(kept) is given.cls and dataclasses.is_dataclass(kept):
-        typed = {name: child for name, child in given.nodes.items() if _typed(child)}
-        parts = {name: _with_typed(typed[name], given.arguments[name], getattr(kept, name, None)) for name in typed}
-        return dataclasses.replace(kept, **instantiate(parts))  # type: ignore[type-var]
+        parts = {field.name: getattr(kept, field.name) for field in dataclasses.fields(kept) if field.init}
+        for name, child in given.nodes.items():
+            if _typed(child):
+                parts[name] = _with_typed(child, given.arguments[name], parts.get(name))
+        return dataclasses.replace(given, arguments=parts).build()
     if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept) and node.source != COMMAND_LINE:
         return [_with_typed(*of_item) for of_item in zip(cast("list[Node]", node.value), given, kept, strict=True)]
     return given
