@@ -93,6 +93,36 @@ def test_what_is_typed_wins_and_is_said(run: Command, caplog: pytest.LogCaptureF
     assert "module.scale is" not in err
 
 
+def test_an_object_of_a_file_yields_too(command: Command) -> None:
+    Path("scaled.py").write_text(FILE.replace('ignore=["act"]', ""))
+    Path("run.yaml").write_text(RUN)
+    Path("other.yaml").write_text(OTHER)
+    assert command("fit", "--config", "run.yaml")[0] == 0
+    code, _, err = command("validate", "--config", "other.yaml", "--ckpt-path", "last")
+    assert code == 0, err
+    assert "note: module.act is None, as in the checkpoint, and not ReLU(), as at other.yaml:2: to have that" in err
+    words = ("--module.act", "torch.nn.ReLU")
+    code, _, err = command("validate", "--config", "other.yaml", "--ckpt-path", "last", *words)
+    assert code == 0, err
+    assert "note: module.act" not in err
+
+
+def test_a_dataclass_may_refuse_what_is_typed_beside_the_checkpoint(command: Command) -> None:
+    checked = "\n    def __post_init__(self):\n        assert self.a < 9 or self.b < 9, 'too much'\n"
+    Path("nested.py").write_text(NESTED.replace("    b: int = 0\n", "    b: int = 0\n" + checked, 1))
+    words = ("--module.opts", "{}", "--module.many", "{1: {a: 1}}", "--module.items", "[{a: 1}, {a: 1}]")
+    words = ("--module", "nested.py:Net", "--data", "nested.py:Data", "--trainer.accelerator", "cpu", *words)
+    deep = ("--module.deep", "{leaf: {a: 1, b: 9}, free: {}}")
+    assert command("fit", *words, *deep, "--trainer.max_epochs", "1")[0] == 0
+    Path("free.yaml").write_text("module: {deep: {leaf: {b: 1}, free: {}}}\n")
+    code, _, err = command(
+        "test", *words, "--config", "free.yaml", "--module.deep.leaf.a", "10", "--ckpt-path", "runs/version_0"
+    )
+    assert code == 2
+    assert "free.yaml:1: module.deep.leaf: making Leaf failed: " in err
+    assert "AssertionError: too much" in err
+
+
 def test_without_a_file_the_class_is_enough(run: Command) -> None:
     words = ("--module", "scaled.py:Net", "--data", "scaled.py:Data", "--trainer.accelerator", "cpu")
     code, out, err = run("test", *words, "--trainer.logger", "false", "--ckpt-path", "runs/version_0")

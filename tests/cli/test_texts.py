@@ -100,3 +100,43 @@ def test_paths_are_saved_for_any_folder(arguments: object) -> None:
     words = ["--module.folder", "~/x", "--module.folders", "[a, /b, ~/c]", "--module.tag", "a/b"]
     found = arguments(*words)  # type: ignore[operator]
     assert found == {"folder": "~/x", "folders": [str(here / "a"), "/b", "~/c"], "tag": "a/b"}
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_a_text_of_nothing_is_not_null(arguments: object, text: str, command: Command) -> None:
+    found = arguments("--module.name", text, "--module.free", text)  # type: ignore[operator]
+    assert found == {"name": text, "free": text}
+    code, _, err = command("fit", "--module", "model.py:Model", "--module.width", text)
+    assert code == 2
+    assert f'module.width: given "{text}" (text), allowed: an integer' in err
+
+
+def test_a_path_that_is_a_url_is_refused(arguments: object, command: Command) -> None:
+    """A Path makes s3:/b of s3://b, which is another place."""
+    for words in (("--module.folder", "s3://b/c"), ("--module.folders", "[a, s3://b/c]")):
+        code, _, err = command("fit", "--module", "model.py:Model", *words)
+        assert code == 2
+        assert "s3://b/c is a URL, which a Path changes. Annotate it as str | Path." in err
+    assert arguments("--module.root", "s3://b//c") == {"root": "s3://b//c"}  # type: ignore[operator]
+
+
+def test_an_argument_whose_default_is_none_may_be_null(command: Command) -> None:
+    """As people write them: `act: nn.Module = None`."""
+    model = MODEL.replace("width: int = 1", "width: int = None, act: 'torch.nn.Module' = None").replace(
+        "import pathlib", "import pathlib, torch"
+    )
+    Path("model.py").write_text(model)
+    Path("run.yaml").write_text("module: {class_path: model.py:Model, width: 3, act: torch.nn.ReLU}\n")
+    code, out, err = command(
+        "fit", "--config", "run.yaml", "--module.width", "null", "--module.act", "null", "--print-config"
+    )
+    assert code == 0, err
+    assert yaml.safe_load(out)["module"]["init_args"] == {"width": None, "act": None}
+    code, _, err = command("fit", "--config", "run.yaml", "--module.width", "x")
+    assert 'given "x" (text), allowed: an integer or null' in err
+
+
+def test_the_seed_of_another_program_is_named(command: Command) -> None:
+    code, _, err = command("fit", "--module", "model.py:Model", "--seed_everything", "3")
+    assert code == 2
+    assert "unknown option '--seed_everything'. Did you mean --seed?" in err

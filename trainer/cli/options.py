@@ -333,6 +333,7 @@ def _unknown(rest: list[str], own: Collection[str]) -> Iterator[str]:
     """Yield a problem for each unknown option, together with its value, and for each stray word."""
     known = {name: f"--trainer.{name}" for name in ARGUMENTS}
     known.update({name.lstrip("-"): f"--{name.lstrip('-')}" for name in (*own, *ROOTS, *ALIASES) if len(name) > 2})
+    known["seed_everything"] = "--seed"
     after_option = False
     for word in rest:
         option = word.partition("=")[0]

@@ -74,6 +74,9 @@ class ClassSpec(Spec):
     complete: Callable[..., None] | None = None
     """A function that completes the object; it also gets the values that no file can hold."""
 
+    def __repr__(self) -> str:
+        return f"{self.cls.__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
     def build(self, **provided: Any) -> Any:
         """Return the object.
 

@@ -44,8 +44,9 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
     for name in (name for name in arguments if name in names):
         node, value = module.nodes.get(name), arguments[name]
         if node is not None:
-            value = _with_typed(node, module.arguments[name], value)
-            given = instantiate(module.arguments[name]) if _is_data(module.arguments[name]) else node.plain()
+            given = module.arguments[name]
+            value = _with_typed(node, given, value)
+            given = instantiate(given) if _is_data(given) else given
             source = next((one.source for one in (node, *entries(node).values()) if one.source != COMMAND_LINE), None)
             if source is not None and given != value:
                 lines.append(

@@ -249,6 +249,10 @@ class Values:
             self.findings.add(node.source, node.unreadable)
             return INVALID
         value = self._checked(node, node.plain(), annotation, path)
+        if isinstance(value, Path) and "://" in str(node.value):
+            words = f"{dotted(path)}: {node.value} is a URL, which a Path changes. Annotate it as str | Path."
+            self.findings.add(node.source, words)
+            return INVALID
         if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
             node.value = str(value.absolute())
         return value

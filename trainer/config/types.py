@@ -16,7 +16,7 @@ from functools import cache
 from os import PathLike
 from pathlib import Path, PurePath
 from types import NoneType
-from typing import Any, Generic, Literal, Never, get_args, get_origin, is_typeddict
+from typing import Any, Generic, Literal, Never, Optional, get_args, get_origin, is_typeddict
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
@@ -63,7 +63,9 @@ def constructor_parameters(made_by: Callable[..., Any], line: Sequence[type] = (
             takes_more = hints.get(name) is not Never
         elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             hint = hints.get(name, Any)
-            named[name] = parameter.replace(annotation=hint.type if isinstance(hint, dataclasses.InitVar) else hint)
+            hint = hint.type if isinstance(hint, dataclasses.InitVar) else hint
+            can_be_null = parameter.default is None and hint is not Any  # though people leave that out
+            named[name] = parameter.replace(annotation=Optional[hint] if can_be_null else hint)  # noqa: UP045
     call = _call_of_base(of) if takes_more else None
     if call is None or not isinstance(made_by, type):
         return Parameters(named, takes_more)
