@@ -512,6 +512,8 @@ def test_only_one_process_of_a_machine_speaks(command: Command, monkeypatch: pyt
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert command("fit", "--config", "nothing.yaml") == (2, "", "")
+    monkeypatch.delenv("RANK")  # left over from another program: this is the only process
+    assert "nothing.yaml" in command("fit", "--config", "nothing.yaml")[2]
 
 
 def test_an_error_of_the_run_names_the_users_line_without_a_traceback(command: Command) -> None:

@@ -437,6 +437,7 @@ def test_arguments_are_handed_on_along_the_line_of_the_class_that_is_made() -> N
         ("module: a.B\ndatamodule: c.D\n", "unknown key 'datamodule'. Use data."),
         ("module: a.B\nseed_everything: 3\n", "unknown key 'seed_everything'. Use trainer.seed."),
         ("_target_: a.B\n", "this is a configuration of Hydra, not one of ours. Translate it with: trainer migrate"),
+        ("defaults: [a]\nmodel: {lr: 1}\n", "trainer migrate other.yaml (for hydra.utils.instantiate: fit reads the"),
     ],
 )
 def test_keys_of_other_programs_get_ours(text: str, words: str) -> None:

@@ -220,7 +220,7 @@ def usage_error(message: str) -> int:
     """
     from trainer.errors import printable, shortened
 
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "RANK" not in os.environ:
         begin = "\033[1;31merror:\033[0m" if in_colour(sys.stderr) else "error:"
         lines = map(shortened, printable(message).split("\n"))
         print(begin, "\n".join(lines), file=sys.stderr)

@@ -103,8 +103,8 @@ TRANSLATED = {
 """Configurations of other programs that `trainer config` translates, and keys by which they are known."""
 OTHER_PROGRAMS = {
     **TRANSLATED,
-    "a configuration of LightningCLI": ("model", "seed_everything"),
     "a configuration of Hydra": ("defaults", "hydra", "_target_"),
+    "a configuration of LightningCLI": ("model", "seed_everything"),
 }
 """The same, with those that `trainer migrate` rewrites."""
 
@@ -116,6 +116,8 @@ def read_file(name: str, findings: Diagnostics) -> Node | None:
     if kind is None:
         return tree
     fix = f"trainer config --from {shlex.quote(name)}" if kind in TRANSLATED else f"trainer migrate {shlex.quote(name)}"
+    if "Hydra" in kind:
+        fix += " (for hydra.utils.instantiate: fit reads the keys module, data and trainer)"
     findings.add(Source(name), f"this is {kind}, not one of ours. Translate it with: {fix}")
     return None
 
