@@ -1,4 +1,4 @@
-"""Collectives that users call are compared between the processes: drawn programs, of which one process makes a mistake."""
+"""Collectives that users call are compared between the processes: drawn programs, with a mistake of one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
-from torch.optim import SGD
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers.processes import fork_ranks, run_distributed
 from tests.tiers import Inputs
@@ -249,7 +247,7 @@ def test_a_drawn_mistake_is_an_error_on_all_processes_and_no_call_is_answered_by
                 assert error is not None, (rng, program)
                 assert error.partition(" Where ")[0] == str(outcomes[0][1]).partition(" Where ")[0], (rng, program)
                 both = "rank 0 calls " in error and "rank 1 calls " in error
-                assert both or "on rank 0" in error and "on rank 1" in error, (rng, error)
+                assert both or ("on rank 0" in error and "on rank 1" in error), (rng, error)
 
 
 # -- a process that goes on without the call ---------------------------------------------------------------------------
@@ -353,8 +351,8 @@ MESSAGES = {
         "rank 0 waits in all_reduce of ",
     ),
     ("uneven", "TrainModule"): (
-        f"rank 1 calls self.all_gather in validation_step ({line('self.all_gather(', 'uneven')}, after step 5, in epoch "
-        "0, batch 5, at batch 2 of evaluation loader 0, and rank 0 has gone on without, to ",
+        f"rank 1 calls self.all_gather in validation_step ({line('self.all_gather(', 'uneven')}, after step 5, in "
+        "epoch 0, batch 5, at batch 2 of evaluation loader 0, and rank 0 has gone on without, to ",
         "collect in the loop, and call gather_uneven once after it",
     ),
 }
@@ -373,5 +371,5 @@ def test_a_process_that_goes_on_without_a_call_is_named_with_its_place() -> None
         errors = results[key].check(1).stderr
         assert all(one in errors for one in message), (key, errors)
         assert errors.count(" of 2 failed:") == 1, (key, errors)
-        assert "Connection closed" not in errors and "SIGABRT" not in errors, (key, errors)
+        assert not any(one in errors for one in ("Connection closed", "SIGABRT")), (key, errors)
     assert results["slow", "Engine"].check(0).stdout.count("done") == 2
