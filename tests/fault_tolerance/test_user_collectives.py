@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.processes import fork_ranks, run_distributed
 from tests.tiers import Inputs
@@ -248,6 +248,56 @@ def test_a_drawn_mistake_is_an_error_on_all_processes_and_no_call_is_answered_by
                 assert error.partition(" Where ")[0] == str(outcomes[0][1]).partition(" Where ")[0], (rng, program)
                 both = "rank 0 calls " in error and "rank 1 calls " in error
                 assert both or ("on rank 0" in error and "on rank 1" in error), (rng, error)
+
+
+def predict(samples: int) -> list[torch.Tensor]:
+    """Return the outputs and targets of all processes, gathered as in docs/engine.md."""
+    inputs = torch.arange(samples, dtype=torch.float32)[:, None]
+    with Engine(accelerator="cpu", devices=3) as engine:
+        model = engine.setup(nn.Identity())
+        loader = engine.setup_dataloaders(DataLoader(TensorDataset(inputs, inputs * 2), batch_size=2), training=False)
+        outputs, targets = [], []
+        with torch.no_grad():
+            for x, y in loader:
+                outputs.append(model(x))
+                targets.append(y)
+        return engine.gather_uneven([torch.cat(one) if one else None for one in (outputs, targets)])
+
+
+def gather_more() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with Engine(accelerator="cpu", devices=3) as engine:
+        rank = engine.global_rank
+        weight = torch.ones(rank, 2, requires_grad=True)
+        engine.gather_uneven(2 * weight, sync_grads=True).sum().backward()
+        found["gradient"] = weight.grad
+        found["nowhere"] = engine.gather_uneven({"a": None, "b": [torch.ones(0, 2)]})
+        found["stacked"] = engine.all_gather(torch.ones(0, 2))
+        for name, mistake in {"number": 3.0, "scalar": {"a": torch.ones(())}}.items():
+            with pytest.raises(ConfigError) as error:
+                engine.gather_uneven(mistake)
+            found[name] = str(error.value)
+        with pytest.raises(ConfigError) as error:
+            engine.gather_uneven({"a": torch.ones(2, 1 + rank % 2)}, check=False)
+        found["rows"] = str(error.value)
+    return found
+
+
+def predict_all(sizes: list[int]) -> list[Any]:
+    return [gather_more(), *(predict(samples) for samples in sizes)]
+
+
+def test_predictions_are_gathered_after_the_loop_from_processes_with_any_number_of_batches() -> None:
+    sizes = [1, 2, 5, 6, 13]
+    for rank, (more, *results) in enumerate(run_distributed(predict_all, 3, sizes)):
+        assert more["gradient"].tolist() == [[6.0, 6.0]] * rank  # the sum of the gradients of three losses
+        assert (more["nowhere"]["a"], more["nowhere"]["b"][0].shape, more["stacked"].shape) == (None, (0, 2), (3, 0, 2))
+        assert "and the data has none: give numbers to all_gather" in more["number"]
+        assert "and ['a'] has none" in more["scalar"]
+        assert "['a'] has rows of [1] torch.float32 on rank 2, and rows of [2] torch.float32 on rank 1" in more["rows"]
+        for samples, (outputs, targets) in zip(sizes, results, strict=True):
+            assert sorted(outputs.flatten().tolist()) == list(range(samples))
+            assert (targets == 2 * outputs).all()
 
 
 # -- a process that goes on without the call ---------------------------------------------------------------------------

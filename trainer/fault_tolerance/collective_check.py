@@ -135,7 +135,7 @@ def require_same_call(
         except ConfigError as error:
             raise ConfigError(
                 f"{error} Where lengths or numbers of batches differ, as in an evaluation: collect in the loop, and "
-                "call gather_uneven once after it."
+                "call gather_uneven once after it. Calls that belong together all the same take check=False."
             ) from None
 
 
