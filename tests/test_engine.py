@@ -517,6 +517,8 @@ def test_collectives_of_one_process_return_what_they_get() -> None:
         assert engine.all_reduce({"a": 2.0})["a"] == 2.0
         assert engine.broadcast("x") == "x"
         assert engine.all_gather(3) == 3
+        several = {"a": [torch.ones(2, 3), None]}
+        assert engine.gather_uneven(several) is several
         assert (engine.rank, engine.global_rank, engine.world_size, engine.is_global_zero) == (0, 0, 1, True)
         engine.barrier()
         with pytest.raises(ConfigError, match="reduce_op"):

@@ -369,7 +369,7 @@ ASSIGNED_BY_THE_LOOP = {
         *("progress.step", "progress.batch", "progress.window", "progress.samples"),
         *("progress.epoch_started", "progress.epoch_ended"),
     },
-    "loop.evaluation": {"watchdog.heartbeats", "metrics.batch"},
+    "loop.evaluation": {"watchdog.heartbeats", "metrics.batch", "evaluated"},
     "loop.batch_statistics": {"watchdog.heartbeats"},
     "loop.manual": {"metrics.batch"},
 }

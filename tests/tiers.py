@@ -52,6 +52,7 @@ SLOW = (
     "fault_tolerance/test_late_signals.py",
     "fault_tolerance/test_process_monitor.py",
     "fault_tolerance/test_stop.py",
+    "fault_tolerance/test_user_collectives.py",
     "fault_tolerance/test_watchdog.py",
     "faults/*",
     "launchers/*",

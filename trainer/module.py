@@ -21,7 +21,7 @@ from trainer.checkpoint.schema import require
 from trainer.compat.answers import member_words
 from trainer.compat.names import FORMER_HOOKS
 from trainer.data.transfer import move_data_to_device
-from trainer.distributed.all_gather import gather_nested
+from trainer.distributed.all_gather import gather_nested, gather_uneven
 from trainer.errors import ConfigError, MissingPackageError, restoring
 from trainer.hyperparameters import HasHyperparameters, constructor_arguments
 from trainer.metrics.log_arguments import reject_unknown_options
@@ -495,18 +495,33 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
 
     # -- for users -----------------------------------------------------------------------------------------------------
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, check: bool = True) -> Any:
         """Return the tensors and numbers in `data` (nested) of all processes, with the processes as first dimension.
 
-        On one process `data` is returned as it is. Collective.
+        On one process `data` is returned unchanged. Collective.
 
         Args:
             group: the process group; None: all.
             sync_grads: let gradients through, which are added up over the processes.
+            check: compare the place of the call, the keys, shapes and dtypes, and the position in the data between the
+                processes first, on the host, if `group` is None. False saves the exchange, about a millisecond.
+
+        Raises:
+            ConfigError: they differ, or a process has gone on without this call.
         """
         if self.trainer.world_size == 1:
             return data
+        self.trainer.run.begin_call("self.all_gather", data, check and group is None)
         return gather_nested(data, self.device, group, sync_grads)
+
+    def gather_uneven(self, data: Any, sync_grads: bool = False, check: bool = True) -> Any:
+        """Return the tensors in `data` (nested) of all processes, joined along their first dimension in rank order.
+
+        The lengths of that dimension may differ. A process without a tensor gives None in its place. On one process
+        `data` is returned unchanged. Collective. `sync_grads` and `check` are those of `all_gather`.
+        """
+        self.trainer.run.begin_call("self.gather_uneven", None, check)
+        return gather_uneven(data, self.device, self.trainer.strategy.processes, sync_grads)
 
     def freeze(self) -> None:
         """Train none of the parameters, and put the module in eval mode."""

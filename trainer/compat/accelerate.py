@@ -213,9 +213,10 @@ ENGINE_MEMBERS = {
     "unscale_gradients": "engine.clip_gradients, which unscales them, or engine.strategy.unscale(optimizer)",
     "clip_grad_norm_": "engine.clip_gradients(model, optimizer, max_norm=...)",
     "clip_grad_value_": "engine.clip_gradients(model, optimizer, clip_val=...)",
-    "gather": "engine.all_gather",
-    "gather_for_metrics": "engine.setup_dataloaders(loader, training=False), and engine.all_reduce",
-    "pad_across_processes": "engine.all_gather, of tensors of one shape",
+    "gather": "engine.gather_uneven, which joins tensors as gather does; engine.all_gather stacks them",
+    "gather_for_metrics": "engine.setup_dataloaders(loader, training=False): collect in the loop, and once after it "
+    "engine.gather_uneven(torch.cat(outputs) if outputs else None)",
+    "pad_across_processes": "engine.gather_uneven, which needs no padding",
     "reduce": "engine.all_reduce",
     **dict.fromkeys(("set_trigger", "check_trigger"), "engine.all_reduce(flag, reduce_op='max')"),
     **dict.fromkeys(("is_main_process", "is_last_process"), "engine.is_global_zero, or engine.global_rank"),

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from trainer.distributed.process_group import SingleProcess
+from trainer.errors import ConfigError
+
+
+def map_sorted(function: Callable[[str, Any], Any], data: Any, path: str = "") -> Any:
+    """Return nested data with `function(path, leaf)` in place of each leaf.
+
+    It is called in the order of sorted keys, because a dict that is filled as values come has another order elsewhere.
+    """
+    children, spec = tree_flatten(data, is_leaf=lambda one: one is not data)
+    if len(children) == 1 and children[0] is data:
+        return function(path, data)
+    keys = [*data] if isinstance(data, Mapping) else range(len(children))
+    order = sorted(range(len(children)), key=lambda number: str(keys[number]))
+    mapped = {number: map_sorted(function, children[number], f"{path}[{keys[number]!r}]") for number in order}
+    return tree_unflatten([mapped[number] for number in range(len(children))], spec)
+
+
+def describe_leaves(data: Any) -> list[str]:
+    """Return a line with path, shape and dtype for each tensor and number in nested data, sorted."""
+    lines: list[str] = []
+
+    def describe(path: str, leaf: Any) -> None:
+        if isinstance(leaf, (bool, int, float)):
+            leaf = torch.tensor(leaf, device="cpu")
+        if isinstance(leaf, torch.Tensor):
+            lines.append(f"{path or 'a tensor'}: {[*leaf.shape]} {leaf.dtype}")
+
+    map_sorted(describe, data)
+    return lines
 
 
 def gather_nested(data: Any, device: torch.device, group: dist.ProcessGroup | None, sync_grads: bool) -> Any:
@@ -20,7 +52,7 @@ def gather_nested(data: Any, device: torch.device, group: dist.ProcessGroup | No
         sync_grads: let gradients through; a process gets the sum of all processes' gradients of its part.
     """
 
-    def gather(leaf: Any) -> Any:
+    def gather(path: str, leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float)):
             leaf = torch.tensor(leaf, device=device)
         if not isinstance(leaf, torch.Tensor):
@@ -29,10 +61,62 @@ def gather_nested(data: Any, device: torch.device, group: dist.ProcessGroup | No
             return _Gather.apply(leaf, group)
         return _gathered(leaf.detach(), group)
 
-    return tree_map(gather, data)
+    return map_sorted(gather, data)
+
+
+def gather_uneven(data: Any, device: torch.device, processes: SingleProcess, sync_grads: bool) -> Any:
+    """Return nested `data` with the tensors of all processes joined along their first dimension, in the order of ranks.
+
+    Collective. None stands for a tensor without rows.
+
+    Raises:
+        ConfigError: a leaf has no first dimension, or the tensors differ in more than its length.
+    """
+    own: dict[str, Any] = {}
+    map_sorted(lambda path, leaf: own.update({path: _length_and_rows(path, leaf)}), data)
+    if processes.world_size == 1:
+        return data
+    everywhere = processes.all_gather_object(own)
+    for path in sorted({path for one in everywhere for path in one}):
+        kinds = [one.get(path, "") for one in everywhere]
+        found = {
+            f"rows of {kind[1]} {kind[2]}" if kind else "nothing": n for n, kind in enumerate(kinds) if kind is not None
+        }
+        if len(found) > 1:
+            differing = ", and ".join(f"{rows} on rank {rank}" for rows, rank in found.items())
+            raise ConfigError(
+                f"gather_uneven: {path or 'the tensor'} has {differing}. Only the lengths of first dimensions may "
+                "differ; give None on a process that has no tensor."
+            )
+
+    def gather(path: str, leaf: Any) -> Any:
+        kinds = [one[path] for one in everywhere]
+        rows = next((kind[1:] for kind in kinds if kind is not None), None)
+        if rows is None:
+            return None
+        lengths = [kind[0] if kind is not None else 0 for kind in kinds]
+        part = leaf if leaf is not None else torch.empty((0, *rows[0]), dtype=rows[1], device=device)
+        padded = torch.cat([part, part.new_zeros((max(lengths) - len(part), *rows[0]))])
+        parts = gather_nested(padded, device, None, sync_grads)
+        return torch.cat([one[:length] for one, length in zip(parts, lengths, strict=True)])
+
+    return map_sorted(gather, data)
+
+
+def _length_and_rows(path: str, leaf: Any) -> tuple[int, list[int], torch.dtype] | None:
+    if leaf is None:
+        return None
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+        raise ConfigError(
+            f"gather_uneven joins tensors along their first dimension, and {path or 'the data'} has none: give numbers "
+            "to all_gather."
+        )
+    return len(leaf), [*leaf.shape[1:]], leaf.dtype
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if not tensor.numel():
+        return tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     own = tensor.contiguous().view(-1).view(torch.uint8)  # gloo knows few dtypes
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)

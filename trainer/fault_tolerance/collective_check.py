@@ -8,10 +8,13 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from trainer.distributed.all_gather import describe_leaves
+from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.deadlock import DeadlockWatch
 from trainer.fault_tolerance.ended_processes import has_ended
 from trainer.fault_tolerance.failure import first_failure
+from trainer.fault_tolerance.stacks import users_calls, where
 
 _GRACE_S = 1.0
 """Seconds to wait for the other processes before checking that they have not passed the call."""
@@ -49,7 +52,7 @@ class CollectiveCheck:
             ConfigError: another process has gone on without the call, or makes another one.
             RuntimeError: another process has failed.
         """
-        with self._deadlocks.barrier("calls", f"calls {call}"):
+        with self._deadlocks.barrier("calls", f"calls {_named(call)}"):
             self._compare_calls(call)
 
     def _compare_calls(self, call: str) -> None:
@@ -88,31 +91,52 @@ class CollectiveCheck:
         """Tell waiting processes how far this one is. Called regularly by a thread, with its own store."""
         begun = self._begun()
         if begun != self._published:
-            store.set(f"collective/begun/{self._rank}", str(begun))
+            store.set(f"collective/begun/{self._rank}", f"{begun} {where()}")
             self._published = begun
 
     def _require_not_passed(self, call: str, ranks: Iterable[int]) -> None:
         if first_failure(self._store) is not None:
-            raise RuntimeError(f"{call} was not finished, because another process failed")
+            raise RuntimeError(f"{_named(call)} was not finished, because another process failed")
         for rank in ranks:
-            begun = f"collective/begun/{rank}"
+            key = f"collective/begun/{rank}"
+            begun, _, place = (
+                self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("-1", "", "")
+            )
             # The second check comes after the progress was read: the process may have come in between.
-            if (
-                self._store.check([begun])
-                and int(self._store.get(begun)) > self._begun()
-                and not self._store.check([self._key(rank)])
-            ):
+            if int(begun) > self._begun() and not self._store.check([self._key(rank)]):
                 # Where user code catches the error, the next call of this process is the others' next one, too.
                 self._store.delete_key(self._key(self._rank))
                 self._calls -= 1
                 raise ConfigError(
-                    f"rank {self._rank} calls {call}, and rank {rank} has gone on without. All processes have to call "
-                    "it, at the same place: take it out of `if trainer.is_global_zero`, `if rank == 0`, and "
-                    "conditions that differ between the processes."
+                    f"rank {self._rank} calls {_named(call)}, and rank {rank} has gone on without, to {place}. All "
+                    "processes have to call it, at the same place: take it out of `if trainer.is_global_zero`, "
+                    "`if rank == 0`, and conditions that differ between the processes."
                 )
 
     def _key(self, name: int | str) -> str:
         return f"collective/{self._calls}/{name}"
+
+
+def require_same_call(
+    processes: SingleProcess, wait_for_all: Callable[[str], None], call: str, data: Any, position: str
+) -> None:
+    """Wait until all processes make a collective call of the user at the same place, with data of the same shapes.
+
+    Args:
+        wait_for_all: as `SingleProcess.wait_for_all`.
+        position: of the loops over loaders in which the process is, in words.
+
+    Raises:
+        ConfigError: they do not; raised on all processes that make one.
+    """
+    if processes.world_size > 1:
+        try:
+            wait_for_all("\n".join([f"{call} in {users_calls()}{position}", *describe_leaves(data)]))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} Where lengths or numbers of batches differ, as in an evaluation: collect in the loop, and "
+                "call gather_uneven once after it. Calls that belong together all the same take check=False."
+            ) from None
 
 
 def wait_after_run(store: Any, rank: int, world_size: int, call: str) -> None:
@@ -129,8 +153,8 @@ def wait_after_run(store: Any, rank: int, world_size: int, call: str) -> None:
         while not store.check([f"after run/{number}/{other}"]):
             if has_ended(store, other):
                 raise ConfigError(
-                    f"rank {rank} calls {call}, and rank {other} has come to the end of the program without it. All "
-                    "processes have to call it: take it out of `if trainer.is_global_zero` and `if rank == 0`."
+                    f"rank {rank} calls {_named(call)}, and rank {other} has come to the end of the program without "
+                    "it. All processes have to call it: take it out of `if trainer.is_global_zero` and `if rank == 0`."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
@@ -139,8 +163,18 @@ def wait_after_run(store: Any, rank: int, world_size: int, call: str) -> None:
             raise ConfigError(_difference(call, other, theirs).replace("rank 0 calls", f"rank {rank} calls", 1))
 
 
+def _named(call: str) -> str:
+    """Return a call without the lines that describe its data."""
+    return call.partition("\n")[0]
+
+
 def _difference(call: str, rank: int, other: str) -> str:
+    lines, others = call.splitlines(), other.splitlines()
+    first, second = lines[0], others[0]
+    if first == second:
+        first += f" with {', '.join(one for one in lines if one not in others) or 'less'}"
+        second += f" with {', '.join(one for one in others if one not in lines) or 'less'}"
     return (
-        f"rank 0 calls {call}, and rank {rank} calls {other}: the processes do not do the same. Look for code that "
+        f"rank 0 calls {first}, and rank {rank} calls {second}: the processes do not do the same. Look for code that "
         "depends on the rank, or on data or time that differ between them."
     )

@@ -38,6 +38,17 @@ def where() -> str:
     return _innermost([(one, one.f_lineno) for one in _walk(frame)])
 
 
+def users_calls(most: int = 4) -> str:
+    """Return the user's calls that led here, the innermost first, without folders, which differ between machines."""
+    calls = []
+    for frame in _walk(sys._getframe(1)):
+        if not _is_of_this_package(frame) and frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
+            calls.append(f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})")
+        if calls and (_is_of_this_package(frame) or len(calls) == most or frame.f_code.co_name == "<module>"):
+            break  # what starts a program differs between the processes
+    return ", called from ".join(calls)
+
+
 def raised_in(error: BaseException) -> str:
     """Return the same of the calls in which `error` was raised."""
     return _innermost(list(traceback.walk_tb(error.__traceback__))[::-1])

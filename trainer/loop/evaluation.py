@@ -225,6 +225,7 @@ def run_batches(
     if leaving is not None:
         batches = leaving.until_stopped(batches, loader, max_batches)
     for batch_idx, batch in enumerate(batches):
+        run.evaluated = dataloader_idx, batch_idx
         metrics.start_batch(batch.data, batch.samples)
         data = batch.data
         if run.moves_batches:
@@ -244,6 +245,7 @@ def run_batches(
         kept = [outputs]
         del outputs
         yield kept.pop()
+    run.evaluated = None
 
 
 def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:

@@ -23,7 +23,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError, first_of, format_ranks
-from trainer.fault_tolerance.collective_check import CollectiveCheck, wait_after_run
+from trainer.fault_tolerance.collective_check import CollectiveCheck, require_same_call, wait_after_run
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
@@ -232,6 +232,8 @@ class Run:
     """Warns of untrained parameters; None on several processes, under sharding, and outside of `fit`."""
 
     buffers: ChangingBuffers | None = None
+    evaluated: tuple[int, int] | None = None
+    """The loader and the batch of the evaluation in progress."""
     followed_buffers: Collection[str] = ()
     """The buffers that steps have changed in the run that wrote the checkpoint."""
     ends_windows = False
@@ -961,15 +963,25 @@ class Run:
 
         The message names the function that called the method, because another process may call it elsewhere.
         """
-        processes = self.strategy.processes
-        if self.collective_check is None and processes.store is None:
-            return
         caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
-        call = f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})"
+        self._wait_for_all(f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})")
+
+    def _wait_for_all(self, call: str) -> None:
+        processes = self.strategy.processes
         if self.collective_check is not None:
             self.collective_check.wait_for_all(call)
         elif processes.store is not None:
             wait_after_run(processes.store, processes.rank, processes.world_size, call)
+
+    def begin_call(self, what: str, data: Any, check: bool) -> None:
+        """Compare a collective of the user between the processes, if `check`; see `require_same_call`."""
+        processes, progress = self.strategy.processes, self.progress
+        if check:
+            position = f", after step {progress.step}, in epoch {progress.epoch}, batch {progress.batch}"
+            if self.evaluated is not None:
+                position += ", at batch {1} of evaluation loader {0}".format(*self.evaluated)
+            require_same_call(processes, self._wait_for_all, what, data, position)
+        processes.begun += 1
 
 
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:
