@@ -212,21 +212,20 @@ class DDPStrategy(DistributedStrategy):
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """Return numbers that change with the gradients."""
-        found = (parameter.grad for parameter in self.module.parameters())
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in found]
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.module.parameters()]
 
     def _complete_backward(self) -> None:
         """Average over the processes what torch has not."""
-        world_size = self.processes.world_size
-        if self.wrapped is not None and self._prepared:
+        wrapped, world_size = self.wrapped, self.processes.world_size
+        if wrapped is not None and self._prepared:
             self._prepared = False
             # A parameter without a gradient leaves those of this step unsynchronized; torch itself looks a step later.
-            self.wrapped._check_reducer_finalized()
-        elif world_size > 1 and (self.wrapped.require_backward_grad_sync if self.wrapped else not self._more_follow):
-            if self.static_graph and self.wrapped is not None:
+            wrapped._check_reducer_finalized()
+        elif world_size > 1 and (not self._more_follow if wrapped is None else wrapped.require_backward_grad_sync):
+            if self.static_graph and wrapped is not None:
                 raise ConfigError(
-                    "DDPStrategy(static_graph=True) averages the gradients of one backward after each forward, and "
-                    "this is a second one: call backward once, for the sum of the losses; or leave static_graph out."
+                    "DDPStrategy(static_graph=True) averages one backward after each forward, and this is a second "
+                    "one: call backward once, for the sum of the losses; or leave static_graph out."
                 )
             # The mean of what torch has averaged is the same.
             trained = [p for p in self.module.parameters() if p.requires_grad]

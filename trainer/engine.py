@@ -184,9 +184,8 @@ class Engine:
         self._loaders: list[EngineLoader] = []
         self._last: EngineModule | None = None
         """The model that was called last to be trained."""
-        self._given: Any = WeakIdKeyDictionary()
-        """The parameters of the models, before `setup` has replaced them, that only one model may have."""
-        self._saved_at: list[tuple[int, int]] = []
+        self._given: Any = WeakIdKeyDictionary()  # parameters that no other model may have, as `setup` got them
+        self._saved_at: list[Any] = []
         """The positions of the loaders in progress at the last save."""
         self._entered = self._begun = False
         self._backwards = self._epochs = self.steps = 0
@@ -503,11 +502,10 @@ class Engine:
                 "optimizer.step() within no_backward_sync, or right after it, where gradients are not reduced yet: "
                 "give enabled=False for the last micro-batch of a step."
             )
-        if self._saved_at and self._saved_at == self._positions():
+        if any(self._saved_at) and self._saved_at == [one._trained_places() for one in self._loaders[:1]]:
             raise ConfigError(
-                "optimizer.step() with the batch after which engine.save was called: a program that loads that "
-                "checkpoint goes on with the next batch, and would leave out this step. Save after the last step of a "
-                "batch."
+                "engine.save was called before this optimizer.step(): a program that loads the checkpoint goes on with "
+                "the next batch, and leaves out this step. Save after the last step of a batch."
             )
         if strategy.scaler is not None:
             strategy.unscale(inner)
@@ -678,11 +676,7 @@ class Engine:
         for one in problems:
             if one is not None:
                 raise one
-        self._saved_at = self._positions()
-
-    def _positions(self) -> list[tuple[int, int]]:
-        """Return the positions of the loaders of training that are in progress."""
-        return next((loader._trained_places() for loader in self._loaders), [])
+        self._saved_at = [one._trained_places() for one in self._loaders[:1]]
 
     def _state(self, parts: _Parts, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a checkpoint. Those that a Trainer writes, too, mean the same."""
@@ -1022,9 +1016,7 @@ class EngineOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        self.waits = self.model._held = False
-        if not any(one.waits for one in self._engine._optimizers):
-            self._engine._unstepped = False
+        self.waits = self.model._held = self._engine._unstepped = False
         if set_to_none:
             zero_grad_fast(self.optimizer)
         else:

@@ -225,7 +225,10 @@ class Gan(Idea):
     """The two losses of the discriminator have a backward each."""
 
     def fits(self, program: Program) -> bool:
-        return (self.every == 1 or (self.critics == 1 and self.detached)) and (self.detached or self.first == "b")
+        waits = self.every > 1  # and a step of the generator comes after it, after which a checkpoint has its gradients
+        return (self.first == "b" or (self.detached and not waits)) and not (
+            waits and (self.critics > 1 or not self.detached)
+        )
 
     def train(self, loop: Loop, x: torch.Tensor, y: torch.Tensor) -> None:
         fake = loop.a(x * 0.5)
