@@ -220,21 +220,35 @@ def losses_of_two(kind: str, one: Any, other: Any, x: torch.Tensor, y: torch.Ten
         backward(alone)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = make_net(), nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(x)
+        return self.one(features), self.other(features)
+
+
 KINDS = ("two forwards, then two backwards", "one forward, two backwards", "one after the other, then two")
 OF_TWO = ("two models, in turns", "two models, the first one twice", "two models, a sum and then one of them")
 
 
 def train_losses(kind: str, nets: list[Any], optimizers: Any, batches: Any, backward: Any) -> dict[str, torch.Tensor]:
-    modules = [getattr(net, "module", net) for net in nets]
     for x, y in batches:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        if kind in KINDS:
+        if kind == "two heads":
+            first, second = nets[0](x)
+            backward(mse_loss(first, y), retain_graph=True)
+            backward(second.square().mean())
+        elif kind in KINDS:
             two_losses(kind, nets[0], x, y, backward)
         else:
             losses_of_two(kind, *nets, x, y, backward)
         for optimizer in optimizers[: 1 if kind in KINDS else 2]:
             optimizer.step()
+    modules = [getattr(net, "module", net) for net in nets]
     return {f"{n} {name}": value.clone() for n, net in enumerate(modules) for name, value in net.state_dict().items()}
 
 
@@ -246,6 +260,11 @@ def losses_on_this_process() -> dict[str, Any]:
             loader = engine.setup_dataloaders(DataLoader(dataset(16), batch_size=4))
             nets, optimizers = zip(*made, strict=True)
             found[kind] = train_losses(kind, [*nets], [*optimizers], loader, engine.backward)
+    with Engine(strategy=DDPStrategy(find_unused_parameters=True), **TWO) as engine:
+        net = Heads()
+        model, optimizer = engine.setup(net, SGD(net.parameters(), 0.1))
+        loader = engine.setup_dataloaders(DataLoader(dataset(16), batch_size=4))
+        found["two heads"] = train_losses("two heads", [model], [optimizer], loader, engine.backward)
     with Engine(strategy=DDPStrategy(static_graph=True), **TWO) as engine:
         net = make_net()
         model, _ = engine.setup(net, SGD(net.parameters(), 0.1))
@@ -258,8 +277,8 @@ def losses_on_this_process() -> dict[str, Any]:
 
 def test_each_backward_is_averaged_whatever_forwards_came_before_it() -> None:
     ranks = run_distributed(losses_on_this_process, 2)
-    for kind in KINDS + OF_TWO:
-        nets = [make_net(), make_net()]
+    for kind in (*KINDS, *OF_TWO, "two heads"):
+        nets = [Heads()] if kind == "two heads" else [make_net(), make_net()]
         optimizers = [SGD(net.parameters(), 0.1) for net in nets]
         batches = DataLoader(dataset(16), batch_size=8)
         expected = train_losses(kind, nets, optimizers, batches, torch.Tensor.backward)
