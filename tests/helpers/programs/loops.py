@@ -30,8 +30,8 @@ class LoopProgram(Program):
 class Layout(Block):
     """Where the loop runs, and in which precision."""
 
-    kind: str = one_of("single", "ddp", "ddp", "ddp, unused", "fsdp", "fsdp")
-    precision: str = one_of("32-true", "32-true", "32-true", "32-true", "bf16-mixed")
+    kind: str = one_of("single", "ddp", "ddp", "ddp, unused", "ddp, copies", "fsdp", "fsdp", "fsdp")
+    precision: str = one_of("32-true", "32-true", "32-true", "32-true", "32-true", "bf16-mixed", "16-mixed")
 
     @property
     def processes(self) -> int:
@@ -60,6 +60,14 @@ class Reading(Block):
     def two(self) -> bool:
         """Whether there is a second loader."""
         return self.how in ("zip", "next of the second", "nested")
+
+
+@block("evaluation", of=LOOP)
+class Evaluation(Block):
+    """How often the loop evaluates the first model, on other data, each sample once."""
+
+    every: int = one_of(0, 0, 1, 2)
+    number: int = one_of(8, 9, 1)
 
 
 @block("steps", of=LOOP)
@@ -344,7 +352,7 @@ class Heads(Idea):
     def fits(self, program: Program) -> bool:
         # With gradients of zero an optimizer moves what took no part, and a checkpoint has no zeros.
         fits = self.way != "one of them by turns" or program.steps.cleared != "to zero"
-        return fits and (self.way == "sum" or program.layout.kind != "ddp")
+        return fits and (self.way == "sum" or program.layout.kind not in ("ddp", "ddp, copies"))
 
     def nets(self, noise: float) -> dict[str, nn.Module]:
         return {"a": TwoHeads(noise)}
@@ -427,6 +435,9 @@ class Loop:
                 self.models[name] = tools.setup(net) if getattr(self.idea, "set_up", True) else net
         self.loader = tools.loader(program.rows.number, program.rows.shuffled)
         self.other = tools.loader(16, False) if program.reading_loops.two else None
+        self.held_out = tools.held_out(program.evaluation.number) if program.evaluation.every else None
+        self.values: dict[int, float] = {}
+        """What evaluations have found, by batch."""
         self.state: dict[str, Any] = {f"model {name}": model for name, model in self.models.items()}
         self.state |= {f"optimizer {name}": one for name, one in self.optimizers.items()}
         self.state |= {f"schedule {name}": one for name, one in self.schedules.items()}
@@ -568,6 +579,8 @@ class Loop:
             self.update(*self.idea.trained())
         if hasattr(self.idea, "after"):
             self.idea.after(self)
+        if program.evaluation.every and self.batches % program.evaluation.every == 0:
+            self.evaluate()
         left = program.reading_loops.how == "limit" and self.loader.batch == length
         if self.batches % program.writes.every == 0 and program.reading_loops.how != "nested" and not left:
             self.save()
@@ -577,6 +590,22 @@ class Loop:
             self.went_back = True
             return bool(tools.goes_back)
         return False
+
+    def evaluate(self) -> None:
+        """Find the mean of the first model's outputs over the other data."""
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        self.a.eval()
+        with torch.no_grad():
+            for x, samples in self.held_out:
+                outputs = self.a(x)
+                outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+                total += outputs[:samples].sum()
+                count += samples
+        self.a.train()
+        sums = self.tools.sums([total, torch.tensor(float(count))])
+        if sums[1] != self.program.evaluation.number:
+            self.wrong.append(f"an evaluation had {sums[1]} samples")
+        self.values[self.batches] = float(sums[0] / sums[1])
 
     def save(self) -> None:
         self.saves += 1
@@ -605,11 +634,11 @@ class _Batches:
         self.epoch, self.batch = self.epoch + 1, 0
 
 
-def rows(number: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+def rows(number: int, first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """Return the samples."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(64, FEATURES, generator=generator, dtype=torch.float64)
-    return [(x, x.sum(0, keepdim=True), place) for place, x in enumerate(inputs[:number])]
+    return [(x, x.sum(0, keepdim=True), place) for place, x in enumerate(inputs)][first : first + number]
 
 
 class ByHand:
@@ -634,10 +663,19 @@ class ByHand:
         self.made += 1
         return _Batches(self.orders[self.made - 1], number, 4 * self.program.layout.processes)
 
+    def held_out(self, number: int) -> Any:
+        x, _, _ = self.tensors([*range(40, 40 + number)])
+        return [(x, number)]
+
+    def sums(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        return values
+
     def seen(self, loader: Any, parts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        chosen = [self.samples[number] for part in parts for number in part]
         self.parts = [len(part) for part in parts]
-        x, y, ids = zip(*chosen, strict=True)
+        return self.tensors([number for part in parts for number in part])
+
+    def tensors(self, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, y, ids = zip(*(self.samples[number] for number in numbers), strict=True)
         dtype = torch.float64 if self.program.layout.precision == "32-true" else torch.float32
         return torch.stack(x).to(dtype), torch.stack(y).to(dtype), torch.tensor(ids)
 
@@ -675,6 +713,7 @@ class ByHand:
             "weights": {name: dict(net.state_dict()) for name, net in loop.nets.items()},
             "rates": [one.param_groups[0]["lr"] for one in loop.optimizers.values()],
             "steps": loop.state["steps"],
+            "values": loop.values,
         }
 
 
