@@ -99,6 +99,8 @@ class DDPStrategy(DistributedStrategy):
         self._more_follow = False
         self._prepared = False
         """True from a forward to the backward in which torch averages the gradients."""
+        self._trained: list[DDPStrategy] = []
+        """The strategies of all modules that train together: the copies of this one share the list."""
 
     def problems(
         self,
@@ -129,6 +131,8 @@ class DDPStrategy(DistributedStrategy):
             self._wrap()
         else:
             self.processes.broadcast([*module.parameters(), *module.buffers()])
+        if self not in self._trained:
+            self._trained.append(self)
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         if self.wrapped is not None and self._flags() != self._wrapped_flags:  # by configure_optimizers
@@ -186,7 +190,7 @@ class DDPStrategy(DistributedStrategy):
                 return self.call_step(step, *args)
         if step != "training_step" or self.wrapped is None:
             return super().call_step(step, *args)
-        self._prepared = self._prepared or self.wrapped.require_backward_grad_sync
+        self._prepared = self._prepared or (self.wrapped.require_backward_grad_sync and torch.is_grad_enabled())
         with self.precision.forward_context(self.device):
             return self.wrapped(step, *args)
 
@@ -194,20 +198,36 @@ class DDPStrategy(DistributedStrategy):
         # Not through super(): from fit to backward there are four frames.
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        again = self.wrapped is not None and self.wrapped.require_backward_grad_sync and not self._prepared
-        if again and self.static_graph:
-            raise ConfigError(
-                "DDPStrategy(static_graph=True) averages the gradients of one backward after each forward, and this is "
-                "a second one: call backward once, for the sum of the losses; or leave static_graph out."
-            )
+        # Which modules a loss is of, only the gradients tell.
+        before = [(one, one._gradients()) for one in self._trained] if len(self._trained) > 1 else [(self, None)]
+        for one, _ in before:
+            wrapped = one.wrapped
+            if wrapped is not None and wrapped.find_unused_parameters and wrapped.require_backward_grad_sync:
+                wrapped.reducer.prepare_for_backward([loss])  # of which fewer may be used than of the outputs
+                one._prepared = True
         self._run_backward(loss)
-        if self.wrapped is not None and self.wrapped.require_backward_grad_sync and not again:
+        for one, gradients in before:
+            if gradients is None or gradients != one._gradients():
+                one._complete_backward()
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        """Return numbers that change with the gradients."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.module.parameters()]
+
+    def _complete_backward(self) -> None:
+        """Average over the processes what torch has not."""
+        wrapped, world_size = self.wrapped, self.processes.world_size
+        if wrapped is not None and self._prepared:
             self._prepared = False
             # A parameter without a gradient leaves those of this step unsynchronized; torch itself looks a step later.
-            self.wrapped._check_reducer_finalized()
-        world_size = self.processes.world_size
-        # Of a second backward after one forward torch averages nothing; the mean of what it has averaged is the same.
-        if (self.wrapped is None or again) and world_size > 1 and not self._more_follow:
+            wrapped._check_reducer_finalized()
+        elif world_size > 1 and (not self._more_follow if wrapped is None else wrapped.require_backward_grad_sync):
+            if self.static_graph and wrapped is not None:
+                raise ConfigError(
+                    "DDPStrategy(static_graph=True) averages one backward after each forward, and this is a second "
+                    "one: call backward once, for the sum of the losses; or leave static_graph out."
+                )
+            # The mean of what torch has averaged is the same.
             trained = [p for p in self.module.parameters() if p.requires_grad]
             average_gradients(trained, world_size, sparse_weights(self.module))
 
@@ -262,6 +282,7 @@ class DDPStrategy(DistributedStrategy):
 
     def teardown(self) -> None:
         self.wrapped = None
+        self._trained.clear()
         super().teardown()
 
     def __str__(self) -> str:

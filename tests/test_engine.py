@@ -302,6 +302,36 @@ def test_gradients_that_wait_for_another_optimizer_are_saved(stop: int, tmp_path
         assert_same_bits(resumed.train(6), whole)
 
 
+@pytest.mark.parametrize("at", ["between two optimizers", "between two updates", "before the step"])
+def test_a_save_that_would_leave_out_a_step_is_refused(at: str, tmp_path: Path) -> None:
+    with Engine(**CPU) as engine:
+        nets = [nn.Linear(FEATURES, 1), nn.Linear(FEATURES, 1)]
+        (one, stepping), (other, following) = (engine.setup(net, SGD(net.parameters(), lr=0.1)) for net in nets)
+        loader = engine.setup_dataloaders(DataLoader(dataset(16), batch_size=4))
+        state = {"one": one, "other": other, "stepping": stepping, "following": following}
+        engine.save(tmp_path / "start", state)
+        for x, y in loader:
+            if loader.batch == 3 and at == "before the step":
+                engine.save(tmp_path / "saved", state)
+            engine.backward(mse_loss(one(x), y) + mse_loss(other(x), y))
+            if loader.batch < 3:
+                stepping.step()
+                following.step()
+                engine.save(tmp_path / "saved", state)
+                continue
+            if at == "between two optimizers":
+                stepping.step()
+                engine.save(tmp_path / "saved", state)
+            elif at == "between two updates":
+                stepping.step()
+                following.step()
+                engine.save(tmp_path / "saved", state)
+                engine.backward(mse_loss(other(x), y))
+            with pytest.raises(ConfigError, match="Save after the last step of a batch"):
+                following.step()
+            return
+
+
 @pytest.mark.parametrize("by", ["optimizer", "model"])
 def test_a_batch_may_be_given_up_by_zero_grad(by: str, tmp_path: Path) -> None:
     with Engine(**CPU) as engine:

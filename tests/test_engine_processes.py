@@ -203,20 +203,68 @@ def two_losses(kind: str, model: Any, x: torch.Tensor, y: torch.Tensor, backward
         backward(mse_loss(outputs, -y))
 
 
+def losses_of_two(kind: str, one: Any, other: Any, x: torch.Tensor, y: torch.Tensor, backward: Any) -> None:
+    """Make a step of losses of two models, with several backwards."""
+    if kind == "two models, in turns":
+        losses = [mse_loss(model(scale * x), y) for scale in (1, -1) for model in (one, other)]
+        for number in (0, 3, 2, 1):
+            backward(losses[number])
+    elif kind == "two models, the first one twice":
+        outputs, others = one(x), other(x)
+        backward(mse_loss(outputs, y), retain_graph=True)
+        backward(mse_loss(others, y))
+        backward(outputs.square().mean())
+    else:
+        both, alone = mse_loss(one(x) + other(x), y), one(-x).square().mean()
+        backward(both)
+        backward(alone)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = make_net(), nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(x)
+        return self.one(features), self.other(features)
+
+
 KINDS = ("two forwards, then two backwards", "one forward, two backwards", "one after the other, then two")
+OF_TWO = ("two models, in turns", "two models, the first one twice", "two models, a sum and then one of them")
+
+
+def train_losses(kind: str, nets: list[Any], optimizers: Any, batches: Any, backward: Any) -> dict[str, torch.Tensor]:
+    for x, y in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if kind == "two heads":
+            first, second = nets[0](x)
+            backward(mse_loss(first, y), retain_graph=True)
+            backward(second.square().mean())
+        elif kind in KINDS:
+            two_losses(kind, nets[0], x, y, backward)
+        else:
+            losses_of_two(kind, *nets, x, y, backward)
+        for optimizer in optimizers[: 1 if kind in KINDS else 2]:
+            optimizer.step()
+    modules = [getattr(net, "module", net) for net in nets]
+    return {f"{n} {name}": value.clone() for n, net in enumerate(modules) for name, value in net.state_dict().items()}
 
 
 def losses_on_this_process() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for kind in KINDS:
+    for kind in KINDS + OF_TWO:
         with Engine(strategy="ddp", **TWO) as engine:
-            net = make_net()
-            model, optimizer = engine.setup(net, SGD(net.parameters(), 0.1))
-            for x, y in engine.setup_dataloaders(DataLoader(dataset(16), batch_size=4)):
-                optimizer.zero_grad()
-                two_losses(kind, model, x, y, engine.backward)
-                optimizer.step()
-            found[kind] = {name: value.clone() for name, value in net.state_dict().items()}
+            made = [engine.setup(net, SGD(net.parameters(), 0.1)) for net in (make_net(), make_net())]
+            loader = engine.setup_dataloaders(DataLoader(dataset(16), batch_size=4))
+            nets, optimizers = zip(*made, strict=True)
+            found[kind] = train_losses(kind, [*nets], [*optimizers], loader, engine.backward)
+    with Engine(strategy=DDPStrategy(find_unused_parameters=True), **TWO) as engine:
+        net = Heads()
+        model, optimizer = engine.setup(net, SGD(net.parameters(), 0.1))
+        loader = engine.setup_dataloaders(DataLoader(dataset(16), batch_size=4))
+        found["two heads"] = train_losses("two heads", [model], [optimizer], loader, engine.backward)
     with Engine(strategy=DDPStrategy(static_graph=True), **TWO) as engine:
         net = make_net()
         model, _ = engine.setup(net, SGD(net.parameters(), 0.1))
@@ -229,18 +277,44 @@ def losses_on_this_process() -> dict[str, Any]:
 
 def test_each_backward_is_averaged_whatever_forwards_came_before_it() -> None:
     ranks = run_distributed(losses_on_this_process, 2)
-    for kind in KINDS:
-        net = make_net()
-        optimizer = SGD(net.parameters(), 0.1)
-        for x, y in DataLoader(dataset(16), batch_size=8):
-            optimizer.zero_grad()
-            two_losses(kind, net, x, y, torch.Tensor.backward)
-            optimizer.step()
+    for kind in (*KINDS, *OF_TWO, "two heads"):
+        nets = [Heads()] if kind == "two heads" else [make_net(), make_net()]
+        optimizers = [SGD(net.parameters(), 0.1) for net in nets]
+        batches = DataLoader(dataset(16), batch_size=8)
+        expected = train_losses(kind, nets, optimizers, batches, torch.Tensor.backward)
         for rank in ranks:
             assert_same_bits(rank[kind], ranks[0][kind])
-            for name, value in net.state_dict().items():
+            for name, value in expected.items():
                 torch.testing.assert_close(rank[kind][name], value, rtol=1e-5, atol=1e-6)
     assert "this is a second one: call backward once" in ranks[0]["static graph"]
+
+
+def refused_on_this_process() -> dict[str, str]:
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        with Engine(strategy=strategy, **TWO) as engine:
+            net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+            other.weight = net.weight
+            model, optimizer = engine.setup(net, SGD(net.parameters(), 0.1))
+            with pytest.raises(ConfigError) as error:
+                engine.setup(other, SGD(other.parameters(), 0.1))
+            found[f"shared, {strategy}"] = str(error.value)
+            with engine.no_backward_sync(model):
+                engine.backward(model(torch.ones(2, 2)).mean())
+            with pytest.raises(ConfigError) as error:
+                optimizer.step()
+            found[f"held back, {strategy}"] = str(error.value)
+            optimizer.zero_grad()
+            engine.backward(model(torch.ones(2, 2)).mean())
+            optimizer.step()
+    return found
+
+
+def test_gradients_that_are_not_reduced_and_parameters_of_two_models_are_refused() -> None:
+    for found in run_distributed(refused_on_this_process, 2):
+        for strategy in ("ddp", "fsdp"):
+            assert "the parameter weight is also in a model that was set up before" in found[f"shared, {strategy}"]
+            assert "give enabled=False for the last micro-batch" in found[f"held back, {strategy}"]
 
 
 def counting_hook(calls, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings

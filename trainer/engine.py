@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
@@ -182,6 +183,9 @@ class Engine:
         self._loaders: list[EngineLoader] = []
         self._last: EngineModule | None = None
         """The model that was called last to be trained."""
+        self._given: Any = WeakIdKeyDictionary()  # parameters that no other model may have, as `setup` got them
+        self._saved_at: list[Any] = []
+        """The positions of the loaders in progress at the last save."""
         self._entered = self._begun = False
         self._backwards = self._epochs = self.steps = 0
         self._unstepped = False
@@ -298,6 +302,14 @@ class Engine:
         converts = strategy.precision.weights not in (None, torch.float32)
         refuse_dispatched(adapter, bool(optimizers), strategy.name, strategy.shards_state, converts)
         names = {parameter: name for name, parameter in module.named_parameters()}
+        own = names if strategy.shards_state else [p for p in names if optimizers and p.requires_grad]
+        shared = next((names[parameter] for parameter in own if parameter in self._given), None)
+        if shared is not None and strategy.multi_process:
+            raise ConfigError(
+                f"engine.setup: the parameter {shared} is also in a model that was set up before, and strategy "
+                f"{strategy.name!r} reduces the gradients of each model separately: set up one module that has both."
+            )
+        self._given.update(dict.fromkeys(own))
         strategy.setup_module(adapter, bool(optimizers))
         for optimizer in optimizers:
             _take_parameters(optimizer, names, dict(module.named_parameters()))
@@ -403,6 +415,8 @@ class Engine:
             raise ConfigError(f"engine.backward got a loss of shape {tuple(tensor.shape)}; reduce it: loss.mean().")
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
+        for one in self._models:
+            one._held = bool(one._accumulates) and (one is chosen or one._held)
         self._unstepped = True
         for optimizer in self._optimizers:
             optimizer.waits = optimizer.waits or has_gradients(optimizer.optimizer)
@@ -490,10 +504,15 @@ class Engine:
             raise ConfigError(
                 "optimizer.step() found no gradients: call engine.backward(loss) first, in place of loss.backward()."
             )
-        if optimizer.model._accumulates:
+        if optimizer.model._accumulates or (optimizer.model._held and strategy.multi_process):
             raise ConfigError(
-                "optimizer.step() within no_backward_sync, where gradients are not reduced yet: give enabled=False for "
-                "the last micro-batch of a step."
+                "optimizer.step() within no_backward_sync, or right after it, where gradients are not reduced yet: "
+                "give enabled=False for the last micro-batch of a step."
+            )
+        if any(self._saved_at) and self._saved_at == [one._trained_places() for one in self._loaders[:1]]:
+            raise ConfigError(
+                "engine.save was called before this optimizer.step(): a program that loads the checkpoint goes on with "
+                "the next batch, and leaves out this step. Save after the last step of a batch."
             )
         if strategy.scaler is not None:
             strategy.unscale(inner)
@@ -694,6 +713,7 @@ class Engine:
         for one in problems:
             if one is not None:
                 raise one
+        self._saved_at = [one._trained_places() for one in self._loaders[:1]]
 
     def _state(self, parts: _Parts, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a checkpoint. Those that a Trainer writes, too, mean the same."""
@@ -791,7 +811,7 @@ class Engine:
         for loader, of_one in zip(self._loaders, saved[rank or 0]["loaders"], strict=True):
             check_torch_states(of_one["state"], f"{path}, 'loader'")
             loader.load_state_dict(of_one, exact=rank is not None)
-        self.steps, self._begun = int(checkpoint["engine"]["steps"]), True
+        self.steps, self._begun, self._saved_at = int(checkpoint["engine"]["steps"]), True, []
         if rank is None:
             log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
         else:
@@ -877,7 +897,7 @@ class EngineModule(nn.Module):
         # Shared, not registered as a child, so that all names stay as they are.
         own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
         own |= {"module": module, "_strategy": strategy, "_engine": engine, "_finite": finite, "_trains": trains}
-        own |= {"training": module.training, "_accumulates": None, "_called": False}
+        own |= {"training": module.training, "_accumulates": None, "_held": False, "_called": False}
         own |= {"_evaluated": False, "_changes": changes}
         own["_casts"] = strategy.precision.casts_batch
         dtype = strategy.precision.weights
@@ -1033,9 +1053,7 @@ class EngineOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        self.waits = False
-        if not any(one.waits for one in self._engine._optimizers):
-            self._engine._unstepped = False
+        self.waits = self.model._held = self._engine._unstepped = False
         if set_to_none:
             zero_grad_fast(self.optimizer)
         else:

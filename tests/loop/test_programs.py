@@ -1,6 +1,6 @@
 """Programs as users write them train as the same loop by hand does: drawn ones, and one of each block.
 
-`python -m tests.helpers.programs 17` runs program 17 alone.
+`python -m tests.helpers.programs 17` runs program 17 alone, and `python -m tests.helpers.programs loops 17` loop 17.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 
 from tests.helpers.fuzzing import ACCEPTED, WrongError, try_each
 from tests.helpers.processes import fork_python
-from tests.helpers.programs.blocks import BLOCKS, EngineProgram, Program, shortened
-from tests.helpers.programs.check import problems_of, wrong_or_none
+from tests.helpers.programs.blocks import BLOCKS, SLOTS, EngineProgram, Program, shortened
+from tests.helpers.programs.check import problems_of, wrong_loops, wrong_or_none
 from tests.helpers.programs.data import (
     BrokenSamples,
     ByEpoch,
@@ -217,6 +217,13 @@ def one_program(rng: Numbered) -> str:
     return ACCEPTED
 
 
+def test_a_drawn_loop_on_one_process_or_two_trains_and_resumes_as_by_hand(inputs: Inputs) -> None:
+    seeds = [rng.seed_given for rng in inputs]  # type: ignore[attr-defined]
+    chosen = seeds[: -(-len(seeds) * 3 // 20)]  # each starts many Engines
+    wrong = [told for _, _, told in wrong_loops(chosen) if told]
+    assert not wrong, f"{len(wrong)} of {len(chosen)} loops:\n\n" + "\n\n".join(wrong)
+
+
 def test_a_drawn_program_trains_as_by_hand(inputs: Inputs) -> None:
     try_each(inputs, one_program)  # type: ignore[arg-type]
 
@@ -245,7 +252,8 @@ def test_a_program_trains_as_by_hand(problems: dict[str, list[str]], name: str) 
 def test_the_fixed_programs_have_each_block() -> None:
     blocks = [one for program in FIXED.values() for one in program.all()]
     assert all(program.fits() for program in FIXED.values())
-    assert {type(one) for one in blocks} == {kind for kinds in BLOCKS.values() for kind in kinds}
+    slots = {*SLOTS["Trainer"], *SLOTS["Engine"]}  # loops on processes have blocks of their own
+    assert {type(one) for one in blocks} == {kind for slot in slots for kind in BLOCKS[slot]}
     stops = [one for one in blocks if isinstance(one, Stop)]
     assert {stop.place for stop in stops} == set(PASSED)
     assert {stop.how for stop in stops} == {"kill", "error", "signal", "stop", "end"}

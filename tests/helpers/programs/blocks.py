@@ -51,8 +51,8 @@ def _simplest(kind: type[Block], name: str) -> Any:
 
 BLOCKS: dict[str, list[type[Block]]] = {}
 """The kinds of blocks by slot; the first of a slot is the simplest."""
-SLOTS: dict[str, list[str]] = {"Trainer": [], "Engine": []}
-"""The slots of a program with a Trainer, and of a loop with an Engine."""
+SLOTS: dict[str, list[str]] = {"Trainer": [], "Engine": [], "Loop": []}
+"""The slots of a program with a Trainer, of its data in a loop with an Engine, and of such a loop on processes."""
 
 Kind = TypeVar("Kind", bound=type[Block])
 AnyProgram = TypeVar("AnyProgram", bound="Program")

@@ -7,10 +7,12 @@ import shutil
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.helpers.programs import data, engine, interruptions, training
+from tests.helpers.programs import data, engine, interruptions, layouts, training
 from tests.helpers.programs.blocks import EngineProgram, Program, draw, shortened
+from tests.helpers.programs.loops import LoopProgram
 from tests.helpers.programs.record import differences
 from tests.helpers.programs.reference import run_by_hand
 from tests.helpers.programs.runs import run_product
@@ -29,6 +31,8 @@ def drawn(seed: int) -> Program:
 
 def problems_of(program: Program) -> list[str]:
     """Return what differs between the program and what it means; nothing if it is right."""
+    if isinstance(program, LoopProgram):
+        return layouts.problems_of_loops({0: program}, program.layout.processes)[0]
     folder = Path(tempfile.mkdtemp(prefix="program-"))
     check = _check_engine if isinstance(program, EngineProgram) else _check_trainer
     try:
@@ -97,3 +101,13 @@ def wrong_or_none(seed: int) -> str | None:
     program = drawn(seed)
     problems = problems_of(program)
     return report(program, problems, f"python -m tests.helpers.programs {seed}") if problems else None
+
+
+def wrong_loops(seeds: list[int]) -> Iterator[tuple[int, LoopProgram, str | None]]:
+    """Draw loops for the Engine, run those of one number of processes together, and yield each with its report."""
+    programs = {seed: draw(random.Random(seed), LoopProgram) for seed in seeds}
+    for processes in (1, 2):
+        chosen = {seed: one for seed, one in programs.items() if one.layout.processes == processes}
+        for seed, wrong in layouts.problems_of_loops(chosen, processes).items():
+            told = report(programs[seed], wrong, f"python -m tests.helpers.programs loops {seed}") if wrong else None
+            yield seed, programs[seed], told
