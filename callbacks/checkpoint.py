@@ -24,7 +24,7 @@ from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, storage_of
+from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, require_writable, storage_of
 from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
@@ -329,6 +329,7 @@ class ModelCheckpoint(Checkpoint):
         if is_file:
             raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
         if trainer.is_global_zero:
+            require_writable(self._folder, f"ModelCheckpoint(dirpath={str(self.dirpath)!r})")
             try:
                 CheckpointDirectory(self._folder).clean()
             except CheckpointError as error:
@@ -656,7 +657,7 @@ class ModelCheckpoint(Checkpoint):
         if not storage_of(path).path_in_use(path):
             return True
         # Another callback may have taken the name of a checkpoint that is gone.
-        return name in to_delete and isinstance(path, Path) and (self._is_own(path) or not is_committed(path))
+        return name in to_delete and (self._is_own(path) or not is_committed(path))
 
     def _write(self, trainer: Trainer, state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Write the checkpoint, here or in the background, then `_commit`."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.callback import Callback
-from trainer.checkpoint.storage import as_storage_path, kept_storage_path
+from trainer.checkpoint.storage import as_storage_path, kept_storage_path, require_writable
 from trainer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ class OnExceptionCheckpoint(Callback):
     def ckpt_path(self) -> str:
         """The path of the checkpoint."""
         return str(as_storage_path(self.dirpath) / self.filename)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        if trainer.world_size == 1 and not trainer.settings.fast_dev_run:
+            require_writable(as_storage_path(self.dirpath), f"OnExceptionCheckpoint(dirpath={self.dirpath!r})")
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit" or trainer.settings.fast_dev_run:
