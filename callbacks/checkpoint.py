@@ -98,8 +98,8 @@ class ModelCheckpoint(Checkpoint):
             training goes on, the previous checkpoint stays, and the log says so. If the last weights cannot be saved
             either, the end of training raises WriteError, so that the process does not exit with 0.
         save_on_exception: write one when an error ends the run; with a single process only, since others could be
-            anywhere. A resume from it is not exact when the error came from inside a step, which has already drawn
-            random numbers.
+            anywhere. A resume from it is not exact when the error came from inside a step, or from between its batches:
+            the step has drawn random numbers, and BatchNorm has counted its batches, which come again.
         save_weights_only: leave out the state of optimizers and schedulers: training cannot go on from it.
         save_on_train_epoch_end: with `every_n_epochs`: True: only where epochs end, not after validations inside them;
             False: only after validations. Default: both.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from trainer.callback import Callback
 from trainer.checkpoint.storage import as_storage_path, kept_storage_path, require_writable
@@ -20,7 +20,8 @@ log = logging.getLogger("trainer")
 class OnExceptionCheckpoint(Callback):
     """Write a checkpoint when an error ends `fit`, on one process: with several, the others could be anywhere.
 
-    A resume from it is not exact when the error came from inside a step, which has already drawn random numbers.
+    A resume from it is not exact when the error came from inside a step, or from between the batches of one: the step
+    has drawn random numbers, and BatchNorm has counted its batches, which come again.
 
     Args:
         dirpath: folder or URL of the checkpoint.
@@ -29,6 +30,9 @@ class OnExceptionCheckpoint(Callback):
     Raises:
         ConfigError: `filename` is empty.
     """
+
+    runs_last: ClassVar[bool] = True
+    """The checkpoint has the states of the other callbacks as their `on_exception` leaves them."""
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
