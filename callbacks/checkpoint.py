@@ -24,7 +24,7 @@ from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, storage_of
+from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, require_writable, storage_of
 from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
@@ -98,8 +98,8 @@ class ModelCheckpoint(Checkpoint):
             training goes on, the previous checkpoint stays, and the log says so. If the last weights cannot be saved
             either, the end of training raises WriteError, so that the process does not exit with 0.
         save_on_exception: write one when an error ends the run; with a single process only, since others could be
-            anywhere. A resume from it is not exact when the error came from inside a step, which has already drawn
-            random numbers.
+            anywhere. A resume from it is not exact when the error came from inside a step, or from between its batches:
+            the step has drawn random numbers, and BatchNorm has counted its batches, which come again.
         save_weights_only: leave out the state of optimizers and schedulers: training cannot go on from it.
         save_on_train_epoch_end: with `every_n_epochs`: True: only where epochs end, not after validations inside them;
             False: only after validations. Default: both.
@@ -329,6 +329,7 @@ class ModelCheckpoint(Checkpoint):
         if is_file:
             raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
         if trainer.is_global_zero:
+            require_writable(self._folder, f"ModelCheckpoint(dirpath={str(self.dirpath)!r})")
             try:
                 CheckpointDirectory(self._folder).clean()
             except CheckpointError as error:
@@ -656,7 +657,7 @@ class ModelCheckpoint(Checkpoint):
         if not storage_of(path).path_in_use(path):
             return True
         # Another callback may have taken the name of a checkpoint that is gone.
-        return name in to_delete and isinstance(path, Path) and (self._is_own(path) or not is_committed(path))
+        return name in to_delete and (self._is_own(path) or not is_committed(path))
 
     def _write(self, trainer: Trainer, state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Write the checkpoint, here or in the background, then `_commit`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from trainer.callback import Callback
-from trainer.checkpoint.storage import as_storage_path, kept_storage_path
+from trainer.checkpoint.storage import as_storage_path, kept_storage_path, require_writable
 from trainer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ log = logging.getLogger("trainer")
 class OnExceptionCheckpoint(Callback):
     """Write a checkpoint when an error ends `fit`, on one process: with several, the others could be anywhere.
 
-    A resume from it is not exact when the error came from inside a step, which has already drawn random numbers.
+    A resume from it is not exact when the error came from inside a step, or from between the batches of one: the step
+    has drawn random numbers, and BatchNorm has counted its batches, which come again.
 
     Args:
         dirpath: folder or URL of the checkpoint.
@@ -29,6 +30,9 @@ class OnExceptionCheckpoint(Callback):
     Raises:
         ConfigError: `filename` is empty.
     """
+
+    runs_last: ClassVar[bool] = True
+    """The checkpoint has the states of the other callbacks as their `on_exception` leaves them."""
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
@@ -40,6 +44,10 @@ class OnExceptionCheckpoint(Callback):
     def ckpt_path(self) -> str:
         """The path of the checkpoint."""
         return str(as_storage_path(self.dirpath) / self.filename)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        if trainer.world_size == 1 and not trainer.settings.fast_dev_run:
+            require_writable(as_storage_path(self.dirpath), f"OnExceptionCheckpoint(dirpath={self.dirpath!r})")
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit" or trainer.settings.fast_dev_run:

@@ -219,6 +219,8 @@ class WeightAveraging(AveragingCallback):
         # Sharded weights need the other processes, which may be anywhere.
         if self._weights is not None and not trainer.strategy.shards_state:
             self._weights.swap_out()
+            if trainer.stage == "fit":  # the error may have come from another hook of a step that is done
+                self.on_train_step_end(trainer, pl_module)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -497,9 +497,10 @@ def test_mistakes_in_the_loop_are_reported_with_their_fix(tmp_path: Path) -> Non
         engine.save(tmp_path / "c", {"model": model, "optimizer": optimizer, "steps": 1})
         with pytest.raises(CheckpointError, match="Did you mean 'steps'"):
             engine.load(tmp_path / "c", {"model": model, "step": 0})
-        engine.setup_dataloaders([[1]])
-        with pytest.raises(ConfigError, match="positions of 0 loaders"):
+        loader = engine.setup_dataloaders([[1]])
+        with pytest.raises(ConfigError, match="positions of 0 training loaders"):
             engine.load(tmp_path / "c", {"model": model, "optimizer": optimizer})
+        del loader
         with torch.no_grad():
             net.bias.fill_(float("nan"))
         with pytest.raises(CheckpointError, match="bias not finite"):

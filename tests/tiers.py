@@ -253,6 +253,11 @@ LONG: dict[str, tuple[str, ...]] = {
     "test_docs.py::test_python_blocks_run_in_order": ("[!tchm]*", "t[!e]*", "checkpoints*", "callbacks*"),
     "test_docs.py::test_what_comes_from_elsewhere_prints_before_and_after_the_same": (),
     "test_docs.py::test_scripts_of_accelerate_print_before_and_after_the_same": (),
+    "test_engine_loaders.py::test_a_loop_killed_at_any_save_goes_on_with_the_same_bits": (
+        "of_a_variable",
+        "one_after_the_other",
+        "limited",
+    ),
     "test_engine_processes.py::test_two_processes_train_as_one_big_batch_and_resume_to_the_same_bits": ("fsdp",),
     "test_engine_processes.py::test_a_gan_trains_as_on_one_process": (),
     "test_engine_processes.py::test_what_a_strategy_cannot_do_is_refused_in_words": (),

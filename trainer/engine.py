@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, Literal, Never, Self, TextIO
 
 import torch
@@ -180,11 +182,16 @@ class Engine:
         """A copy of the strategy before its first module."""
         self._models: list[EngineModule] = []
         self._optimizers: list[EngineOptimizer] = []
-        self._loaders: list[EngineLoader] = []
+        self._places: list[_Place] = []
+        self._unplaced: list[weakref.ref[EngineLoader]] = []
+        """Loaders that nothing was asked of, in the order in which they were set up."""
+        self._told_of_left = False
+        self._block: CodeType | None = None
+        """The function with the block of `with`."""
         self._last: EngineModule | None = None
         """The model that was called last to be trained."""
         self._given: Any = WeakIdKeyDictionary()  # parameters that no other model may have, as `setup` got them
-        self._saved_at: list[Any] = []
+        self._saved_at: list[tuple[int, int]] = []
         """The positions of the loaders in progress at the last save."""
         self._entered = self._begun = False
         self._backwards = self._epochs = self.steps = 0
@@ -203,7 +210,7 @@ class Engine:
         if self._entered:
             raise ConfigError("this Engine was entered before: make another one.")
         start_processes(self.config)
-        self._entered, self._pid = True, os.getpid()
+        self._entered, self._pid, self._block = True, os.getpid(), sys._getframe(1).f_code
         with ExitStack() as cleanup:
             self._join(cleanup)
             self._cleanup = cleanup.pop_all()
@@ -350,31 +357,69 @@ class Engine:
         self._require_entered("setup_dataloaders")
         if not dataloaders:
             raise ConfigError("engine.setup_dataloaders: give one or more loaders.")
-        made = [self._loader(one, training, use_distributed_sampler) for one in dataloaders]
+        site = _site(sys._getframe(1), self._block)
+        made = [
+            self._loader(one, training, use_distributed_sampler, f"{number} {site}")
+            for number, one in enumerate(dataloaders)
+        ]
         return made[0] if len(made) == 1 else made
 
-    def _loader(self, given: Any, training: bool, split: bool) -> EngineLoader:
+    def _loader(self, given: Any, training: bool, split: bool, site: str) -> EngineLoader:
         if isinstance(given, EngineLoader):
             raise ConfigError("engine.setup_dataloaders: this loader is set up already.")
         refuse_data(given, "engine.setup_dataloaders")
-        strategy, number = self.strategy, len(self._loaders)
-        loader = make_batch_loader(
-            given,
-            name=str(number) if number else "",
-            rank=strategy.processes.reader,
-            world_size=strategy.processes.readers,
-            seed=derive_seed(self.seed, number) if number else self.seed,
-            training=training,
-            seed_per_sample=self.config.settings.seed_per_sample,
-            split=split,
-            pad=strategy.collective_forward,
-        )
-        compare_loaders(strategy.processes, {f"loader {number}": loader}, loader if training else None)
-        if loader.note is not None and strategy.processes.is_global_zero:
+        processes, number = self.strategy.processes, len(self._places) + len(self._unplaced)
+
+        def make(number: int) -> BatchLoader:
+            return make_batch_loader(
+                given,
+                name=str(number) if number else "",
+                rank=processes.reader,
+                world_size=processes.readers,
+                seed=derive_seed(self.seed, number) if number else self.seed,
+                training=training,
+                seed_per_sample=self.config.settings.seed_per_sample,
+                split=split,
+                pad=self.strategy.collective_forward,
+            )
+
+        loader = make(number)
+        compare_loaders(processes, {f"loader {number}": loader}, loader if training else None)
+        if loader.note is not None and processes.is_global_zero:
             log.info("%s", loader.note)
-        made = EngineLoader(loader, given, self, training)
-        self._loaders.append(made)
+        made = EngineLoader(loader, given, self, training, (make, number, site))
+        self._unplaced.append(weakref.ref(made))
+        if any(place.saved is not None and place.site == site for place in self._places):
+            self.place_loaders()
         return made
+
+    @property
+    def _loaders(self) -> list[EngineLoader]:
+        """The loaders that are still there."""
+        everyone: list[Callable[[], EngineLoader | None]] = [place.loader for place in self._places]
+        everyone += self._unplaced
+        return [loader for one in everyone if (loader := one()) is not None]
+
+    def trained_places(self) -> list[tuple[int, int]]:
+        """Return the epoch and batch of each loader of training that is in an epoch."""
+        return [(one.epoch, one.batch) for one in self._loaders if one._training and one._newest() is not None]
+
+    def place_loaders(self, by_order: bool = False) -> None:
+        """Give new loaders their places: one that the same call has set up in an earlier epoch hands over its place.
+
+        Called when a loader is first asked for something: the former one may be in its epoch until then.
+        `by_order`: also places in a checkpoint of a program with other lines.
+        """
+        new, self._unplaced = [loader for one in self._unplaced if (loader := one()) is not None], []
+        for loader in new:
+            alike = [one for one in self._places if one.site == loader._site and one.is_free(new)]
+            read = [one for one in self._places if one.saved and (not one.site or one.training == loader._training)]
+            place = next(iter([*alike, *(read if by_order else ())]), None) or _Place()
+            if place not in self._places:
+                self._places.append(place)
+                if read and loader._training:
+                    log.warning("a loader begins with epoch 0: the checkpoint's positions are of other lines' loaders.")
+            loader._take(place, self._places.index(place))
 
     def begin(self) -> None:
         """Seed each reader differently from here on; called by the first batch or forward. Collective."""
@@ -509,7 +554,7 @@ class Engine:
                 "optimizer.step() within no_backward_sync, or right after it, where gradients are not reduced yet: "
                 "give enabled=False for the last micro-batch of a step."
             )
-        if any(self._saved_at) and self._saved_at == [one._trained_places() for one in self._loaders[:1]]:
+        if self._saved_at and self._saved_at == self.trained_places():
             raise ConfigError(
                 "engine.save was called before this optimizer.step(): a program that loads the checkpoint goes on with "
                 "the next batch, and leaves out this step. Save after the last step of a batch."
@@ -690,6 +735,7 @@ class Engine:
                 "engine.save between backward and optimizer.step(): a program that loads this goes on with the next "
                 "batch, and the step would be left out. Save after a step."
             )
+        self._check_loaders()
         parts, strategy = _Parts(state, self), self.strategy
         tensors = parts.tensors()
         processes, shards = strategy.processes, strategy.shards_state
@@ -699,7 +745,7 @@ class Engine:
                 "stays."
             )
         checkpoint = self._state(parts, tensors)
-        about = {"step": self.steps, "epoch": self._loaders[0].epoch if self._loaders else 0}
+        about = {"step": self.steps, "epoch": self._places[0].epoch if self._places else 0}
         about |= {"captured": time.time_ns(), **(info or {})}
         problem: Exception | None = None
         if processes.is_global_zero or shards:
@@ -713,12 +759,24 @@ class Engine:
         for one in problems:
             if one is not None:
                 raise one
-        self._saved_at = [one._trained_places() for one in self._loaders[:1]]
+        self._saved_at = self.trained_places()
+
+    def _check_loaders(self) -> None:
+        """Warn once if a program that loads this may not go on exactly."""
+        left = next((place.left for place in self._places if place.left and place.goes_on), 0)
+        if left and not self._told_of_left and self.is_global_zero:
+            self._told_of_left = True
+            log.warning(
+                "a loader's loop was left after %d batches before, and a program that loads this goes on inside its "
+                "epoch, where a count by enumerate or islice begins again: count with the loader, and leave before "
+                "saving: if loader.batch == %d: break.",
+                *(left, left),
+            )
 
     def _state(self, parts: _Parts, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a checkpoint. Those that a Trainer writes, too, mean the same."""
         strategy, processes = self.strategy, self.strategy.processes
-        own = {"rng": rng_state(strategy.device), "loader": [loader.state_dict() for loader in self._loaders]}
+        own = {"rng": rng_state(strategy.device), "loader": [place.state_dict(self) for place in self._places]}
         if processes.world_size > 1:
             own = map_leaves(own, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
         per_rank = processes.all_gather_object(own)
@@ -789,10 +847,11 @@ class Engine:
     def _resume(self, checkpoint: dict[str, Any], path: str) -> None:
         """Restore the loaders' positions, the loss scale and the generators."""
         strategy, saved = self.strategy, checkpoint["loader"]
-        number = len(saved[0]["loaders"])
-        if number != len(self._loaders):
+        loaders, training = saved[0]["loaders"], sum(one._training for one in self._loaders)
+        known = sum(one.get("training", True) for one in loaders)  # earlier versions do not say it
+        if known < training:
             raise ConfigError(
-                f"{path} has the positions of {number} loaders, and this program has set up {len(self._loaders)}: call "
+                f"{path} has the positions of {known} training loaders, and this program has set up {training}: call "
                 "engine.setup_dataloaders with the same loaders, in the same order, before engine.load."
             )
         scaler = next((model._strategy.scaler for model in self._models if model._trains), None)
@@ -808,9 +867,11 @@ class Engine:
                 checkpoint["seed"],
             )
         rank = counterpart(checkpoint, strategy.processes)
-        for loader, of_one in zip(self._loaders, saved[rank or 0]["loaders"], strict=True):
+        self._places += [_Place() for _ in loaders[len(self._places) :]]
+        for place, of_one in zip(self._places, saved[rank or 0]["loaders"], strict=False):
             check_torch_states(of_one["state"], f"{path}, 'loader'")
-            loader.load_state_dict(of_one, exact=rank is not None)
+            place.load_state_dict(of_one, exact=rank is not None)
+        self.place_loaders(by_order=True)
         self.steps, self._begun, self._saved_at = int(checkpoint["engine"]["steps"]), True, []
         if rank is None:
             log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
@@ -836,6 +897,8 @@ _LOADER = {
     "began_with?": (Integer(1), None),
     "waits?": bool,
     "state": dict,
+    "site?": str,
+    "training?": bool,
 }
 _KINDS: dict[str, Any] = {
     "model": dict,
@@ -1109,10 +1172,12 @@ class EngineLoader:
     `next(iter(loader))`, before anything is trained.
     """
 
-    def __init__(self, loader: BatchLoader, given: Any, engine: Engine, training: bool) -> None:
+    def __init__(
+        self, loader: BatchLoader, given: Any, engine: Engine, training: bool, made: tuple[Any, int, str]
+    ) -> None:
         self._loader, self._given, self._engine, self._training = loader, given, engine, training
-        self.epoch = 0
-        """The epoch in progress, or the next one: `for epoch in range(loader.epoch, epochs):` resumes after `load`."""
+        self._make, self._number, self._site = made
+        self._placed: _Place | None = None
         self.batch = 0
         """Batches of the epoch that this process has been given."""
         self.samples: int | None = None
@@ -1120,9 +1185,8 @@ class EngineLoader:
         self.weight = 1.0
         """Factor for the loss of the latest batch, a mean over its samples, with which the gradients of all processes
         together are those of one big batch; 1.0 unless the batches of a step differ in size."""
-        self._goes_on = self._waits = False
-        """True: the next iterator continues the epoch of a checkpoint; and gives nothing, because that epoch is over
-        while another loader goes on."""
+        self._goes_on = False
+        """True: the next iterator continues the epoch of a checkpoint."""
         self._restored: tuple[Mapping[str, Any], bool] | None = None
         """The state that `load_state_dict` got, until its epoch has ended."""
         self._first = self._backwards = 0
@@ -1131,24 +1195,49 @@ class EngineLoader:
         """A weak reference to the iterator of the epoch in progress."""
         self._within: list[tuple[int, int]] = []
         """The places in progress of loaders of training as an evaluation began."""
-        self._beside: list[int] = []
-        """The epochs of all loaders as the latest epoch ended, if something was trained in it."""
-        self._ended = 0
-        """The engine's backwards then."""
         self._moves = None if keeps_batches(engine.strategy) else without_cast(engine.strategy)
         self._began_with = self._global_micro_batch
 
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one: `for epoch in range(loader.epoch, epochs):` resumes after `load`."""
+        return self._place.epoch
+
+    @property
+    def _place(self) -> _Place:
+        if self._placed is None:
+            self._engine.place_loaders()
+        assert self._placed is not None
+        if self._placed.loader() is not self:
+            raise ConfigError(
+                "this loader was set up again by the same line, and the new one goes on in its place: use that one, or "
+                "set up both before the loop."
+            )
+        return self._placed
+
+    def _take(self, place: _Place, number: int) -> None:
+        """Continue in a place, of this number."""
+        self._placed, place.loader = place, weakref.ref(self)
+        place.site, place.training = self._site, self._training
+        if number != self._number:  # another order of samples
+            length, self._loader = self._loader.length, self._make(number)
+            if self._training:
+                self._loader.shorten([length])
+        if place.saved is not None:
+            saved, place.saved = place.saved, None
+            self.load_state_dict(*saved)
+
     def __iter__(self) -> Iterator[Any]:
         # Here, not with the first batch: an iterator that is asked for none begins an epoch, too.
-        if self._waits:
-            self._waits = self._goes_on = False
+        if self._place.waits:
+            self._place.waits = self._goes_on = False
             self._next_epoch()
-            self._ended = -1
+            self._place.ended = -1
             return iter(())
         if self._newest() is not None:
             self._leave()
         goes_on, self._goes_on = self._goes_on, False
-        self._first, self._within = self.batch, [] if self._training else self._trained_places()
+        self._first, self._within = self.batch, [] if self._training else self._engine.trained_places()
         self._backwards = self._engine._backwards
         self._loader.measure(self.epoch, self.batch if goes_on else 0)
         this = _Iteration()
@@ -1186,34 +1275,18 @@ class EngineLoader:
             if self._restored is not None:
                 self.load_state_dict(*self._restored)
         elif self.batch:
+            backwards, place = self._engine._backwards, self._place
+            if self._training and all(one is place or one.ended != backwards for one in self._engine._places):
+                place.left = self.batch  # not by `zip`, as another one has ended
             self._next_epoch()
 
-    def _trained_places(self) -> list[tuple[int, int]]:
-        return [(one.epoch, one.batch) for one in self._engine._loaders if one._training and one._newest() is not None]
-
     def _next_epoch(self) -> None:
-        engine = self._engine
+        engine, place = self._engine, self._place
         trained = self.batch == self._first or self._backwards < engine._backwards
-        self._beside, self._ended = [one.epoch for one in engine._loaders] if trained else [], engine._backwards
+        place.beside, place.ended = [one.epoch for one in engine._places] if trained else [], engine._backwards
         engine._epochs += self._training
-        self.epoch += 1
+        place.epoch += 1
         self.batch, self._restored, self._newest = 0, None, _nothing
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether another loader continues a round of the program in which this one has ended its epoch.
-
-        The other one has ended fewer epochs, and something was trained since this one has ended: the other comes after
-        it, or beside it by `zip_longest`.
-        """
-        return (
-            self._newest() is None
-            and self._ended < self._engine._backwards
-            and any(
-                one.epoch == epoch < self.epoch and (one._goes_on or one._newest() is not None)
-                for one, epoch in zip(self._engine._loaders, self._beside, strict=False)
-            )
-        )
 
     def _batches(self) -> Iterator[Batch]:
         batches, strategy = self._loader.iterate(self.epoch, self.batch), self._engine.strategy
@@ -1238,25 +1311,25 @@ class EngineLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
         # An evaluation by `next` in a step of training is not continued by the step that follows.
-        left = self.batch > 0 and not self._goes_on and bool(self._within) and self._within == self._trained_places()
-        over = self._is_over
+        left = self.batch > 0 and not self._goes_on and bool(self._within) and self._within == self._engine.trained_places()
+        over = self._place.is_over(self._engine)
         return {
             "epoch": self.epoch + left - over,
             "batch": 0 if left else self.batch,
-            "waits": self._waits or over,
+            "waits": self._place.waits or over,
             "global_micro_batch": self._global_micro_batch,
             "began_with": self._began_with,
             "state": self._loader.state_dict(),
+            "site": self._site,
+            "training": self._training,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], exact: bool = True) -> None:
         """Restore a position from `state_dict`. `exact`: it was written by this process, or by its counterpart."""
-        problem = wrong({**state}, _LOADER, "the loader's state")
-        if problem is not None:
-            raise CheckpointError(f"the position of a loader is damaged: {problem}.")
-        self._waits = state.get("waits", False)  # earlier versions do not know it
-        self.epoch, self.batch, self._goes_on = state["epoch"], state["batch"], True
-        self._newest, self._beside = _nothing, []
+        place = self._place
+        place.epoch, place.waits = state["epoch"], state.get("waits", False)  # earlier versions do not know it
+        self.batch, self._goes_on, place.beside = state["batch"], True, []
+        self._newest = _nothing
         before, now = state["global_micro_batch"], self._global_micro_batch
         self._restored = state, exact
         if exact:
@@ -1274,12 +1347,91 @@ class EngineLoader:
         return None if size is None else size * self._engine.strategy.processes.readers
 
 
+class _Place:
+    """The position in the data of a call of `setup_dataloaders`, for the loaders that it returns one by one."""
+
+    def __init__(self) -> None:
+        self.loader: Callable[[], EngineLoader | None] = _nothing
+        """A weak reference to the loader of now."""
+        self.site, self.training = "", True
+        """The place of the call in the program; the kind of its loaders."""
+        self.epoch, self.waits = 0, False
+        """`waits`: the next iterator gives nothing, because its epoch is over while another loader goes on."""
+        self.beside: list[int] = []
+        """The epochs of all places as the latest epoch ended, if something was trained in it."""
+        self.ended = self.left = 0
+        """The engine's backwards then; the batch after which an epoch was left before its end, if one was."""
+        self.saved: tuple[Mapping[str, Any], bool] | None = None
+        """The position in a checkpoint, until a loader is set up that takes it."""
+
+    def is_free(self, new: list[EngineLoader]) -> bool:
+        """Return True if one of these loaders may go on here; loaders for evaluation are often kept."""
+        loader = self.loader()
+        return loader is None or (self.training and loader not in new and not self.goes_on)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a loader is in its epoch."""
+        loader = self.loader()
+        return self.saved is not None or (loader is not None and (loader._goes_on or loader._newest() is not None))
+
+    def is_over(self, engine: Engine) -> bool:
+        """Return True if another loader continues a round of the program in which this one has ended its epoch.
+
+        The other one has ended fewer epochs, and something was trained since this one has ended: the other comes after
+        it, or beside it by `zip_longest`.
+        """
+        loader = self.loader()
+        return (
+            (loader is None or loader._newest() is None)
+            and bool(self.beside)
+            and self.ended < engine._backwards
+            and any(
+                one.epoch == epoch < self.epoch and one.goes_on
+                for one, epoch in zip(engine._places, chain(self.beside, repeat(0)), strict=False)
+            )
+        )
+
+    def state_dict(self, engine: Engine) -> Mapping[str, Any]:
+        """Return the position."""
+        loader = self.loader()
+        if loader is not None:
+            return loader.state_dict()
+        if self.saved is not None:
+            return self.saved[0]
+        over = self.is_over(engine)
+        state = {"epoch": self.epoch - over, "batch": 0, "waits": self.waits or over, "global_micro_batch": None}
+        return {**state, "state": {}, "site": self.site, "training": self.training}
+
+    def load_state_dict(self, state: Mapping[str, Any], exact: bool) -> None:
+        """Restore the position into the loader, or keep it for the next one."""
+        problem = wrong({**state}, _LOADER, "the loader's state")
+        if problem is not None:
+            raise CheckpointError(f"the position of a loader is damaged: {problem}.")
+        self.epoch, self.waits, self.beside = state["epoch"], state.get("waits", False), []
+        if (loader := self.loader()) is not None:
+            loader.load_state_dict(state, exact)
+        else:
+            self.saved = state if exact else {**state, "state": {}}, exact
+            self.site, self.training = state.get("site", ""), state.get("training", True)
+
+
 class _Iteration:
     """Stands for an iterator of a loader as long as that lives."""
 
 
 def _nothing() -> None:
-    """Stand for a weak reference to an iterator that has ended."""
+    """Stand for a weak reference to what has ended."""
+
+
+def _site(frame: FrameType | None, until: CodeType | None) -> str:
+    """Return a call's place in the program, by functions and lines in them, from the block of `with` on."""
+    calls = []
+    while frame is not None:
+        code = frame.f_code
+        calls.append(f"{code.co_qualname}:{frame.f_lineno - code.co_firstlineno}")
+        frame = None if code is until else frame.f_back
+    return " < ".join(calls)
 
 
 def _first_of_each(take: Callable[[], list[Batch]]) -> Iterator[Batch]:

@@ -25,6 +25,7 @@ from trainer.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -392,3 +393,32 @@ def test_an_average_that_begins_after_the_end_is_reported_at_the_start(
     quiet(callbacks=[callback()], **settings).fit(Toy(), loader(4))
     said = [message for message in caplog.messages if "begins after the end of the run" in message]
     assert [words in message for message in said] == [True] * bool(words)
+
+
+class Fails(Callback):
+    """Fails in a hook after the third step."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._fail)
+
+    def _fail(self, trainer: Trainer, *others: Any) -> None:
+        if trainer.global_step == 3:
+            raise RuntimeError("not of the step")
+
+
+@pytest.mark.parametrize("writer", ["callback", "option"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_step_end"])
+def test_an_error_after_a_step_takes_no_update_away(hook: str, writer: str, tmp_path: Path) -> None:
+    def run(*callbacks: Callback, ckpt_path: Any = None) -> Any:
+        module, average = Normed(), EMAWeightAveraging(decay=DECAY)
+        saved = ModelCheckpoint(dirpath=tmp_path / "saved", save_on_exception=writer == "option")
+        trainer = quiet(max_epochs=2, callbacks=[*callbacks, average, saved], enable_checkpointing=True, seed=1)
+        trainer.fit(module, loader(6), ckpt_path=ckpt_path)
+        return {**module.state_dict(), "updates": average.state_dict()["updates"]}
+
+    whole = run()
+    on_exception = OnExceptionCheckpoint(tmp_path / "error")
+    with pytest.raises(RuntimeError, match="not of the step"):
+        run(Fails(hook), *([on_exception] if writer == "callback" else []))
+    (path,) = (tmp_path / "error").iterdir() if writer == "callback" else (tmp_path / "saved").glob("*step=3")
+    assert_same_bits(run(ckpt_path=path), whole)

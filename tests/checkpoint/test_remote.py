@@ -19,11 +19,13 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.helpers.saving import At, fit, steps, there
+from trainer import Engine
+from trainer.callbacks import OnExceptionCheckpoint
 from trainer.checkpoint import remote
 from trainer.checkpoint.directory import CheckpointDirectory, locate
 from trainer.checkpoint.disk import ReadError, UncertainWriteError, WriteError
-from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.manifest import is_committed, read_metadata, verify_checkpoint
+from trainer.checkpoint.format import open_checkpoint, read_checkpoint
+from trainer.checkpoint.manifest import is_committed, read_manifest, read_metadata, verify_checkpoint, with_checksum
 from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
@@ -174,12 +176,114 @@ def test_leftovers_go_when_they_are_old(folder: RemotePath) -> None:
     assert CheckpointDirectory(folder / "none").clean() == []
 
 
+def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(folder: RemotePath) -> None:
+    for step in range(1, 4):
+        write_checkpoint(folder / "a", state(step), info={"step": step}, overwrite=True)
+        assert read_checkpoint(folder / "a")["step"] == read_metadata(folder / "a")["step"] == step
+        assert verify_checkpoint(folder / "a") == []
+        assert [(path.name, read_manifest(path).info) for path in CheckpointDirectory(folder).list()] == [
+            ("a", {"step": step})
+        ]
+        named = json.loads((folder / "a" / "manifest.json").read_bytes()).get("folder", "")
+        assert bool(named) == (step > 1)  # a first one is written as ever
+        names = ["checkpoint.json", "manifest.json", "model.safetensors", "optimizers.safetensors"]
+        inner = [f"a/{named}/{name}" for name in names] if named else []
+        assert objects(folder) == sorted([*inner, "a/manifest.json"] if named else [f"a/{name}" for name in names])
+    tensor = open_checkpoint(folder / "a", None, verify=True)["model"]["w"]
+    assert tensor.read().tolist() == [3.0] * 300
+    CheckpointDirectory(folder).set_pointer("last", "a")
+    assert CheckpointDirectory(folder).resolve("last") == folder / "a"
+    change(folder / "a" / named / "model.safetensors", lambda data: data[:-1] + b"x")
+    assert [problem.partition(" is ")[0] for problem in verify_checkpoint(folder / "a")] == [
+        f"{folder}/a/{named}/model.safetensors"
+    ]
+    RemotePath(f"{folder}/a").delete(recursive=True)
+    assert objects(folder) == ["last.json"]
+
+
+@pytest.mark.parametrize("given", ["../b", "", 3, None, ".new-0123456"])
+def test_a_manifest_names_no_folder_but_its_own(given: Any, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a", state(1))
+    body = json.loads((tmp_path / "a" / "manifest.json").read_bytes())
+    body.pop("seal")
+    (tmp_path / "a" / "manifest.json").write_bytes(with_checksum({**body, "folder": given}))
+    if given is None:
+        assert read_checkpoint(tmp_path / "a")["step"] == 1
+        return
+    with pytest.raises(CheckpointError, match="does not have the entries of a manifest"):
+        read_checkpoint(tmp_path / "a")
+
+
+def test_a_checkpoint_that_was_replaced_can_be_copied_to_a_disk(folder: RemotePath, tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_checkpoint(folder / "a", state(step), overwrite=True)
+    for name in objects(folder / "a"):
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes((folder / "a" / name).read_bytes())
+    assert read_checkpoint(tmp_path / "copy")["step"] == 2
+    write_checkpoint(tmp_path / "copy", state(3), overwrite=True)
+    assert verify_checkpoint(tmp_path / "copy") == []
+
+
+def test_the_engine_saves_at_one_url_again_and_again(folder: RemotePath) -> None:
+    kept = torch.empty(0)
+    for resume in (False, True):
+        with Engine(accelerator="cpu", devices=1, seed=1) as engine:
+            net = torch.nn.Linear(1, 1)
+            model, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            values = {"model": model, "optimizer": optimizer, "step": 0}
+            loader = engine.setup_dataloaders([torch.ones(2, 1)] * 3)
+            if resume:
+                engine.load(f"{folder}/last", values)
+                assert values["step"] == 3
+                assert (loader.epoch, loader.batch) == (0, 3)
+                assert torch.equal(net.weight, kept)
+            for batch in loader:
+                engine.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                values["step"] += 1
+                engine.save(f"{folder}/last", values)
+            kept = net.weight.detach().clone()
+
+
+def test_a_fixed_name_is_replaced(folder: RemotePath) -> None:
+    checkpoint = {"dirpath": str(folder), "filename": "model", "save_top_k": 1}
+    fit([steps(**checkpoint)], 8, max_steps=3)
+    assert there(str(folder)) == ["model"]
+    assert fit([steps(**checkpoint)], 8, max_steps=5, ckpt_path="last").global_step == 5
+    assert there(str(folder)) == ["model"]
+    assert read_checkpoint(folder / "model", ["progress"])["progress"]["step"] == 5
+
+
+class ReadOnly(MemoryFileSystem):
+    """A store from which can only be read."""
+
+    protocol = "readonly"
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode != "rb":
+            raise NotImplementedError
+        return super().open(path, mode, **kwargs)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    fsspec.register_implementation("readonly", ReadOnly, clobber=True)
+    words = r"\(dirpath='(http|readonly)://.*'\) cannot be (written: this kind of URL can only be read|reached)"
+    for url in ("readonly://bucket/run", "http://127.0.0.1:9/run"):
+        for callback in (steps(dirpath=url), OnExceptionCheckpoint(url)):
+            trained: list[int] = []
+            with pytest.raises(ConfigError, match=words):
+                fit([callback, At(step1=lambda trainer: trained.append(1))], 8, max_steps=2)  # noqa: B023
+            assert trained == []
+    with pytest.raises(WriteError, match=r"cannot write the checkpoint readonly://.*: this kind of URL can only be"):
+        write_checkpoint("readonly://bucket/run/a", state(1))
+
+
 def test_what_cannot_be_replaced_stays(folder: RemotePath) -> None:
     add(folder, "a", 1)
     with pytest.raises(CheckpointError, match="exists"):
         add(folder, "a", 2)
-    with pytest.raises(WriteError, match="cannot replace it in one step"):
-        write_checkpoint(folder / "a", state(2), overwrite=True)
     with folder._open_store() as (store, path), store.open(f"{path}/mine/notes.txt", "wb") as file:
         file.write(b"x")
     for overwrite, message in ((False, "exists"), (True, "is not a checkpoint, so it is not overwritten")):
@@ -282,6 +386,47 @@ def test_a_killed_writer_leaves_complete_checkpoints_or_nothing(tmp_path: Path) 
         if "new" not in left:
             add(folder, "new", 2)  # a resumed run writes the same name
         assert verify_checkpoint(folder / "new") == []
+
+
+REPLACED = """
+import os, sys
+from tests.checkpoint.test_remote import Objects, RemotePath, fsspec, state, write_checkpoint
+
+fsspec.register_implementation("objects", Objects)
+for before in (1, 2):
+    for number, fault in enumerate(sys.argv[2:]):
+        path = RemotePath(f"objects://{sys.argv[1]}/{before}-{number}/a")
+        for step in range(1, before + 1):
+            write_checkpoint(path, state(step), info={"step": step}, overwrite=True)
+        child = os.fork()
+        if child == 0:
+            os.environ["TRAINER_FAULT"] = fault
+            write_checkpoint(path, state(9), info={"step": 9}, overwrite=True)
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), fault
+"""
+
+
+def test_a_writer_that_is_killed_while_it_replaces_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    faults = ["in_file:1", "after_file:2", "before_manifest:1", "after_file:4", "before_pointer:1", "after_pointer:1"]
+    subprocess.run(
+        [sys.executable, "-c", REPLACED, str(tmp_path), *(f"{fault}=kill" for fault in faults)],
+        check=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    fsspec.register_implementation("objects", Objects, clobber=True)
+    for before in (1, 2):
+        for number, fault in enumerate(faults):
+            run = RemotePath(f"objects://{tmp_path}/{before}-{number}")
+            assert read_checkpoint(run / "a")["step"] == (9 if fault == "after_pointer:1" else before)
+            assert verify_checkpoint(run / "a") == []
+            write_checkpoint(run / "a", state(3), overwrite=True)
+            assert verify_checkpoint(run / "a") == []
+            assert len(objects(run)) == 5
+            (run / "a" / "manifest.json").delete()  # as a removal that was interrupted
+            assert CheckpointDirectory(run).clean(max_age=-1.0) == [run / "a"]
+            assert objects(run) == []
 
 
 def test_places(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
     <name>/<key>.safetensors    one for each top-level key with tensors; model.safetensors has the state_dict's keys
     <name>/<key>.00001.safetensors    the elements of sharded tensors that process 1 holds, each flattened
     <name>/checkpoint.json      everything that is not a tensor, with references to the tensors (see serialization.py)
-    <name>/manifest.json        format, version, a small "info" for listings, and size and checksum of every other file
+    <name>/manifest.json        format, version, a small "info" for listings, and size and checksum of every other file;
+                                in an object store also the folder in <name>, .new-..., that a replacement has made
 
 Reading a checkpoint runs no code: nothing is unpickled or imported, and anything unexpected is a CheckpointError.
 """
@@ -19,13 +20,12 @@ import torch
 
 from trainer.checkpoint.deserialization import TensorInfo, deserialize
 from trainer.checkpoint.flat_slice import FlatSlice
-from trainer.checkpoint.manifest import DATA_FILE, Manifest, location, read_data, read_manifest, require_committed
+from trainer.checkpoint.manifest import DATA_FILE, Manifest, location, read_data, read_manifest
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors
 from trainer.checkpoint.shards import StoredTensor
 from trainer.checkpoint.storage import (
     StoragePath,
-    as_storage_path,
     check_entry,
     open_entry,
     reading,
@@ -47,9 +47,8 @@ def read_checkpoint(
     Raises:
         CheckpointError: there is no valid checkpoint (names the file that is wrong), or it has no such key.
     """
-    folder = require_committed(as_storage_path(path))
-    manifest = read_manifest(folder)
-    data = read_data(folder, manifest, verify)
+    manifest = read_manifest(path)
+    folder, data = manifest.folder, read_data(manifest, verify)
     for key in keys or ():
         if key not in data:
             raise CheckpointError(f"{folder} has no {key!r}.{did_you_mean(key, data)} It has: {', '.join(data)}.")
@@ -72,8 +71,8 @@ def open_checkpoint(
     Raises:
         CheckpointError: as `read_checkpoint`; with `verify`, on all processes.
     """
-    folder = require_committed(as_storage_path(path))
-    manifest = read_manifest(folder)
+    manifest = read_manifest(path)
+    folder = manifest.folder
     if verify:
         own = list(manifest.files.items())[process_group.rank :: process_group.world_size]
         found = [problem for name, entry in own if (problem := check_entry(folder / name, entry, True))]
@@ -84,7 +83,7 @@ def open_checkpoint(
         key: _open_key(folder, manifest, key, content)
         if lazy is None or key in lazy
         else _read_key(folder, manifest, key, content, False)
-        for key, content in read_data(folder, manifest, verify).items()
+        for key, content in read_data(manifest, verify).items()
     }
 
 

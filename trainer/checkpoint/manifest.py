@@ -14,6 +14,7 @@ from typing import Any
 from trainer.checkpoint.checksums import ALGORITHMS
 from trainer.checkpoint.deserialization import TensorInfo, deserialize, from_json
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError
+from trainer.checkpoint.remote import NEW
 from trainer.checkpoint.storage import (
     StoragePath,
     as_storage_path,
@@ -32,6 +33,8 @@ DATA_FILE = "checkpoint.json"
 _MAX_MANIFEST = 16 << 20
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
 """Valid top-level keys."""
+_INNER = re.compile(rf"{re.escape(NEW)}[0-9a-f]{{8}}")
+"""The folder of the files in a checkpoint that was replaced in an object store."""
 _FILE = re.compile(rf"{re.escape(DATA_FILE)}|{KEY.pattern}(\.[0-9]{{5,}})?\.safetensors")
 
 
@@ -42,6 +45,8 @@ class Manifest:
     info: dict[str, Any]
     """The `info` that was given to `write_checkpoint`."""
     files: dict[str, FileEntry]
+    folder: StoragePath
+    """The folder of the files: the checkpoint's, or one in it."""
 
 
 def read_manifest(path: str | StoragePath) -> Manifest:
@@ -69,19 +74,20 @@ def read_manifest(path: str | StoragePath) -> Manifest:
         intact = False
     if not intact:
         raise CheckpointError(f"{where} is damaged: its checksum does not match its contents")
-    return _parse_manifest(body, where)
+    return _parse_manifest(body, where, folder)
 
 
 def verify_checkpoint(path: str | StoragePath) -> list[str]:
     """Read all files of a checkpoint; return a message for each that is missing, damaged, or not in the manifest."""
     problems = find_damage(path)
-    folder = as_storage_path(path)
     try:
-        known = {*read_manifest(folder).files, MANIFEST_FILE}
+        manifest = read_manifest(path)
     except CheckpointError:
         return problems
-    with reading(folder):
-        strays = sorted(entry.name for entry in folder.iterdir() if entry.name not in known)
+    folder, known = manifest.folder, {*manifest.files, MANIFEST_FILE}
+    with reading(folder):  # without what an interrupted replacement left
+        names = sorted(entry.name for entry in folder.iterdir() if not _INNER.fullmatch(entry.name))
+    strays = [name for name in names if name not in known]
     return problems + [f"{folder / name} is not in the manifest" for name in strays]
 
 
@@ -94,14 +100,13 @@ def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
     Raises:
         ReadError: the storage does not answer.
     """
-    folder = as_storage_path(path)
     try:
-        files = read_manifest(folder).files
+        manifest = read_manifest(path)
     except ReadError:
         raise
     except CheckpointError as error:
         return [str(error)]
-    checks = (check_entry(folder / name, entry, contents) for name, entry in files.items())
+    checks = (check_entry(manifest.folder / name, entry, contents) for name, entry in manifest.files.items())
     return [problem for problem in checks if problem]
 
 
@@ -134,8 +139,8 @@ def read_metadata(path: str | StoragePath) -> dict[str, Any]:
     Raises:
         CheckpointError: as `read_checkpoint`.
     """
-    folder = require_committed(as_storage_path(path))
-    data = read_data(folder, read_manifest(folder), verify=True)
+    manifest = read_manifest(path)
+    folder, data = manifest.folder, read_data(manifest, verify=True)
     return {key: deserialize(content, lambda info: info, location(folder, key)) for key, content in data.items()}
 
 
@@ -163,13 +168,15 @@ def require_committed(folder: StoragePath) -> StoragePath:
     raise CheckpointError(f"there is no checkpoint {folder}.{did_you_mean(folder.name, siblings)} {there}")
 
 
-def _parse_manifest(body: dict[str, Any], where: str) -> Manifest:
+def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
+    inner = body.pop("folder", None)
     if body.keys() != {"format", "version", "info", "files"} or type(body["version"]) is not int:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
     info, files, algorithm = body["info"], body["files"], ALGORITHMS.get(body["version"])
     if algorithm is None:
         raise CheckpointError(f"{where}: there is no format {body['version']}; it is damaged")
-    if not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
+    known = inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner))
+    if not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files or not known:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
@@ -189,13 +196,12 @@ def _parse_manifest(body: dict[str, Any], where: str) -> Manifest:
     info = deserialize(info, refuse, where)
     if not isinstance(info, dict):
         raise CheckpointError(f"{where} does not have the entries of a manifest")
-    return Manifest(
-        info, {name: FileEntry(entry["bytes"], entry[algorithm], algorithm) for name, entry in files.items()}
-    )
+    entries = {name: FileEntry(entry["bytes"], entry[algorithm], algorithm) for name, entry in files.items()}
+    return Manifest(info, entries, folder / inner if inner else folder)
 
 
-def read_data(folder: StoragePath, manifest: Manifest, verify: bool) -> dict[str, Any]:
-    entry = manifest.files[DATA_FILE]
+def read_data(manifest: Manifest, verify: bool) -> dict[str, Any]:
+    folder, entry = manifest.folder, manifest.files[DATA_FILE]
     with open_entry(folder / DATA_FILE, entry, verify) as reader:
         text = reader.read(entry.bytes)
     data = from_json(text, str(folder / DATA_FILE))

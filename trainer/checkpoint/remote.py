@@ -1,9 +1,10 @@
 """Write checkpoints to an object store, which has no rename: a directory is a checkpoint once its manifest exists.
 
 Files are written in place, one after the other, the manifest last. A directory without a manifest is an interrupted
-write or one in progress, and readers skip it. Deleting starts with the manifest. An operation that fails is tried
-again, as `PAUSES` says, also one that finds nothing where a list of the folder shows the object: not all stores show
-at once, and everywhere, what was written.
+write or one in progress, and readers skip it. Deleting starts with the manifest. The files of a checkpoint that
+replaces another are in a folder in it, which the new manifest names. An operation that fails is tried again, as
+`PAUSES` says, also one that finds nothing where a list of the folder shows the object: not all stores show at once,
+and everywhere, what was written.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PAUSES = (0.1, 0.3, 1.0, 3.0)
 """Seconds to wait before each further attempt of a failed operation; randomly prolonged to up to twice as long."""
 
 _SUFFIXES = (".json", ".safetensors")
+NEW = ".new-"
+"""Begins the name of the folder, in a checkpoint that was replaced, with the files of the new one."""
 _ANSWERS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Errors that are an answer of the store, so that another attempt is useless."""
 T = TypeVar("T")
@@ -178,19 +181,25 @@ class RemoteStorage:
     def atomic_directory(self, final: RemotePath, replace: bool) -> Iterator[RemotePath]:
         """Yield `final` itself: files are written in place, and the manifest makes the directory valid.
 
+        To replace a checkpoint, yield a folder in it; its manifest is the new one of `final` at the end of the block.
+
         Raises:
-            WriteError: `final` has to be replaced, which an object store cannot do; or the storage does not answer.
+            WriteError: the storage does not answer.
         """
-        if replace:
-            raise WriteError(
-                f"{final} exists, and an object store cannot replace it in one step: give another name, or delete it."
-            )
+        folder = final / f"{NEW}{os.urandom(4).hex()}" if replace else final
         try:
-            for entry in final.iterdir():  # an interrupted write of the same name
-                entry.delete()
-            with final._open_store() as (store, path), suppress(OSError, NotImplementedError):
+            for entry in () if replace else final.iterdir():  # an interrupted write of the same name
+                entry.delete(recursive=True)
+            with folder._open_store() as (store, path), suppress(OSError, NotImplementedError):
                 store.makedirs(path, exist_ok=True)  # for stores that have directories
-            yield final
+            yield folder
+            if replace:
+                self.replace_file(final / MANIFEST_FILE, (folder / MANIFEST_FILE).read_bytes())
+                for entry in final.iterdir():
+                    if entry.name not in (folder.name, MANIFEST_FILE):
+                        entry.delete(recursive=True)
+        except NotImplementedError:
+            raise WriteError(f"cannot write the checkpoint {final}: this kind of URL can only be read.") from None
         except OSError as error:
             raise WriteError(
                 f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone; "
@@ -260,7 +269,8 @@ class RemoteStorage:
         leftovers = self.leftovers(folder)
         now = _time_of(folder) if leftovers else None
         for child in leftovers:
-            times = [entry.modified() for entry in child.iterdir()]
+            inside = [[*entry.iterdir()] if entry.name.startswith(NEW) else [entry] for entry in child.iterdir()]
+            times = [entry.modified() for entries in inside for entry in entries]
             if all(now is not None and written is not None and now - written > max_age for written in times):
                 child.delete(recursive=True)
                 removed.append(child)
@@ -359,6 +369,10 @@ def _size(store: Any, path: str) -> int:
 def _is_unfinished(folder: RemotePath) -> bool:
     """Return True for a directory with files of a checkpoint but no manifest."""
     names = [entry.name for entry in folder.iterdir()]
-    files = bool(names) and MANIFEST_FILE not in names and all(name.endswith(_SUFFIXES) for name in names)
+    files = (
+        bool(names)
+        and MANIFEST_FILE not in names
+        and all(name.endswith(_SUFFIXES) or name.startswith(NEW) for name in names)
+    )
     # A list may lack an object that is there, and what is unfinished is overwritten or deleted.
     return files and not (folder / MANIFEST_FILE).exists()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
@@ -61,6 +62,24 @@ def kept_storage_path(path: str | StoragePath, argument: str = "") -> StoragePat
     """Return `as_storage_path`, on this machine as `kept_path`."""
     found = as_storage_path(path, argument)
     return kept_path(found) if isinstance(found, Path) else found
+
+
+def require_writable(folder: StoragePath, given: str) -> None:
+    """Write a small object into the folder of an object store, and delete it again.
+
+    Raises:
+        ConfigError: the store does not take it.
+    """
+    if not isinstance(folder, RemotePath):
+        return
+    probe = folder / f".probe-{os.urandom(4).hex()}.json"
+    try:
+        probe.call(lambda store, key: store.open(key, "wb").close())
+    except (OSError, NotImplementedError) as error:
+        why = str(error) or "this kind of URL can only be read"
+        raise ConfigError(f"{given} cannot be written: {why}. Give a folder, or the URL of a store.") from error
+    with suppress(OSError):
+        probe.delete()
 
 
 class Storage(Protocol[PathT]):

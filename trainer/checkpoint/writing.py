@@ -58,8 +58,7 @@ def write_checkpoint(
         state: nested data: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and `Shard` for a sharded
             tensor. Top-level keys become file names.
         info: small data without tensors, for listings: {"step": 1000, "epoch": 2, "metrics": {...}}.
-        overwrite: replace the checkpoint that is at `path`. The old one stays until the new one is complete. Not
-            supported in an object store.
+        overwrite: replace the checkpoint that is at `path`. The old one stays until the new one is complete.
         process_group: the processes that write the checkpoint together, each its shards and rank 0 everything else.
             All of them call this with the same structure, and see the same directory at `path`.
 
@@ -170,8 +169,9 @@ def _write_as_leader(final: StoragePath, plan: SavePlan, overwrite: bool, proces
     try:
         with storage_of(final).atomic_directory(final, _check_destination(final, overwrite)) as folder:
             announced = True
-            process_group.broadcast_object(folder.name)
-            index = _index(folder, plan, _write_files(folder, plan, process_group))
+            inner = folder.name if folder.parent == final else None
+            process_group.broadcast_object(f"{final.name}/{inner}" if inner else folder.name)
+            index = _index(folder, plan, _write_files(folder, plan, process_group), inner)
             fault_point("before_manifest")
             storage_of(folder).write_file(folder / MANIFEST_FILE, [index])
     except CheckpointError as error:
@@ -279,8 +279,9 @@ def _write_together(
     return entries
 
 
-def _index(folder: StoragePath, plan: SavePlan, files: dict[str, FileEntry]) -> bytes:
-    """Write the data; return the manifest, the last file to write."""
+def _index(folder: StoragePath, plan: SavePlan, files: dict[str, FileEntry], inner: str | None) -> bytes:
+    """Write the data; return the manifest, the last file to write. `inner`: the folder's name in the checkpoint."""
     files = {**files, DATA_FILE: storage_of(folder).write_file(folder / DATA_FILE, [to_json(plan.data)])}
     entries = {name: {"bytes": entry.bytes, entry.algorithm: entry.checksum} for name, entry in files.items()}
-    return with_checksum({"format": FORMAT, "version": VERSION, "info": plan.info, "files": entries})
+    place = {"folder": inner} if inner else {}
+    return with_checksum({"format": FORMAT, "version": VERSION, "info": plan.info, "files": entries, **place})
