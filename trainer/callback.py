@@ -166,6 +166,10 @@ class Callback:
         """
         return []
 
+    def reason_to_stop(self) -> str | None:
+        """Return why a run that is resumed with this callback's state stops at once; None: it goes on."""
+        return None
+
     def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
         """Return a sentence for each logged name that this callback needs and that is missing.
 
