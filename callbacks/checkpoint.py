@@ -363,7 +363,7 @@ class ModelCheckpoint(Checkpoint):
         # Another ModelCheckpoint's folder has checkpoints of the same names.
         own = trainer.run_dir / "checkpoints"
         folders = [own if one.dirpath is None else as_storage_path(one.dirpath) for one in trainer.checkpoint_callbacks]
-        if origin is None or trainer.run.is_over:
+        if origin is None:
             return
         if origin.parent in folders:
             if self._is_owed(trainer):
@@ -410,8 +410,7 @@ class ModelCheckpoint(Checkpoint):
         # That of this step may be from before the validation by which a callback stopped the run.
         before = trainer.stop_reason is not None and self._saved_place not in (None, _place(trainer.progress))
         stale = before or self.saved_step != trainer.global_step
-        wanted = trainer.global_step > 0 and (self.save_last or self.save_top_k) and not trainer.run.is_over
-        if stale and wanted:
+        if stale and trainer.global_step > 0 and (self.save_last or self.save_top_k):
             self._unsaved = None
             self._save(trainer, renew=True)
             self._finish_write(trainer)
@@ -502,6 +501,8 @@ class ModelCheckpoint(Checkpoint):
 
         With `renew` that of this step is replaced also then: the epoch's values have come since.
         """
+        if trainer.run.is_over:
+            return
         metrics = trainer.read_metrics()
         value = self._value(trainer.run)
         again = self.saved_step == trainer.global_step
