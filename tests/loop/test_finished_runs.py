@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -152,7 +153,7 @@ def one_run(rng: Numbered) -> str:
 
 
 def test_a_drawn_run_that_has_ended_stays_as_it_is(inputs: Inputs) -> None:
-    try_each(inputs, one_run)  # type: ignore[arg-type]
+    try_each(islice(inputs, 0, None, 8), one_run)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -89,17 +89,20 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
     )
 
 
-def refuse_weights_alone(path: StoragePath) -> None:
-    """Refuse a checkpoint from which no training can go on.
+def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePath) -> StoragePath | None:
+    """Refuse a checkpoint from which no training can go on; None: the run was killed before it had another.
 
     Raises:
         CheckpointError: the message names the nearest from which one can.
     """
     info = read_manifest(path).info
     if not info.get("weights_only"):
-        return
+        return path
     infos = {str(one): read_manifest(one).info for one in checkpoints_in(path.parent)}
     full = [one for one, about in infos.items() if not about.get("weights_only")]
+    if ckpt_path == "last" and not full and not all(one.save_weights_only for one in run.checkpoint_callbacks):
+        log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
+        return None
     nearest = min(full, key=lambda one: abs(_number(infos[one].get("step")) - _number(info.get("step"))), default=None)
     fix = "there is no other beside it" if nearest is None else f"the nearest from which it can is {printable(nearest)}"
     raise CheckpointError(

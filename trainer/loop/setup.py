@@ -227,7 +227,7 @@ def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tu
         ckpt_path = ckpt_path or ("last" if record is not None and was_requeued() else None)
         path = find_checkpoint(run, ckpt_path)
         if path is not None and run.stage == "fit":
-            refuse_weights_alone(path)
+            path = refuse_weights_alone(run, ckpt_path, path)
     path = None if path is None else kept_storage_path(path)
     run_dir = kept_path(choose_run_dir(run, ckpt_path, path))
     if record is not None:

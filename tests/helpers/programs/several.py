@@ -195,7 +195,9 @@ class Expected:
 
     def kept(self, saver: Any) -> tuple[set[int], int | None]:
         """Return the steps of the checkpoints that a ModelCheckpoint leaves, and that of its best one."""
-        due = [*self.epoch_ends] if saver.steps is None else [s for s in range(1, self.step + 1) if s % saver.steps == 0]
+        due = (
+            [*self.epoch_ends] if saver.steps is None else [s for s in range(1, self.step + 1) if s % saver.steps == 0]
+        )
         if saver.steps is None:
             due = sorted({*due, *(step for step in self.validated if step not in self.epoch_ends)})
         saves = {step: self.scores.get(step) if saver.monitored else None for step in [*due, self.step]}

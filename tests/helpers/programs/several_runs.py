@@ -18,7 +18,7 @@ from tests.helpers.programs import several
 from tests.helpers.programs.blocks import Program
 from tests.helpers.programs.interruptions import WRITES, Stop
 from tests.helpers.programs.runs import StoppedError, stop_at
-from trainer import Callback, Trainer, TrainModule
+from trainer import Trainer, TrainModule
 from trainer.callbacks import (
     BadStepGuard,
     BaseFinetuning,
@@ -31,7 +31,7 @@ from trainer.callbacks import (
     ModelCheckpoint,
     TensorBoardLogger,
 )
-from trainer.checkpoint.directory import CheckpointDirectory
+from trainer.checkpoint.directory import CheckpointDirectory, versions
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.manifest import read_manifest
 from trainer.fault_tolerance import fault_points
@@ -243,7 +243,7 @@ def run_product(program: Any, folder: Path) -> list[float]:
 
 def left_in(folder: Path, program: Any) -> dict[str, Any]:
     """Return what a run has left: checkpoints with what they hold, pointers, and the logs."""
-    run_dir = folder / "version_0"
+    run_dir = versions(folder)[-1]  # a process that is killed before it saves leaves one behind
     found: dict[str, Any] = {}
     directory = CheckpointDirectory(str(run_dir / "checkpoints"))
     for path in directory.list():
@@ -252,10 +252,10 @@ def left_in(folder: Path, program: Any) -> dict[str, Any]:
         average = [one for weight in state.get("average", {}).values() for one in weight.flatten().tolist()]
         found[f"checkpoint {path.name}"] = (info["step"], weights, average, repr(state["optimizers"]))
     found["last"], found["best"] = (one and one.name for one in map(directory.pointer, ("last", "best")))
-    for place in (run_dir, folder / "second"):
+    for place in ("version_*", "second"):
         for name in ("metrics.csv", "metrics.jsonl"):
-            if (place / name).exists():
-                found[f"{place.name} {name}"] = (place / name).read_text().splitlines()
+            if files := sorted((path.stat().st_mtime_ns, path) for path in folder.glob(f"{place}/**/{name}")):
+                found[f"{place} {name}"] = files[-1][1].read_text().splitlines()
     if "tensorboard" in program.loggers.kinds:
         found["tensorboard"] = _tensorboard(run_dir)
     return found
@@ -300,6 +300,8 @@ def points_in(found: dict[str, Any]) -> dict[str, dict[tuple[int, str], list[flo
 
 def check(program: Any, folder: Path) -> list[str]:
     """Return what is wrong with a program."""
+    for name in ("whole", "broken"):
+        (folder / name).mkdir()
     expected = several.run_by_hand(program)
     plain = program.with_("stops", ())
     if program.ending.how in ("extended", "started again"):
@@ -329,7 +331,9 @@ def _shown(found: Any, wanted: Any) -> str:
         odd = [one for one in found if one not in wanted][:3], [one for one in wanted if one not in found][:3]
         return f"{len(found)} lines, such as {odd[0]}, instead of {len(wanted)}, such as {odd[1]}"
     if isinstance(found, dict) and isinstance(wanted, dict):
-        return str({key: (found.get(key), wanted.get(key)) for key in {*found, *wanted} if found.get(key) != wanted.get(key)})
+        return str(
+            {key: (found.get(key), wanted.get(key)) for key in {*found, *wanted} if found.get(key) != wanted.get(key)}
+        )
     return f"{str(found)[:300]} instead of {str(wanted)[:300]}"
 
 
