@@ -21,7 +21,7 @@ from trainer.checkpoint.base_weights import frozen_names, weight_sums
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import ReadError, UncertainWriteError, WriteError, reason
 from trainer.checkpoint.hook_checkpoint import entries_of
-from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
+from trainer.checkpoint.manifest import is_committed, read_manifest
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, require_writable, storage_of
@@ -31,6 +31,7 @@ from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of,
 from trainer.loop.host_times import SAVING
 from trainer.loop.monitors import refuse_missing_monitors
 from trainer.loop.progress import Progress
+from trainer.loop.training_state import name_of_run_dir
 from trainer.metrics.monitor import log_assumed_mode, resolve_mode
 from trainer.settings import read_duration
 
@@ -206,9 +207,11 @@ class ModelCheckpoint(Checkpoint):
         """Sums, by name, of the weights that checkpoints leave out with `trainable_only`."""
         self._unchanged: dict[str, int] = {}
         """Exact sums, by name, of the weights that were frozen when training began, with `trainable_only`."""
-        self._copies: list[str] = []
-        """Checkpoints on disk that hold the state to be saved, and are not in `kept`: replaced by it; on rank 0."""
+        self._goes_on = False
+        """True if the run goes on in the run directory of its checkpoint."""
         self.saved_step = -1
+        self._saved_place: tuple[int, int] | None = None
+        """Where in that step this process has written the newest one; None: it has written none."""
         self._last_time = time.monotonic()
         self._time_is_up = False
         """A checkpoint is due by `train_time_interval`, until one is written."""
@@ -349,6 +352,7 @@ class ModelCheckpoint(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         entries = entries_of(checkpoint)
         self._base, self._restored_step = entries.get("base"), entries["progress"]["step"]
+        self._goes_on = entries["run_dir"] == name_of_run_dir(trainer.run_dir, trainer.settings)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self.trainable_only:
@@ -364,9 +368,7 @@ class ModelCheckpoint(Checkpoint):
             return
         if origin.parent in folders:
             if self._is_owed(trainer):
-                self._copies = self._copies_of(trainer, origin)
                 self._save(trainer)
-                self._copies = []
             return
         self._earlier_last = origin
         if name is not None and is_committed(origin.parent / name):
@@ -406,9 +408,12 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._finish_write(trainer)
-        if self.saved_step != trainer.global_step and trainer.global_step > 0 and (self.save_last or self.save_top_k):
+        # That of this step may be from before the validation by which a callback stopped the run.
+        before = trainer.stop_reason is not None and self._saved_place not in (None, _place(trainer.progress))
+        stale = before or self.saved_step != trainer.global_step
+        if stale and trainer.global_step > 0 and (self.save_last or self.save_top_k):
             self._unsaved = None
-            self._save(trainer)
+            self._save(trainer, renew=True)
             self._finish_write(trainer)
         if self.saved_step == trainer.global_step:
             self._unsaved = None
@@ -462,25 +467,6 @@ class ModelCheckpoint(Checkpoint):
             return self._is_due_after_validation(trainer)
         return self._step_is_due(progress.step) and not self._waits(trainer)
 
-    def _copies_of(self, trainer: Trainer, origin: StoragePath) -> list[str]:
-        """Return what this callback had written of the state of `origin`, which does not know of it; on rank 0.
-
-        Collective.
-        """
-        name = self._name_now(trainer, trainer.read_metrics(), self._value(trainer.run))
-        if not trainer.is_global_zero:
-            return []
-        beside = [one.state_dict() for one in trainer.checkpoint_callbacks if one.dirpath == self.dirpath]
-        known = {str(origin), *(str(self._in_folder(kept)) for state in beside for kept in state.get("kept", ()))}
-        try:
-            weights, found = _weights_in(origin), checkpoints_in(self._in_folder(name).parent)
-            named = [one for one in found if one.name == name or one.name.startswith(f"{name}-v")]
-            new = [one for one in named if str(one) not in known and self._is_own(one)]
-            return [one.name for one in new if _weights_in(one) == weights]
-        except CheckpointError as error:
-            log.warning("cannot look for a checkpoint of this step: %s", reason(error))
-            return []
-
     def _is_due_after_validation(self, trainer: Trainer) -> bool:
         """Whether a checkpoint is due at the end of the validation of this step; not where the epoch ends."""
         inside = self.save_on_train_epoch_end is not True and trainer.validation_due()
@@ -516,6 +502,8 @@ class ModelCheckpoint(Checkpoint):
 
         With `renew` that of this step is replaced also then: the epoch's values have come since.
         """
+        if trainer.run.is_over:
+            return
         metrics = trainer.read_metrics()
         value = self._value(trainer.run)
         again = self.saved_step == trainer.global_step
@@ -595,7 +583,7 @@ class ModelCheckpoint(Checkpoint):
         self._obsolete = self._to_delete(again, value, not nonfinite)
         name = self._name_now(trainer, metrics, value)
         name, problem = trainer.strategy.processes.broadcast_object(
-            self._free_name(name, [*self._obsolete, *self._copies]) if trainer.is_global_zero else ("", None)
+            self._free_name(name, self._obsolete) if trainer.is_global_zero else ("", None)
         )
         if problem is not None:
             raise problem
@@ -612,6 +600,7 @@ class ModelCheckpoint(Checkpoint):
         self.nonfinite = [other for other in self.nonfinite if other != name] + ([name] if nonfinite else [])
         previous = {other: one for other, one in self.kept.items() if other != name}
         self.kept, self.saved_step = {**previous, name: value}, trainer.global_step
+        self._saved_place = _place(trainer.progress)
         self.last = self.last if nonfinite else name
         self.best = self._best_of(self._remaining())
         # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
@@ -620,7 +609,7 @@ class ModelCheckpoint(Checkpoint):
     def _value(self, run: Run) -> float | None:
         """Return the monitored value of this step; None if it was not measured at this step."""
         if self.monitor in ("epoch", "step"):
-            return float(_epoch_of(run.progress) if self.monitor == "epoch" else run.progress.step)
+            return float(run.progress.epoch_of_step if self.monitor == "epoch" else run.progress.step)
         measured = run.monitored(self.monitor or "")
         if measured is None or measured.step != run.progress.step:
             return None
@@ -633,7 +622,7 @@ class ModelCheckpoint(Checkpoint):
         values: dict[str, Any] = {**dict.fromkeys(self.names_in_filename, math.nan), **metrics}
         if self.monitor in self.names_in_filename:
             values[self.monitor] = math.nan if value is None else value
-        values |= {"epoch": _epoch_of(trainer.progress), "step": trainer.global_step}
+        values |= {"epoch": trainer.progress.epoch_of_step, "step": trainer.global_step}
         return format_name(self.filename, values, self.auto_insert_metric_name)
 
     def _free_name(self, name: str, to_delete: list[str]) -> tuple[str, WriteError | None]:
@@ -657,7 +646,22 @@ class ModelCheckpoint(Checkpoint):
         if not storage_of(path).path_in_use(path):
             return True
         # Another callback may have taken the name of a checkpoint that is gone.
-        return name in to_delete and (self._is_own(path) or not is_committed(path))
+        taken = name in to_delete and (self._is_own(path) or not is_committed(path))
+        return taken or self._is_left(name)
+
+    def _is_left(self, name: str) -> bool:
+        """Whether a process of this run that was killed has written a checkpoint of this name after the one from which
+        the run goes on: it is written again. In another run directory only one of the same step is."""
+        path = self._in_folder(name)
+        if name in {*self._previous[0], *self._undeleted} or not isinstance(path, Path) or not is_committed(path):
+            return False
+        try:
+            info = read_manifest(path).info
+        except CheckpointError as error:
+            if isinstance(error, ReadError):
+                raise
+            return False
+        return info.get("owner") == self._owner and (self._goes_on or info.get("step") == self._restored_step)
 
     def _write(self, trainer: Trainer, state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Write the checkpoint, here or in the background, then `_commit`."""
@@ -666,7 +670,7 @@ class ModelCheckpoint(Checkpoint):
             trained = {weight: value for weight, value in state["model"].items() if weight not in self._base}
             state = {**state, "model": trained, "base": dict(self._base)}
         path, group = self._in_folder(name), trainer.checkpoint_group
-        overwrite = name in (*self._obsolete, *self._copies)
+        overwrite = name in self._obsolete or (trainer.is_global_zero and self._is_left(name))
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
         obsolete = [one for one in self._obsolete if one != name]
         # Of several callbacks in one folder, "best" is of the first with a monitor, and "last" can be trained on.
@@ -915,16 +919,9 @@ def _sentence(error: CheckpointError) -> str:
     return f"{str(error).rstrip('.')}."
 
 
-def _epoch_of(progress: Progress) -> int:
-    """Return the epoch of the last step: between two epochs, and after the last, the one that has ended."""
-    between = progress.batch == 0 and progress.epoch > 0
-    return progress.epoch - 1 if between else progress.epoch
-
-
-def _weights_in(checkpoint: StoragePath) -> tuple[Any, dict[str, Any]]:
-    """Return the step of a checkpoint, and the checksums of its weights."""
-    manifest = read_manifest(checkpoint)
-    return manifest.info.get("step"), {name: file for name, file in manifest.files.items() if name.startswith("model")}
+def _place(progress: Progress) -> tuple[int, int]:
+    """Return the step of the last validation, and the epochs that have ended."""
+    return progress.validated_step, progress.epoch + progress.epoch_ended
 
 
 def _contradictions(

@@ -32,9 +32,10 @@ class CSVLogger(FileLogger):
     """Write `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
 
     All values logged at one step go into one row, after the step and its epoch; a second value of a name, such as that
-    of a validation, goes into a second row of the step. A new name adds a column to all rows. A resumed run continues
-    the file, without the rows logged after its checkpoint. Numbers keep all their digits. When the file cannot be
-    written (disk full), a warning says so once, and the rows are kept in memory until it can be.
+    of a validation, goes into a second row of the step. What `validate` and `test` log outside of a training is in rows
+    apart from those of the training and of earlier evaluations. A new name adds a column to all rows. A resumed run
+    continues the file, without the rows logged after its checkpoint. Numbers keep all their digits. When the file
+    cannot be written (disk full), a warning says so once, and the rows are kept in memory until it can be.
 
     Args:
         save_dir: folder of the files. Default: the run directory. A folder in which another run has
@@ -69,7 +70,7 @@ class CSVLogger(FileLogger):
     @property
     def experiment(self) -> Any:
         """This logger, for `log_metrics`; on other ranks than 0 its calls do nothing."""
-        return self if self._is_rank_zero else DummyExperiment()
+        return self if self._writes else DummyExperiment()
 
     # -- state: the newest row, which may not be on the disk when the run is killed ------------------------------------
 
@@ -96,7 +97,7 @@ class CSVLogger(FileLogger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = self._step if step is None else step
-        if not self._is_rank_zero:
+        if not self._writes:
             return
         if "step" in metrics:
             raise ConfigError(
@@ -107,7 +108,7 @@ class CSVLogger(FileLogger):
         prefix = f"{self.prefix}-" if self.prefix else ""
         cells = {f"{prefix}{name}": repr(plain_number(value)) for name, value in metrics.items()}
         if self._trainer is not None and step > file.step:
-            cells = {"epoch": str(self._trainer.current_epoch), **cells}
+            cells = {"epoch": str(self._trainer.progress.epoch_of_step), **cells}
         file.put(step, cells)
         every = self.flush_logs_every_n_steps
         if every is not None and step % every == 0:
@@ -125,16 +126,20 @@ class CSVLogger(FileLogger):
             if newest := self._resumed.get("rows") or [row for row in [self._resumed.get("row")] if row]:
                 # As they were then: cells that came later come again.
                 rows = [*(one for one in rows if one[0] < last), *((last, row) for row in newest)]
-        return _File(path, columns, rows)
+        return _File(path, columns, rows, closes=self._trainer is not None and self._trainer.stage != "fit")
 
 
 class _File:
-    """A CSV file whose rows of the last step can still change. Earlier rows are on disk, or pending in memory."""
+    """A CSV file whose rows of the last step can still change. Earlier rows are on disk, or pending in memory.
 
-    def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]]) -> None:
+    Args:
+        closes: the rows that are there do not change.
+    """
+
+    def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]], closes: bool = False) -> None:
         self.path = path
         self.columns = columns or ["step"]
-        self.step = rows[-1][0] if rows else -1
+        self.step = rows[-1][0] if rows and not closes else -1
         self.rows = [row for step, row in rows if step == self.step]
         """Those of the last step."""
         final = rows[: len(rows) - len(self.rows)]
@@ -201,8 +206,8 @@ class _File:
 
     def _final_rows(self) -> list[tuple[int, Row]]:
         """Return all rows before the last step: those on disk, the pending ones, and the cells added to them."""
-        first_in_memory = self._waiting[0][0] if self._waiting else self.step
-        on_disk = [one for one in _parse(self.path, complete_lines(self.path))[1] if one[0] < first_in_memory]
+        lines = io.BytesIO(b"".join(complete_lines(self.path))[: self._end]).readlines()
+        on_disk = _parse(self.path, lines)[1]
         rows: dict[int, list[Row]] = {}
         for step, row in (*on_disk, *self._waiting):
             rows.setdefault(step, []).append(dict(row))

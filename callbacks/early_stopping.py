@@ -32,6 +32,7 @@ STATE = {
     "value_step?": Integer(-1),
     "stopping_reason?": (str, None),
     "stopped_epoch?": Integer(),
+    "settings?": dict,
 }
 
 
@@ -135,7 +136,7 @@ class EarlyStopping(Callback):
         self._checked_at = {None: None, True: "train epoch", False: "validation"}[self.check_on_train_epoch_end]
         self._value_step = -1
         """The step at which the last value checked was measured."""
-        self._warned = False
+        self._warned = self._has_other_settings = False
 
     @property
     def state_key(self) -> str:
@@ -150,7 +151,11 @@ class EarlyStopping(Callback):
             "value_step": self._value_step,
             "stopping_reason": self.stopping_reason_message,
             "stopped_epoch": self.stopped_epoch,
+            "settings": self._settings(),
         }
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.agree_on}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         require(state_dict, STATE, self.state_key)
@@ -160,6 +165,7 @@ class EarlyStopping(Callback):
         self._value_step = state_dict.get("value_step", -1)  # earlier versions have neither this nor the two below
         self.stopping_reason_message = state_dict.get("stopping_reason")
         self.stopped_epoch = state_dict.get("stopped_epoch", 0)
+        self._has_other_settings = state_dict.get("settings", now := self._settings()) != now
         if self.check_on_train_epoch_end is None:
             self._checked_at = state_dict["place"]
 
@@ -169,12 +175,16 @@ class EarlyStopping(Callback):
             if self._unclear_mode and trainer.is_global_zero:
                 log_assumed_mode(self.monitor, "EarlyStopping")
 
+    def reason_to_stop(self) -> str | None:
+        return None if self._has_other_settings else self._reason_to_stop()
+
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        """Stop at once if the run had stopped, and is started again with the same patience."""
+        """Stop at once if the run had stopped, and is started again with the same settings."""
         earlier = None if self.stopping_reason_message is None else self.stopped_epoch
         if trainer.run.postponed_stop is None:  # the run goes on: a reason of its checkpoint holds no longer
             self.stopping_reason_message, self.stopped_epoch = None, 0
-        self._stop_if_due(trainer)
+        if self.reason_to_stop() is not None:
+            self._stop_if_due(trainer)
         if earlier is not None and self.stopping_reason_message is not None:
             self.stopped_epoch = earlier
 

@@ -83,8 +83,9 @@ class JSONLLogger(FileLogger):
     # -- the file ------------------------------------------------------------------------------------------------------
 
     def _write(self, record: dict[str, Any]) -> None:
-        self.opened.put(record)
-        self.write_if_due()
+        if self._writes:
+            self.opened.put(record)
+            self.write_if_due()
 
     def _saved(self, key: str, media: Images, step: int) -> dict[str, Any]:
         """Write the pictures as files; return their paths, relative to the folder of the log, and captions."""

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,11 +34,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
+TRAINING = ".training"
+"""The end of the names of the files that a training writes."""
+
 
 class TensorBoardLogger(Logger):
     """Write scalars and hyperparameters to event files; `tensorboard --logdir runs` shows them.
 
-    A resumed run continues the curves: TensorBoard drops the points of steps that are repeated (`purge_step`).
+    A resumed run cuts the files of the training to what they had when its checkpoint was written, and goes on in a new
+    one. Other files in the folder, such as a writer of your own or an evaluation makes, stay.
 
     Args:
         save_dir: folder of the event files. Default: the run directory. A folder in which another run has
@@ -75,9 +79,12 @@ class TensorBoardLogger(Logger):
         self._file: _EventFile | None = None
         self._flushed_at = 0.0
         self._writer: SummaryWriter | None = None
+        self._suffix = ""
         self._hyperparameters: dict[str, Any] = {}
-        self._newest: dict[str, Any] = {}
-        """The newest step and what was logged at it."""
+        self._kept: dict[str, int] | None = None
+        """The bytes of each file before this run's own, or of those that belong to the checkpoint that it resumes."""
+        self._before: list[Path] = []
+        """The files of the training that were there when the run opened its own."""
 
     log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
     save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
@@ -93,7 +100,7 @@ class TensorBoardLogger(Logger):
 
     def log_graph(self, model: TrainModule, input_array: Any = None) -> None:
         inputs = model.example_input_array if input_array is None else input_array
-        if self.logs_graph and self._is_rank_zero:
+        if self.logs_graph and self._writes:
             if inputs is None:
                 log.warning("TensorBoardLogger(log_graph=True) needs the module's example_input_array")
                 return
@@ -113,7 +120,7 @@ class TensorBoardLogger(Logger):
         Raises:
             ConfigError: there is no run yet, nor a `save_dir`.
         """
-        if not self._is_rank_zero:
+        if not self._writes:
             return cast("SummaryWriter", DummyExperiment())
         if self.log_dir is None:
             raise ConfigError(
@@ -126,29 +133,28 @@ class TensorBoardLogger(Logger):
             _wait_until_after(file.path.name)
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(file.path.parent))
+            self._writer = SummaryWriter(str(file.path.parent), filename_suffix=self._suffix)
         return self._writer
 
-    # -- state: what was logged at the newest step ---------------------------------------------------------------------
+    # -- state: the sizes of the files, to which a resumed run cuts them -----------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._newest, **self.place.state()}
+        self.flush()
+        own = {} if self._file is None else _sizes(path for path in self._files() if path not in self._before)
+        return {"files": {**(self._kept or {}), **own}, **self.place.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        kinds = (
-            {"step": Integer(), "values": {str: NUMBER}, "version?": Integer()},
-            {"step?": None, "version?": Integer()},
-        )
-        require(state_dict, kinds, "TensorBoardLogger")
-        self._newest = {name: value for name, value in state_dict.items() if name != "version"}
+        of_earlier_versions = {"step?": Integer(), "values?": {str: NUMBER}}
+        kind = {"files?": {str: Integer()}, "version?": Integer(), **of_earlier_versions}
+        require(state_dict, kind, "TensorBoardLogger")
+        self._kept = state_dict.get("files")
         self.place.number = state_dict.get("version")
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._trainer = trainer
-        if stage == "fit":
-            self._newest = {}
+        self._kept, self._suffix = None, TRAINING if stage == "fit" else ""
         if trainer.is_global_zero:
             try:
                 import tensorboard  # noqa: F401
@@ -156,8 +162,14 @@ class TensorBoardLogger(Logger):
                 raise MissingPackageError("tensorboard", "TensorBoardLogger") from error
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if trainer.is_global_zero:
+        if self._writes:
             self._opened()
+            for name, size in _sizes(self._before).items():
+                path, kept = self._opened().path.with_name(name), (self._kept or {}).get(name, 0)
+                if kept == 0:
+                    path.unlink(missing_ok=True)
+                elif kept < size:
+                    os.truncate(path, kept)
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if self._writer is not None:
@@ -173,7 +185,7 @@ class TensorBoardLogger(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = self._step if step is None else step
-        if not self._is_rank_zero:
+        if not self._writes:
             return
         prefix = f"{self.prefix}-" if self.prefix else ""
         metrics = {f"{prefix}{name}": plain_number(value) for name, value in metrics.items()}
@@ -184,9 +196,6 @@ class TensorBoardLogger(Logger):
             self._opened().add_scalars(metrics, step)
             if time.monotonic() - self._flushed_at > self.flush_seconds:
                 self.flush()
-        if self._newest.get("step") != step:
-            self._newest = {"step": step, "values": {}}
-        self._newest["values"].update(metrics)
 
     def log_media(self, key: str, media: Media, step: int) -> None:
         for summary in _summaries(key, media):
@@ -214,20 +223,22 @@ class TensorBoardLogger(Logger):
     def _open(self) -> _EventFile:
         folder, trainer = self.place.folder(self._run_dir), self._trainer
         assert folder is not None
-        before = sorted(path.name for path in folder.glob("events.out.tfevents.*"))
-        step = self._step
-        continues = bool(before) and trainer is not None and trainer.stage == "fit"
-        if before:
+        if before := sorted(path.name for path in folder.glob("events.out.tfevents.*")):
             _wait_until_after(before[-1])
-        file = _EventFile(folder, purge_step=step if continues else None)
-        if continues and self._newest.get("step") == step:
-            # The values logged at this step before the checkpoint; those after it are about to be logged again.
-            file.add_scalars(dict(self._newest["values"]), step)
-        if _flat(self._hyperparameters) and not (continues and step):
+        resumed = self._kept is not None or (trainer is not None and trainer.run.resumed_from is not None)
+        self._before = self._files()
+        self._kept = _sizes(self._before) if self._kept is None else self._kept
+        file = _EventFile(folder, self._suffix, purges=bool(before and self._suffix and not resumed))
+        if _flat(self._hyperparameters) and not (resumed and self._kept):
             _write_hyperparameters(file, self._hyperparameters)
             if self.default_hp_metric:
                 file.add_scalars({"hp_metric": -1.0}, 0)
         return file
+
+    def _files(self) -> list[Path]:
+        """Return the files of the training."""
+        folder = self.place.folder(self._run_dir)
+        return [] if folder is None else sorted(folder.glob(f"events.out.tfevents.*{TRAINING}"))
 
 
 class _EventFile:
@@ -237,24 +248,22 @@ class _EventFile:
     `flush` tries again.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+    def __init__(self, folder: Path, suffix: str = "", purges: bool = False) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         make_folder(folder, "TensorBoardLogger(save_dir=...)")
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         # Two runs of one process may begin within a second.
-        self.path = folder / f"{name}.{len(list(folder.glob(f'{name}.*')))}"
+        self.path = folder / f"{name}.{len(list(folder.glob(f'{name}.*')))}{suffix}"
         self._pending = io.BytesIO()
         self._records = RecordWriter(self._pending)
         self._size = 0
         self._created = False
         self._failed = False
         self.add(file_version="brain.Event:2")
-        if purge_step is not None:
-            # TensorBoard drops the points of earlier files from this step on.
-            self.add(step=purge_step, file_version="brain.Event:2")
-            self.add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        if purges:  # TensorBoard drops the points of a training that was in this folder before
+            self.add(step=0, session_log=SessionLog(status=SessionLog.START))
         self.flush()
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -288,6 +297,10 @@ class _EventFile:
         self._pending.seek(0)
         self._pending.truncate()
         self._failed = False
+
+
+def _sizes(files: Iterable[Path]) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in files}
 
 
 def _wait_until_after(name: str) -> None:

@@ -83,6 +83,12 @@ class Timer(Callback):
 
     # -- when it runs out ----------------------------------------------------------------------------------------------
 
+    def reason_to_stop(self) -> str | None:
+        # Each process reads its own clock; the processes then agree on the step to stop at.
+        if self.duration is None or self.time_elapsed("train") < self.duration:
+            return None
+        return f"the time is used up: {timedelta(seconds=round(self.duration))} of training"
+
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._begin("train")
         self._stop_if_over(trainer.stop)
@@ -95,9 +101,8 @@ class Timer(Callback):
         self._stop_if_over(trainer.stop)
 
     def _stop_if_over(self, stop: Callable[[str], None]) -> None:
-        # Each process reads its own clock; the processes then agree on the step to stop at.
-        if self.duration is not None and self.time_elapsed("train") >= self.duration:
-            stop(f"the time is used up: {timedelta(seconds=round(self.duration))} of training")
+        if (reason := self.reason_to_stop()) is not None:
+            stop(reason)
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 

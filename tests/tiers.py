@@ -62,6 +62,7 @@ SLOW = (
     "loop/test_changes.py",
     "loop/test_epoch_end.py",
     "loop/test_evaluation.py",
+    "loop/test_finished_runs.py",
     "loop/test_hostile_run_directory.py",
     "loop/test_logged_values.py",
     "loop/test_messages.py",

@@ -44,11 +44,11 @@ stopping, then checkpoints).
             on_train_epoch_end                          on_epoch metrics of the epoch are known
             lr_scheduler_step(scheduler, metric)        module; schedulers with interval="epoch" and a monitored value
             on_train_epoch_end of Checkpoint callbacks  checkpoints by epoch are written here
-        after a stop inside an epoch, and after a signal or the deadline:
-            on_train_end of Checkpoint callbacks        the run that goes on has what the hooks below change only once
+        on_train_end of Checkpoint callbacks            a last checkpoint is written here; a run that goes on from it
+                                                        has what the hooks below change only once
         after a stop inside an epoch, but for signals and the deadline:
             on_train_epoch_end                          on_epoch metrics of the epoch so far are known
-        on_train_end                                    a last checkpoint is written here
+        on_train_end
         on_fit_end
         teardown(stage="fit")                           data module, callbacks, module
 
@@ -165,6 +165,10 @@ class Callback:
             module: the argument of `fit` and the like, before `configure_model`.
         """
         return []
+
+    def reason_to_stop(self) -> str | None:
+        """Return why a run that is resumed with this callback's state stops at once; None: it goes on."""
+        return None
 
     def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
         """Return a sentence for each logged name that this callback needs and that is missing.
@@ -314,9 +318,8 @@ class Checkpoint(Callback):
     """A callback that writes checkpoints, one of `trainer.checkpoint_callbacks`.
 
     Runs after all other callbacks, because a checkpoint contains their state; its `on_train_epoch_end` also after the
-    schedulers' step. Where training stops inside an epoch, or is to be started again (a signal, the deadline), its
-    `on_train_end` comes before the last hooks of all others, which belong to the end that the epoch and the training
-    have when training goes on. Not used in a `fast_dev_run`.
+    schedulers' step. Its `on_train_end` comes before the last hooks of all others, which belong to the end that the
+    epoch and the training have when training goes on. Not used in a `fast_dev_run`.
     """
 
     runs_last: ClassVar[bool] = True
@@ -327,6 +330,8 @@ class Checkpoint(Callback):
     """Folder or URL of the checkpoints. None: `checkpoints` in the run directory."""
     monitor: str | None = None
     """The value by which the best checkpoint is chosen. None: there is no best one."""
+    save_weights_only: bool = False
+    """True if no training can go on from its checkpoints."""
 
     @property
     def best_model_path(self) -> str:

@@ -559,6 +559,7 @@ class Engine:
                 "engine.save was called before this optimizer.step(): a program that loads the checkpoint goes on with "
                 "the next batch, and leaves out this step. Save after the last step of a batch."
             )
+        self._saved_at = []
         if strategy.scaler is not None:
             strategy.unscale(inner)
         losses: list[Any] = []
@@ -1311,7 +1312,8 @@ class EngineLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
         # An evaluation by `next` in a step of training is not continued by the step that follows.
-        left = self.batch > 0 and not self._goes_on and bool(self._within) and self._within == self._engine.trained_places()
+        within = bool(self._within) and self._within == self._engine.trained_places()
+        left = self.batch > 0 and not self._goes_on and within
         over = self._place.is_over(self._engine)
         return {
             "epoch": self.epoch + left - over,

@@ -107,7 +107,7 @@ class Logger(Callback):
             step: of the values. Default: the run's.
         """
         values = {} if params is None else params if isinstance(params, Mapping) else vars(params)
-        if self._is_rank_zero:
+        if self._writes:
             self.log_hyperparameters(dict(values))
             if metrics:
                 values = metrics if isinstance(metrics, dict) else {"hp_metric": metrics}
@@ -162,8 +162,10 @@ class Logger(Callback):
         return None if self._trainer is None else self._trainer.run_dir
 
     @property
-    def _is_rank_zero(self) -> bool:
-        return detect_environment().rank == 0 if self._trainer is None else self._trainer.is_global_zero
+    def _writes(self) -> bool:
+        """Whether this process writes: rank 0, unless it starts a run again that has ended, and is to stay as it is."""
+        trainer = self._trainer
+        return detect_environment().rank == 0 if trainer is None else trainer.is_global_zero and not trainer.run.is_over
 
     @property
     def _step(self) -> int:
@@ -252,11 +254,10 @@ class Logger(Callback):
     def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:
         if not isinstance(key, str) or not key:
             raise ConfigError(f"{type(self).__name__} got the name {key!r}: give a text, such as 'val/samples'.")
-        trainer = self._trainer
-        if trainer is not None and not trainer.is_global_zero:
+        if not self._writes:
             return
         if step is None:
-            step = 0 if trainer is None else trainer.global_step
+            step = self._step
         elif type(step) is not int or step < 0:
             raise ConfigError(f"{key!r}: step={step!r}: give the number of completed steps, an integer from 0.")
         self.log_media(key, make(*args), step)
@@ -267,7 +268,7 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
 
     @wraps(function)
     def experiment(self: Logger) -> Any:
-        return function(self) if self._is_rank_zero else DummyExperiment()
+        return function(self) if self._writes else DummyExperiment()
 
     return experiment
 
@@ -360,7 +361,7 @@ class FileLogger(Logger):
         self._resumed = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if trainer.is_global_zero:
+        if self._writes:
             self._open(continue_from=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
@@ -436,8 +437,7 @@ class Tracker(Logger):
     @property
     def experiment(self) -> Any:
         """The client's own object, for what it can do beyond this class. On ranks other than 0 its calls do nothing."""
-        rank = detect_environment().rank if self._trainer is None else self._trainer.rank
-        return self._opened() if rank == 0 else DummyExperiment()
+        return self._opened() if self._writes else DummyExperiment()
 
     @property
     def version(self) -> str | None:
@@ -461,9 +461,10 @@ class Tracker(Logger):
         self._client, self._resumed_run = None, None
 
     def _call(self, function: Callable[..., object], *args: Any, keep: Any = None) -> None:
-        self._opened()
-        assert self._calls is not None
-        self._calls.call(function, *args, keep=keep)
+        if self._writes:
+            self._opened()
+            assert self._calls is not None
+            self._calls.call(function, *args, keep=keep)
 
     # -- state: the run, and what was not sent -------------------------------------------------------------------------
 
@@ -505,7 +506,7 @@ class Tracker(Logger):
             self.check()
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        for one in self._resumed_unsent if trainer.is_global_zero else ():
+        for one in self._resumed_unsent if self._writes else ():
             if "values" in one:
                 self._call(self.send_metrics, one["values"], one["step"], keep=one)
             else:
@@ -519,7 +520,7 @@ class Tracker(Logger):
             self._send_checkpoint(path)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if self.log_model is True and trainer.is_global_zero:
+        if self.log_model is True and self._writes:
             written = [p for c in trainer.checkpoint_callbacks for p in (c.last_model_path, c.best_model_path) if p]
             for path in dict.fromkeys(written):
                 self._send_checkpoint(path)

@@ -464,7 +464,7 @@ class Trainer:
 
     def _start_training(self, run: Run) -> None:
         self._session.has_fit = True
-        for logger in run.loggers if self.is_global_zero else ():
+        for logger in run.loggers if self.is_global_zero and not run.is_over else ():
             logger.record_hyperparameters(with_plain_numbers(run.logged_hyperparameters()))
             logger.log_graph(run.module)
         # The values that a resumed run logs in its first hooks are in the checkpoint already.
@@ -486,14 +486,15 @@ class Trainer:
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
-        if run.stops():
+        windows, hooks, progress = self._windows(run), run.hooks, run.progress
+        if run.stops() and self._leaves_epoch(run, windows):
             return
         if self.validation_due() and not self._validate_once(run):
             return
-        windows, hooks, progress = self._windows(run), run.hooks, run.progress
         flush_interval = run.settings.log_every_n_steps
         waiting = self._schedulers_wait(run)
-        if progress.batch > 0 and progress.step >= run.last_step and self._leaves_epoch(run, windows):
+        ends = run.stops() or progress.step >= run.last_step
+        if progress.batch > 0 and ends and self._leaves_epoch(run, windows):
             return
         with run.metrics.recording(run.metrics.train):
             for window in windows:
@@ -771,18 +772,14 @@ class Trainer:
         run.check_numbers()
         run.restore_rng()  # of a resumed run that has nothing left to train
         run.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
-        goes_on = run.in_epoch or exit_code(run.stop_reason) != 0
-        if goes_on:
-            # The checkpoint comes first: in the run that goes on from it the epoch, and the training, ends later.
-            run.saving_hooks.on_train_end()
+        # The checkpoint comes first: in a run that goes on from it the epoch, and the training, ends later.
+        run.saving_hooks.on_train_end()
         if run.in_epoch and not exit_code(run.stop_reason):
             self._publish_epoch(run)
         # Kept apart from the values of an unfinished epoch, which a resumed run continues.
         closing = MetricScope(batches=False, steps=False)
         with run.metrics.recording(closing):
             run.hooks.on_train_end()
-            if not goes_on:
-                run.saving_hooks.on_train_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
             run.optimizer_averages.swap_in()
             run.hooks.on_fit_end()

@@ -170,7 +170,7 @@ def test_the_end_tries_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     class Freed(Callback):
         runs_last = True
 
-        def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
             limit_files(-1)
 
     fit([At(step6=lambda trainer: limit_files(1000)), Freed(), checkpoint])

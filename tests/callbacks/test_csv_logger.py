@@ -231,7 +231,29 @@ def test_evaluation_after_training_adds_to_the_file() -> None:
     before = rows(trainer.run_dir / "metrics.csv")
     trainer.test(Tested(), loader(1))
     after = rows(trainer.run_dir / "metrics.csv")
-    assert after == [*before[:-1], {**before[-1], "test_loss": "0.5"}]
+    assert after == [*before, {"step": "4", "epoch": "1", "test_loss": "0.5"}]
+
+
+def test_no_evaluation_changes_the_rows_of_the_training_or_of_another_evaluation() -> None:
+    class Two(Toy):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", 0.5)
+            self.log("batches", 1.0, reduce_fx="sum")
+
+    trainer = quiet(max_epochs=2, log_every_n_steps=1, logger=CSVLogger(), check_val_every_n_epoch=2,
+                    callbacks=[ModelCheckpoint(save_top_k=-1)], enable_checkpointing=True)  # fmt: skip
+    trainer.fit(Two(), loader(2), loader(2))
+    path, first = trainer.run_dir / "metrics.csv", trainer.run_dir / "checkpoints" / "epoch=0-step=2"
+    before = rows(path)
+    for _ in range(2):
+        trainer.test(Two(), loader(1))
+    trainer.validate(Two(), loader(1), ckpt_path=first)  # at a step at which the training has not validated
+    tested = {"step": "4", "epoch": "1", "test_loss": "0.5", "batches": "1.0"}
+    after = rows(path)
+    assert after[: len(before) + 2] == [*before, tested, tested]
+    (last,) = after[len(before) + 2 :]
+    assert last.keys() == {"step", "epoch", "val_loss"}
+    assert (last["step"], last["epoch"]) == ("2", "0")
 
 
 def test_a_second_fit_has_a_file_of_its_own() -> None:

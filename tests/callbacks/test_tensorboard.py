@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import builtins
+import json
 import logging
 import math
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError
-from trainer.callbacks import ModelCheckpoint, TensorBoardLogger
+from trainer.callbacks import BadStepGuard, LambdaCallback, ModelCheckpoint, TensorBoardLogger
 from trainer.callbacks.tensorboard import _EventFile
 from trainer.errors import MissingPackageError
 
 pytest.importorskip("tensorboard")
 
 
+KINDS = ("scalars", "images", "histograms", "tensors")
+
+
 def read(folder: Any) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(KINDS, 0))
     events.Reload()
     return events
 
@@ -79,6 +86,143 @@ def test_an_interrupted_run_leaves_the_curves_of_one_that_was_not(crash_at: int,
     uninterrupted = train("uninterrupted", **settings)
     assert train("broken", crash_at, **settings) == train("broken", **settings)
     assert curves("broken/version_0") == curves(uninterrupted)
+
+
+class Everything(Toy):
+    """Logs media, by the writer of torch, and values over another axis than steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.logger.experiment.add_scalar("by samples", float(loss.detach()), 4000 + 1000 * self.global_step)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.logger.log_image("picture", torch.zeros(3, 2, 2))
+        self.trainer.logger.log_text("note", f"at {self.global_step}")
+        self.trainer.logger.log_histogram("weights", self.layer.weight)
+
+    def on_validation_end(self) -> None:
+        self.trainer.logger.experiment.add_scalar("direct", 1.0, self.global_step)
+
+
+class OneBadStep(Callback):
+    """Makes a step bad, once, so that the run goes back to a checkpoint."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        if trainer.global_step == 14 and not BAD:
+            BAD.append(14)
+            loss.mul_(float("nan"))
+
+
+BAD: list[int] = []
+
+
+def log_everything(folder: str, how: str) -> Path:
+    """Train in one go, stopped by an error and resumed twice, killed and resumed, or gone back to a checkpoint."""
+
+    def fit(*callbacks: Callback) -> Path:
+        trainer = quiet(
+            max_epochs=3,
+            log_every_n_steps=2,
+            default_root_dir=folder,
+            logger=TensorBoardLogger(),
+            callbacks=[ModelCheckpoint(every_n_train_steps=4), *callbacks],
+            enable_checkpointing=True,
+        )
+        trainer.fit(Everything(), loader(8), loader(2), ckpt_path="last")
+        return trainer.run_dir
+
+    if how == "resumed":
+        for step in (10, 19):
+            with pytest.raises(RuntimeError, match="crash"):
+                fit(Crash(step))
+    elif how == "killed":
+        if (child := os.fork()) == 0:
+            fit(LambdaCallback(on_train_batch_start=lambda trainer, *_: trainer.global_step == 14 and os._exit(9)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    return fit()
+
+
+def by_accumulator(folder: Path) -> dict[str, list[int]]:
+    events = read(folder)
+    found = {
+        tag: [one.step for one in getattr(events, kind.title())(tag)] for kind in KINDS for tag in events.Tags()[kind]
+    }
+    return {tag: steps for tag, steps in found.items() if not tag.startswith("hp")}
+
+
+SERVER = """
+import json, os, sys
+from tensorboard.context import RequestContext
+from tensorboard.data import provider, server_ingester
+from tensorboard.util.grpc_util import ChannelCredsType
+
+ingester = server_ingester.SubprocessServerDataIngester(
+    server_binary=server_ingester.get_server_binary(),
+    logdir=sys.argv[1],
+    reload_interval=1,
+    channel_creds_type=ChannelCredsType.LOCAL,
+)
+ingester.start()
+read, of, found = ingester.data_provider, provider.RunTagFilter(runs=[sys.argv[2]]), {}
+plugins = {"scalars": read.read_scalars, "images": read.read_blob_sequences, "histograms": read.read_tensors}
+for plugin, series in plugins.items():
+    of_runs = series(RequestContext(), experiment_id="", plugin_name=plugin, downsample=1000, run_tag_filter=of)
+    found |= {tag: [one.step for one in points] for tag, points in of_runs.get(sys.argv[2], {}).items()}
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
+def by_server(folder: Path) -> dict[str, list[int]]:
+    """Return the steps of all series, as the server of the command `tensorboard` gives them."""
+    command = [sys.executable, "-c", SERVER, str(folder.parent), folder.name]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    return {tag: steps for tag, steps in found.items() if not tag.startswith("hp")}
+
+
+@pytest.mark.parametrize("how", ["resumed", "killed"])
+def test_what_was_logged_is_there_once_whatever_interrupts_the_run(how: str) -> None:
+    whole, broken = log_everything("whole", "in one go"), log_everything("broken", how)
+    expected = by_accumulator(whole)
+    assert expected["picture"] == expected["direct"] == expected["weights"] == [8, 16, 24]
+    assert len(expected["by samples"]) == 24
+    assert by_accumulator(broken) == expected
+    assert by_server(broken) == {tag: steps for tag, steps in expected.items() if tag != "note/text_summary"}
+
+
+def test_what_was_logged_is_there_once_after_a_step_back() -> None:
+    steps, settings = ModelCheckpoint(every_n_train_steps=4), {"z_score": None}
+    trainer = quiet(
+        max_epochs=3,
+        log_every_n_steps=1,
+        logger=TensorBoardLogger(),
+        callbacks=[OneBadStep(), BadStepGuard("rewind", **settings), steps],
+        enable_checkpointing=True,
+    )
+    BAD.clear()
+    trainer.fit(Everything(), loader(8), loader(2))
+    found = by_accumulator(trainer.run_dir)
+    assert BAD
+    assert found["train_loss"] == [*range(1, 24)]  # the bad batch is left out
+    assert found["by samples"] == [4000 + 1000 * step for step in range(23)]
+    assert found["picture"] == found["direct"] == found["weights"] == found["note/text_summary"] == [8, 15, 23]
+
+
+def test_other_files_of_the_folder_stay_after_a_resume() -> None:
+    """As those of a test, and of a writer of the user's."""
+    run_dir = train("runs", max_steps=4)
+    tested = quiet(logger=TensorBoardLogger(), default_root_dir="runs")
+    tested.test(Toy(), loader(1), ckpt_path="last")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(run_dir)) as own:
+        own.add_scalar("mine", 2.0, 100)
+    assert train("runs") == run_dir
+    found = curves(run_dir)
+    assert [step for step, _ in found["train_loss"]] == list(range(1, 25))
+    assert found["mine"] == [(100, 2.0)]
+    assert len(found["val_loss"]) == 3 + 1  # that of `test_step`
 
 
 def test_hyperparameters_once() -> None:
@@ -210,10 +354,10 @@ def test_the_command_that_the_docs_give_for_the_time_of_a_scalar_writes_scalars(
 
 
 def test_a_second_file_of_the_same_second_has_a_later_name_and_purges() -> None:
-    first, second = _EventFile(Path("a")), _EventFile(Path("a"), purge_step=7)
+    first, second = _EventFile(Path("a")), _EventFile(Path("a"), purges=True)
     assert first.path.name < second.path.name
     last = events(second.path)[-1]
-    assert (last.step, last.session_log.status) == (7, last.session_log.START)
+    assert (last.step, last.session_log.status) == (0, last.session_log.START)
 
 
 def test_points_are_kept_while_the_disk_is_full(caplog: pytest.LogCaptureFixture) -> None:

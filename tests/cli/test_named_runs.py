@@ -153,3 +153,21 @@ def test_a_configuration_of_the_users_in_a_folder_called_like_a_run_is_not_that_
         code, out, err = command("fit", "--config", str(config), *words)
         assert code == 0, err
         assert "run directory:  runs/version_0" in out
+
+
+def test_a_finished_run_that_the_same_command_starts_again_stays_as_it_is(
+    command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("run.yaml").write_text(RUN.replace("logger: false", "logger: [CSVLogger, JSONLLogger]"))
+    again = ("fit", "--config", "run.yaml", "--ckpt-path", "last")
+
+    def files() -> dict[Path, tuple[int, bytes]]:
+        found = [path for path in Path("runs").rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+    assert command(*again)[0] == 0
+    before = files()
+    caplog.clear()
+    code, _, _ = command(*again)
+    assert (code, files()) == (0, before)
+    assert caplog.text.count("nothing is left to train") == 1

@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,19 @@ from tests.helpers.programs.data import (
 )
 from tests.helpers.programs.engine import Break, Saving, Second
 from tests.helpers.programs.interruptions import PASSED, Stop
+from tests.helpers.programs.several import (
+    Average,
+    Early,
+    Ending,
+    First,
+    Loggers,
+    Monitors,
+    Optimizers,
+    Saver,
+    SeveralProgram,
+    Unfreeze,
+    Vals,
+)
 from tests.helpers.programs.training import (
     Again,
     Draws,
@@ -188,6 +202,44 @@ FIXED: dict[str, Program] = {
     "epochs that are left by break": EngineProgram(
         second=Second("again and again", left_at=2), breaks=(Break(3), Break(2)), saving=Saving(1, True)
     ),
+    "weights alone of a run that is killed before its first checkpoint": SeveralProgram(
+        stops=(Stop("kill", "step", 4),),
+        savers=(Saver(3, True, True, -1),),
+        optimizers=Optimizers(2, True, "by turns", "step", 0.9),
+        unfreeze=Unfreeze(1),
+        monitors=Monitors(norms=True),
+    ),
+    "a second callback writes after the one that is resumed from": SeveralProgram(
+        stops=(Stop("kill", "start of an epoch", 3), Stop("kill", "saved", 4)),
+        first=First(2),
+        savers=(Saver(None, True, True, 2), Saver(3, top_k=2)),
+        average=Average("epochs"),
+        loggers=Loggers("csv csv2 jsonl jsonl2", 2),
+        vals=Vals(3, 0.5),
+        ending=Ending("started again", 3),
+    ),
+    "a run that stops early at a saved step": SeveralProgram(
+        stops=(Stop("kill", "validation", 5),),
+        first=First(3),
+        savers=(Saver(2, True),),
+        vals=Vals(2, 3),
+        early=Early(1, True),
+        average=Average("steps"),
+        optimizers=Optimizers(schedule="epoch"),
+        unfreeze=Unfreeze(1, "a group"),
+        ending=Ending("started again", 3),
+    ),
+    "a finished run that is extended": SeveralProgram(
+        optimizers=Optimizers(3, schedule="step", momentum=0.9),
+        savers=(Saver(None, True),),
+        vals=Vals(2, 0.5),
+        loggers=Loggers("jsonl", media=True),
+        monitors=Monitors("epoch", True),
+        ending=Ending("extended", 3),
+    ),
+    "a step back with several callbacks": SeveralProgram(
+        first=First(3, True), savers=(Saver(2, True, top_k=2),), monitors=Monitors("step"), ending=Ending("rewound", 3)
+    ),
     "one loader by next, saved again after a load": EngineProgram(
         data=OwnSampler("has a state"), second=Second("next"), breaks=(Break(6), Break(1)), saving=Saving(2, True, True)
     ),
@@ -226,6 +278,18 @@ def test_a_drawn_loop_on_one_process_or_two_trains_and_resumes_as_by_hand(inputs
 
 def test_a_drawn_program_trains_as_by_hand(inputs: Inputs) -> None:
     try_each(inputs, one_program)  # type: ignore[arg-type]
+
+
+def one_program_with_several(rng: Numbered) -> str:
+    wrong = wrong_or_none(rng.seed_given, several=True)
+    if wrong is not None:
+        raise WrongError(wrong)
+    return ACCEPTED
+
+
+def test_a_drawn_program_with_several_of_everything_leaves_what_one_by_hand_does(inputs: Inputs) -> None:
+    pytest.importorskip("tensorboard")
+    try_each(islice(inputs, 0, None, 3), one_program_with_several)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,8 @@ def replace_file(path: Path, contents: bytes) -> None:
 def replace_notes(path: Path, contents: bytes) -> None:
     """Replace or create a file that people read and training does not need; a warning says if it cannot be written."""
     try:
-        replace_file(path, contents)
+        if not (path.is_file() and path.read_bytes() == contents):
+            replace_file(path, contents)
     except OSError as error:
         _log.warning("cannot write %s (%s): training goes on without it.", path, reason(error))
 

@@ -106,7 +106,8 @@ def curves_of(paths: list[str]) -> Curves:
         shown = [f"{name.removeprefix('module.')}={values[name]}" for name in varied if name in values]
         label = ", ".join([with_name(str(folder), folder), *shown])
         for metric, points in metrics.items():
-            curves.setdefault(metric, {})[label] = points
+            # Of several values of a step the training's is the first: evaluations come later.
+            curves.setdefault(metric, {})[label] = sorted(dict(reversed(points)).items())
     return curves
 
 

@@ -32,6 +32,11 @@ class Progress:
     batches_before: int = 0
     """Micro-batches consumed in the epochs before this one."""
 
+    @property
+    def epoch_of_step(self) -> int:
+        """The epoch of the last step: between two epochs, and after the last, the one that has ended."""
+        return self.epoch - int(self.batch == 0 and self.epoch > 0)
+
     def validated(self) -> None:
         self.validated_step = self.step
 

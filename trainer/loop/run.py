@@ -218,6 +218,8 @@ class Run:
     ends = False
     """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
     saved then is the end of the training."""
+    is_over = False
+    """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     bad_steps: BadSteps | None = None
@@ -399,6 +401,10 @@ class Run:
         others = {} if fixed else {"trainer.accumulate_grad_batches": self.session}
         self.hook_changes = HookChanges(self.module, self.optimizers, others)
         cleanup.callback(self.hook_changes.end)
+
+    def leave_as_it_is(self) -> None:
+        """Write no checkpoints and logs: what is done again after the last checkpoint has been written before."""
+        self.is_over = True
 
     def resume(
         self,
@@ -807,7 +813,7 @@ class Run:
     def log_to_loggers(self, values: ReducedMetrics) -> None:
         """Store reduced values and send them to the loggers."""
         self.update_metrics(values)
-        if values.logger and self.strategy.processes.is_global_zero:
+        if values.logger and self.strategy.processes.is_global_zero and not self.is_over:
             with self.phase(LOGGING), self.times.during(LOGGING):
                 for logger in self.loggers:
                     logger.log_metrics(values.logger, self.progress.step)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.arguments import kept_path, local_path
+from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
-from trainer.checkpoint.disk import ReadError, make_directory, sync_directory, temporary_path_for
+from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory, temporary_path_for
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
-from trainer.checkpoint.storage import StoragePath, as_storage_path
+from trainer.checkpoint.schema import Integer, wrong
+from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
@@ -28,6 +30,7 @@ from trainer.metrics.logger_folder import LoggerFolder
 from trainer.settings import Settings
 
 _YOUNG_S = 60.0
+_ENDED = ".ended"
 _SEEN_S = 5.0
 """For a network file system to show on one machine what another has written."""
 log = logging.getLogger("trainer")
@@ -86,17 +89,20 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
     )
 
 
-def refuse_weights_alone(path: StoragePath) -> None:
-    """Refuse a checkpoint from which no training can go on.
+def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePath) -> StoragePath | None:
+    """Refuse a checkpoint from which no training can go on; None: the run was killed before it had another.
 
     Raises:
         CheckpointError: the message names the nearest from which one can.
     """
     info = read_manifest(path).info
     if not info.get("weights_only"):
-        return
+        return path
     infos = {str(one): read_manifest(one).info for one in checkpoints_in(path.parent)}
     full = [one for one, about in infos.items() if not about.get("weights_only")]
+    if ckpt_path == "last" and not full and not all(one.save_weights_only for one in run.checkpoint_callbacks):
+        log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
+        return None
     nearest = min(full, key=lambda one: abs(_number(infos[one].get("step")) - _number(info.get("step"))), default=None)
     fix = "there is no other beside it" if nearest is None else f"the nearest from which it can is {printable(nearest)}"
     raise CheckpointError(
@@ -339,6 +345,21 @@ def choose_logger_folders(run: Run) -> None:
     numbers = run.strategy.processes.broadcast_object(numbers)
     for name, folder in folders.items():
         folder.number, folder.chosen = numbers.get(name), True
+
+
+def note_end(run: Run) -> None:
+    """Write down that the run has ended as a whole, with its last hooks and the files of its loggers."""
+    end = {"step": run.progress.step, "epochs": run.progress.epoch}
+    replace_notes(run.session.run_dir / _ENDED, to_json(end) + b"\n")
+
+
+def noted_end(run_dir: Path) -> dict[str, int] | None:
+    """Return the steps and epochs of `note_end`; None: the run has not ended, or died before it had written all."""
+    file = run_dir / _ENDED
+    with suppress(OSError, CheckpointError):
+        end = from_json(read_small_file(file, 1000), str(file))
+        return None if wrong(end, {"step": Integer(), "epochs": Integer()}, _ENDED) else end
+    return None
 
 
 def _make_version(root: Path, number: int) -> Path:

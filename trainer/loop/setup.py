@@ -55,6 +55,7 @@ from trainer.loop.run_directory import (
     find_again,
     find_checkpoint,
     locked_folders,
+    noted_end,
     refuse_weights_alone,
 )
 from trainer.loop.save_pretrained import gather_to_save
@@ -148,6 +149,7 @@ def start_run(
                 report_short_schedules(run)
                 find_fitting_batches(run)
             report_changes(run, checkpoint, allow_changes)
+            report_end(run)
             run.watch_numbers()
             run.skip_needless_calls()
             start_watchdog(run, cleanup)
@@ -225,7 +227,7 @@ def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tu
         ckpt_path = ckpt_path or ("last" if record is not None and was_requeued() else None)
         path = find_checkpoint(run, ckpt_path)
         if path is not None and run.stage == "fit":
-            refuse_weights_alone(path)
+            path = refuse_weights_alone(run, ckpt_path, path)
     path = None if path is None else kept_storage_path(path)
     run_dir = kept_path(choose_run_dir(run, ckpt_path, path))
     if record is not None:
@@ -345,6 +347,29 @@ def report_short_schedules(run: Run) -> None:
             if run.resumed_from
             else "Set total_steps=self.trainer.estimated_stepping_batches, and interval to 'step'.",
         )
+
+
+def report_end(run: Run) -> None:
+    """Warn if nothing is left to train; a run that has ended as a whole stays as it is then. Collective."""
+    if run.stage != "fit" or run.resumed_from is None or run.settings.fast_dev_run:
+        return
+    step, last_step, max_epochs = run.progress.step, run.settings.max_steps, run.config.max_epochs
+    ended = run.strategy.processes.broadcast_object(noted_end(run.session.run_dir))
+    ended = ended if ended is not None and ended["step"] == step else None
+    epochs = run.progress.epoch if ended is None else ended["epochs"]
+    early = [reason for callback in run.callbacks if (reason := callback.reason_to_stop()) is not None]
+    if last_step is not None and -1 < last_step <= step:
+        end = f"the checkpoint has {step} steps, and max_steps={last_step}"
+    elif max_epochs is not None and epochs >= max_epochs:
+        end = f"max_epochs={max_epochs} are done; raise it to go on"
+    elif early and run.reached_minimum:
+        end = early[0]
+    else:
+        return
+    if ended is not None:
+        run.leave_as_it_is()
+    if run.strategy.processes.is_global_zero:
+        log.warning("nothing is left to train: %s", end)
 
 
 def build_optimizers(run: Run) -> None:

@@ -25,6 +25,7 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.callback_list import call_all
 from trainer.loop.run import Run
+from trainer.loop.run_directory import note_end
 from trainer.loop.terminal import print_text
 from trainer.model.full_parameters import name_of_shard
 from trainer.model.parameter_access import copy_advice, stepping_optimizer
@@ -41,6 +42,9 @@ def finish(run: Run) -> None:
     if run.stage == "fit":
         require_saved(run)
     run.tear_down()
+    saved = run.stage == "fit" and any(callback.last_model_path for callback in run.checkpoint_callbacks)
+    if saved and run.strategy.processes.is_global_zero and not exit_code(run.stop_reason):
+        note_end(run)
     if run.stage == "fit" and run.stop_reason and run.strategy.processes.is_global_zero:
         stopped = f"stopped after step {run.progress.step}: {run.stop_reason}"
         if exit_code(run.stop_reason):

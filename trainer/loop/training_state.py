@@ -398,13 +398,6 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     of_epoch = None if rank is None or "epoch_rng" not in checkpoint else checkpoint["epoch_rng"][rank]["hook"] or None
     run.resume(rng, of_epoch, checkpoint.get("postponed_stop"), followed)
     _restore_place_in_data(run, checkpoint, rank)
-    last_step = run.settings.max_steps
-    if last_step is not None and -1 < last_step <= run.progress.step and not run.settings.fast_dev_run:
-        log.warning(
-            "nothing is left to train: the checkpoint has %d steps, and max_steps=%d", run.progress.step, last_step
-        )
-    elif run.config.max_epochs is not None and run.progress.epoch >= run.config.max_epochs:
-        log.warning("nothing is left to train: max_epochs=%d are done; raise it to go on", run.config.max_epochs)
     _restore_callbacks(run, checkpoint)
 
 

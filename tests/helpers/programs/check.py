@@ -10,12 +10,13 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.helpers.programs import data, engine, interruptions, layouts, training
+from tests.helpers.programs import data, engine, interruptions, layouts, several_runs, training
 from tests.helpers.programs.blocks import EngineProgram, Program, draw, shortened
 from tests.helpers.programs.loops import LoopProgram
 from tests.helpers.programs.record import differences
 from tests.helpers.programs.reference import run_by_hand
 from tests.helpers.programs.runs import run_product
+from tests.helpers.programs.several import SeveralProgram
 
 KINDS: tuple[type[Program], ...] = (Program, Program, Program, EngineProgram)
 """The kinds of programs, as often as they are drawn."""
@@ -23,10 +24,10 @@ KINDS: tuple[type[Program], ...] = (Program, Program, Program, EngineProgram)
 __all__ = ["data", "drawn", "engine", "interruptions", "problems_of", "report", "training", "wrong_or_none"]
 
 
-def drawn(seed: int) -> Program:
+def drawn(seed: int, kinds: tuple[type[Program], ...] = KINDS) -> Program:
     """Return the program that a seed stands for."""
     rng = random.Random(seed)
-    return draw(rng, rng.choice(KINDS))
+    return draw(rng, rng.choice(kinds))
 
 
 def problems_of(program: Program) -> list[str]:
@@ -36,7 +37,7 @@ def problems_of(program: Program) -> list[str]:
     folder = Path(tempfile.mkdtemp(prefix="program-"))
     check = _check_engine if isinstance(program, EngineProgram) else _check_trainer
     try:
-        return check(program, folder)
+        return several_runs.check(program, folder) if isinstance(program, SeveralProgram) else check(program, folder)
     except Exception as error:
         where = "".join(traceback.format_exception(error, limit=-3, chain=False))
         return [f"{type(error).__name__}: {error}", where]
@@ -96,11 +97,12 @@ def report(program: Program, problems: list[str], command: str, seconds: float =
     return "\n  ".join([command, repr(program), *problems, "shorter:", repr(short), *found[repr(short)]])
 
 
-def wrong_or_none(seed: int) -> str | None:
-    """Draw a program, and return the report if it fails."""
-    program = drawn(seed)
+def wrong_or_none(seed: int, several: bool = False) -> str | None:
+    """Draw a program, one with several of everything if `several`, and return the report if it fails."""
+    program = drawn(seed, (SeveralProgram,) if several else KINDS)
     problems = problems_of(program)
-    return report(program, problems, f"python -m tests.helpers.programs {seed}") if problems else None
+    command = f"python -m tests.helpers.programs {'several ' * several}{seed}"
+    return report(program, problems, command) if problems else None
 
 
 def wrong_loops(seeds: list[int]) -> Iterator[tuple[int, LoopProgram, str | None]]:
