@@ -20,7 +20,7 @@ from trainer.model.blocks import class_of, without_caches
 from trainer.model.reachable import nodes_behind, tensors_in
 from trainer.strategies.fsdp.first_batch import left_checker, refuse_outer_checkpoint
 from trainer.strategies.fsdp.refusals import without_graph
-from trainer.strategies.fsdp.rehearsal import Difference, Reference
+from trainer.strategies.fsdp.rehearsal import Difference, Reference, way_of
 
 AttentionExchange = Literal["auto", "heads", "keys"]
 """The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a
@@ -55,8 +55,8 @@ class ContextParallel:
         """Sizes of the full sequences of the forward in progress."""
         self._unsplit = {name: block.forward for name, block in here.items()}
         """The forwards for full sequences."""
-        self.compared = set[tuple[str, bool]]()
-        """The blocks, and whether they trained, whose forward has been compared with one for full sequences."""
+        self.compared = set[tuple[Any, ...]]()
+        """The ways of blocks, see `way_of`, that have been compared with those for full sequences."""
         self._is_split = False
         """True between the first block and the last one: there are parts of sequences."""
         self._given: tuple[str, int, int] | None = None
@@ -133,10 +133,10 @@ class ContextParallel:
             if cuts and not is_first:
                 self._measure_hidden(hidden)
             own = Cut.apply(hidden, 1, self.group) if cuts else hidden
-            if (name, block.training) not in self.compared and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and (way := way_of(name, block, args, kwargs)) not in self.compared:
                 refuse_outer_checkpoint("context_parallel", name, block)
                 self._compare(name, block, own, args, kwargs)
-                self.compared.add((name, block.training))
+                self.compared.add(way)
             own_args, own_kwargs = self._parts_of(name, args, kwargs)
             return (own, *own_args), own_kwargs
 

@@ -21,7 +21,7 @@ from trainer.strategies.fsdp.adapters import FullInputs
 from trainer.strategies.fsdp.context import gather, of_first
 from trainer.strategies.fsdp.first_batch import first_argument, refuse_outer_checkpoint
 from trainer.strategies.fsdp.plan import HOW_GRADIENTS, SharedByHeads
-from trainer.strategies.fsdp.rehearsal import Difference, Reference, replaced_parameters
+from trainer.strategies.fsdp.rehearsal import Difference, Reference, replaced_parameters, way_of
 
 log = logging.getLogger("trainer")
 
@@ -49,8 +49,8 @@ class PlanCheck:
         layers = {name: module.get_submodule(name) for name in styles}
         self._hooks = {name: _hooks_of(layer) for name, layer in layers.items()}
         """The hooks of each layer without those that split it."""
-        self.compared = set[tuple[str, bool, bool]]()
-        """The blocks, whether they trained, and whether with gradients, whose forward has been compared."""
+        self.compared = set[tuple[Any, ...]]()
+        """The ways of blocks, see `way_of`, that have been compared, with and without gradients."""
 
     def watch(self, blocks: Mapping[str, nn.Module], here: Mapping[str, nn.Module]) -> None:
         """Compare modules in their first forward, if their layers are split by the styles of `STYLES`.
@@ -92,9 +92,11 @@ class PlanCheck:
 
     def _comparer(self, name: str, hooks: Mapping[str, Hooks], split: bool) -> Any:
         def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            way = name, block.training, torch.is_grad_enabled()
-            if way not in self.compared and not torch.compiler.is_compiling():
-                self.compared.update((way, (name, block.training, False)))
+            if torch.compiler.is_compiling():
+                return
+            way, grads = way_of(name, block, args, kwargs), torch.is_grad_enabled()
+            if (grads, *way) not in self.compared:
+                self.compared.update(((grads, *way), (False, *way)))
                 refuse_outer_checkpoint("tensor_parallel", name, block)
                 self._compare(name, block, hooks, split, without_caches(args), without_caches(kwargs))
 

@@ -28,6 +28,12 @@ Compute = Callable[[Callable[[Any], Any]], Mapping[str, torch.Tensor]]
 """Returns results by words for them, computed from arguments that it first hands to the function that it is given."""
 
 
+def way_of(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the mode of a block, and flags, texts and kinds of its arguments: a forward may go another way by them."""
+    plain = (one if isinstance(one, (bool, str)) else type(one) for one in (*args, *kwargs.values()))
+    return name, block.training, *plain
+
+
 class Difference(NamedTuple):
     """The difference of two results."""
 

@@ -412,6 +412,23 @@ class WithTold(Stack):
         return super().training_step(batch, batch_idx)
 
 
+class MixesByArgument(Layer):
+    def forward(self, x: torch.Tensor, mixes: bool = False) -> torch.Tensor:
+        return super().forward(x + x.mean(1, keepdim=True) if mixes else x)
+
+
+class WithArguments(Stack):
+    """The same, by an argument."""
+
+    layer = MixesByArgument
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x, mixes=batch_idx > 1)
+        return mse_loss(self.head(x), batch[0].roll(1, -1))
+
+
 class DrawsInTraining(Layer):
     """Adds noise in training, from a generator of its own and from torch's."""
 
@@ -694,6 +711,7 @@ REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
     "a norm of split features from the third step on": ("TP x2", WithLateNorms, samples, "norms, softmax and means"),
     "mixing in training alone": ("CP x2", WithMixing, samples, "blocks.0 (MixesInTraining) does not compute the same"),
     "mixing from the second step on": ("CP x2", WithTold, samples, "blocks.0 (MixesWhenTold) does not compute"),
+    "mixing by an argument": ("CP x2", WithArguments, samples, "blocks.0 (MixesByArgument) does not compute the same"),
     "an object that a hook writes to": ("CP x2", WithTrackers, samples, "blocks.0.tracker (Tracker 1).average, which"),
     "numbers in a loss": ("CP x2", WithNumbers, samples, "keeps other values in blocks.0.size, blocks.1.size"),
     "numbers of the step before": ("CP x2", NumbersFirst, samples, "the training reads blocks.0.size, which differs"),
