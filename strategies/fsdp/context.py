@@ -17,14 +17,10 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
-from trainer.model.reachable import tensors_in
-from trainer.strategies.fsdp.first_batch import (
-    refuse_left_in_evaluation,
-    refuse_left_tensors,
-    refuse_outer_checkpoint,
-)
+from trainer.model.reachable import nodes_behind, tensors_in
+from trainer.strategies.fsdp.first_batch import left_checker, refuse_outer_checkpoint
 from trainer.strategies.fsdp.refusals import without_graph
-from trainer.strategies.fsdp.rehearsal import Difference, Reference
+from trainer.strategies.fsdp.rehearsal import Difference, Reference, way_of
 
 AttentionExchange = Literal["auto", "heads", "keys"]
 """The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a
@@ -58,9 +54,9 @@ class ContextParallel:
         self.batch = self.length = 0
         """Sizes of the full sequences of the forward in progress."""
         self._unsplit = {name: block.forward for name, block in here.items()}
-        """The forwards for full sequences, until they have been compared with the sharded ones."""
-        self._unchecked = set(here)
-        """The blocks that have not been in a training step yet."""
+        """The forwards for full sequences."""
+        self.compared = set[tuple[Any, ...]]()
+        """The ways of blocks, see `way_of`, that have been compared with those for full sequences."""
         self._is_split = False
         """True between the first block and the last one: there are parts of sequences."""
         self._given: tuple[str, int, int] | None = None
@@ -82,7 +78,7 @@ class ContextParallel:
             block.forward = _WithAttention(SplitAttention(group, exchange), block.forward)
             starts_split = name == next(iter(here)) != first
             block.register_forward_pre_hook(self._cutter(name, name == first, starts_split), with_kwargs=True)
-            block.register_forward_hook(self._left_checker(name), with_kwargs=True)
+            block.register_forward_hook(left_checker("context_parallel", name, _refuse_captured), with_kwargs=True)
             block.register_forward_hook(self._joiner(name, name == last))
         for name in after[:1]:
             blocks[name].register_forward_pre_hook(self._cut_sent, with_kwargs=True)
@@ -137,9 +133,10 @@ class ContextParallel:
             if cuts and not is_first:
                 self._measure_hidden(hidden)
             own = Cut.apply(hidden, 1, self.group) if cuts else hidden
-            if name in self._unsplit and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and (way := way_of(name, block, args, kwargs)) not in self.compared:
                 refuse_outer_checkpoint("context_parallel", name, block)
                 self._compare(name, block, own, args, kwargs)
+                self.compared.add(way)
             own_args, own_kwargs = self._parts_of(name, args, kwargs)
             return (own, *own_args), own_kwargs
 
@@ -183,20 +180,6 @@ class ContextParallel:
             if self._follows.setdefault((name, training), follows) != follows:
                 self._follows[name, training] = False
 
-    def _left_checker(self, name: str) -> Callable[..., Any]:
-        waiting = [True]
-
-        def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if name in self._unchecked and block.training and torch.is_grad_enabled():
-                self._unchecked.remove(name)
-                refuse_left_tensors("context_parallel", name, block, (args, kwargs))
-                _refuse_captured(name, block, (args, kwargs), output)
-            if waiting and not block.training and not torch.compiler.is_compiling():
-                waiting.clear()
-                refuse_left_in_evaluation("context_parallel", name, block, (args, kwargs))
-
-        return check
-
     def _parts_of(self, name: str, args: Any, kwargs: Any, guess: int = 0) -> tuple[Any, Any]:
         """Return this process's tokens of a block's arguments; masks of attention stay full.
 
@@ -211,7 +194,7 @@ class ContextParallel:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             place = name, number, tuple(size == 1 for size in leaf.shape)
-            if name in self._unsplit or place not in self._token_dims:
+            if guess or place not in self._token_dims:
                 self._token_dims[place] = self._guesses(leaf)[guess]
             dim = self._token_dims[place]
             if dim is not None and leaf.shape[dim] * self.parts == self.length:
@@ -268,7 +251,7 @@ class ContextParallel:
 
         def in_full(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
             output = self._unsplit[name](gather(cast(own), 1, self.group), *cast(args), **cast(kwargs))
-            return {"output": first_tensor(output).chunk(self.parts, 1)[self.part]}
+            return {"output": of_first(first_tensor(output), self.group).chunk(self.parts, 1)[self.part]}
 
         def in_parts(guess: int, cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
             own_args, own_kwargs = self._parts_of(name, cast(args), cast(kwargs), guess)
@@ -285,7 +268,6 @@ class ContextParallel:
             dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=self.group)
             difference = Difference(*differences)
             if difference.of_rounding <= 1:
-                del self._unsplit[name]
                 return
             found.append((failure, difference))
         failure, difference = found[0]
@@ -297,7 +279,7 @@ class ContextParallel:
             f"context_parallel: {name} ({class_of(block).__name__}) does not compute the same for a part of a "
             "sequence. Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face "
             'model: attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), and get '
-            "positions as arguments from outside of the blocks."
+            "positions as arguments from outside of the blocks, and nothing that each process keeps of its tokens."
             + (
                 f" The batch has as many samples as tokens ({self.length}), so that it is not clear which arguments "
                 "belong to tokens: try another batch size."
@@ -322,33 +304,18 @@ def _refuse_captured(name: str, block: nn.Module, inputs: Any, output: Any) -> N
 
     The gradient of an argument is added up over the parts of a sequence; of anything else it would be that of one part.
     """
-    seen: set[Any] = {one.grad_fn for one in tensors_in(inputs)}
-    waiting: list[Any] = [one.grad_fn for one in tensors_in(output)]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    of_inputs, of_output = ([one.grad_fn for one in tensors_in(nested)] for nested in (inputs, output))
+    for node in nodes_behind(of_output, of_inputs):
         if node.name() == f"{_Join.__name__}Backward":
             raise ConfigError(
                 f"context_parallel: {name} ({class_of(block).__name__}) reads a tensor with a gradient that was "
                 "computed from the output of an earlier block, and is none of its arguments: pass it as one."
             )
-        waiting += [before for before, _ in node.next_functions]
 
 
 def _count_uses(roots: Iterable[Any]) -> Counter[Any]:
     """Return how often each node of autograd's graph is an input of others."""
-    uses: Counter[Any] = Counter()
-    waiting = list(roots)
-    seen = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            uses[node] += 1
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return uses
+    return Counter(before for node in nodes_behind(roots) for before, _ in node.next_functions)
 
 
 def split_hidden(
@@ -499,6 +466,13 @@ def gather(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Te
     gathered = torch.empty(parts, *bits.shape, dtype=bits.dtype, device=bits.device)
     _all_gather(gathered.view(-1), bits.view(-1), group=group)
     return torch.cat(list(gathered.view(own.dtype)), dim)
+
+
+def of_first(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensor of the group's first process, which differs where a block reads what each keeps of a part."""
+    own = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(own, group=group, group_src=0)
+    return own
 
 
 # torch 2.13 gives them other names.

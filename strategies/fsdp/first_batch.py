@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
-from trainer.model.reachable import global_containers, objects_behind, places, tensors_in
+from trainer.model.reachable import global_containers, nodes_behind, objects_behind, places, tensors_in
 from trainer.strategies.fsdp.rehearsal import rehearsal
 
 
@@ -88,19 +88,6 @@ class FirstBatch:
 
         return check
 
-    def left_checker(self, name: str) -> Callable[..., Any]:
-        """Return a forward hook for a block; see `refuse_left_tensors`."""
-        waiting = [True]
-
-        def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not self.has_trained:
-                refuse_left_tensors("pipeline_parallel", name, block, (args, kwargs))
-            if waiting and not block.training and not torch.compiler.is_compiling():
-                waiting.clear()
-                refuse_left_in_evaluation("pipeline_parallel", name, block, (args, kwargs))
-
-        return check
-
     def _depends(self, what: str, output: torch.Tensor, inputs: Any = ()) -> ConfigError:
         names = self._stand_ins_in([output, *tensors_in(inputs)])
         if names:
@@ -120,19 +107,9 @@ class FirstBatch:
         """Return the names of other stages' parameters from which the outputs were computed."""
         names = {id(p): name for name, p in self._module.named_parameters() if name in self._elsewhere}
         names[id(self._passed)] = "the outputs of blocks of earlier stages"
-        found: dict[str, None] = {}
-        seen: set[Any] = set()
-        waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in names:
-                found[names[id(variable)]] = None
-            waiting += [before for before, _ in node.next_functions if before is not None]
-        return list(found)
+        nodes = nodes_behind(output.grad_fn for output in outputs)
+        variables = (id(getattr(node, "variable", None)) for node in nodes)
+        return list(dict.fromkeys(names[one] for one in variables if one in names))
 
     def check_loss(self, outputs: Any) -> None:
         """Raise ConfigError if the loss depends on other stages' parameters."""
@@ -143,20 +120,36 @@ class FirstBatch:
             raise self._depends("the loss", loss)
 
 
+def left_checker(option: str, name: str, *in_training: Callable[..., None]) -> Callable[..., None]:
+    """Return a forward hook for a block, which refuses what it keeps in its first call in training, and in evaluation.
+
+    Args:
+        in_training: other functions to call in training, with what the hook gets.
+    """
+    checks = {True: refuse_left_tensors, False: refuse_left_in_evaluation}
+
+    def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        trains = block.training
+        if trains in checks and torch.is_grad_enabled() >= trains and not torch.compiler.is_compiling():
+            checks.pop(trains)(option, name, block, (args, kwargs))
+            for refuse in in_training if trains else ():
+                refuse(name, block, (args, kwargs), output)
+
+    return check
+
+
 def refuse_left_tensors(option: str, name: str, block: nn.Module, inputs: Any) -> None:
     """Raise ConfigError if a block keeps a tensor that it has computed from its inputs, such as a loss of its own.
 
     Only a block's output goes on to other processes, and is of full sequences: what else is made of the tensors that
     blocks keep would be wrong without a word.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
     trained = [one for one in (*tensors_in(inputs), *block.parameters()) if one.requires_grad]
     begins = {torch.autograd.graph.get_gradient_edge(one).node for one in trained}
     seen: set[int] = set()
     for place, value in (*places(name, block, inputs), *global_containers(block)):
         tensors = [one for one in objects_behind(value, seen) if isinstance(one, torch.Tensor)]
-        if any(_comes_from(one.grad_fn, begins) for one in tensors if one.grad_fn is not None):
+        if not begins.isdisjoint(nodes_behind(one.grad_fn for one in tensors)):
             raise ConfigError(
                 f"{option}: {place} is a tensor with a gradient that {name} ({class_of(block).__name__}) keeps, "
                 "and only what a block returns goes on to other processes: what is computed from it, such as a "
@@ -195,18 +188,6 @@ def refuse_outer_checkpoint(option: str, name: str, block: nn.Module) -> None:
 
 
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
-
-
-def _comes_from(node: Any, begins: set[Any]) -> bool:
-    seen, waiting = set(), [node]
-    while waiting:
-        node = waiting.pop()
-        if node in begins:
-            return True
-        if node not in seen:
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions if before is not None]
-    return False
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

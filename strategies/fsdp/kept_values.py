@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 from trainer.data.sampler_state import own_generators
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
-from trainer.model.reachable import OF_TORCH, attributes, is_container, is_users, objects_behind, places
+from trainer.model.reachable import (
+    OF_TORCH,
+    attributes,
+    global_containers,
+    is_container,
+    is_users,
+    objects_behind,
+    places,
+)
 from trainer.module import TrainModule
 from trainer.strategies.fsdp.mesh import ModelSplit
 from trainer.strategies.fsdp.one_reader import digest
@@ -37,11 +45,15 @@ class KeptValues:
     loss, in the calls 0, 1, 2, 4, 8 and so on, and in every 64th. In the call after one of these an attribute with
     different values cannot be read before it is written.
 
+    What blocks compute may go by what they keep. So where that has changed since they were compared with full layers or
+    sequences they are compared again, in that call; if it changes all the time, as counters do, not as often.
+
     Args:
         module: whose blocks keep values, or, where it is a pipeline, which keeps them itself.
         blocks: all blocks by name, also those of other stages.
         layout: the division of the model.
         dtype: the model computes in.
+        compared: the sets of blocks that need no comparison with full layers or sequences, which are cleared for one.
     """
 
     def __init__(
@@ -51,13 +63,20 @@ class KeptValues:
         processes: SingleProcess,
         layout: ModelSplit,
         dtype: torch.dtype,
+        compared: Sequence[set[Any]] = (),
     ) -> None:
-        self._blocks, self._processes, self._layout = blocks, processes, layout
+        self._processes, self._layout = processes, layout
         within = tuple(f"{name}." for name in blocks)
         everywhere = layout.pipeline > 1  # after the blocks the last stage is alone, too
+        self._owners = {"": module} if everywhere else blocks
         self._modules = {n: m for n, m in module.named_modules() if everywhere or f"{n}.".startswith(within)}
         # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
         self._limit = max(torch.finfo(dtype).eps / 64, 1e-5)
+        self._compared, self._comparisons = compared, 1
+        self._marks: list[Any] = []
+        """The values with which blocks were compared."""
+        self.compares = False
+        """True if blocks are compared again in the next step."""
         self._steps = 0
         self.looks = False
         """True in a step in which values are compared, until the next begins."""
@@ -74,6 +93,9 @@ class KeptValues:
         self.looks = self._steps & (self._steps - 1) == 0 or self._steps % _EVERY == 0
         self._steps += 1
         unread, self.unread, self._different = self.unread, {}, []
+        for one in self._compared if self.compares else ():
+            one.clear()
+        self.compares = False
         before = self._kept() if self.looks else {}
         with _unreadable(unread):
             yield
@@ -86,9 +108,16 @@ class KeptValues:
             return
         (before, after), self._seen = self._seen, None
         own = {place: _changes(before.get(place, (None, {}))[1], values) for place, (_, values) in after.items()}
-        of_all = self._processes.all_gather_object({place: numbers for place, numbers in own.items() if numbers})
+        marks = _marks(after)
+        self._marks = self._marks or _marks(before)
+        of_all = self._processes.all_gather_object(
+            ({place: numbers for place, numbers in own.items() if numbers}, marks != self._marks)
+        )
+        self.compares = any(changed for _, changed in of_all) and self._comparisons <= self._steps.bit_length() + 1
+        if self.compares:
+            self._marks, self._comparisons = marks, self._comparisons + 1
         readers = zip(of_all, self._processes.reader_of, strict=True)
-        of_model = [numbers for numbers, reader in readers if reader == self._processes.reader]
+        of_model = [numbers for (numbers, _), reader in readers if reader == self._processes.reader]
         changed = {(place, name) for numbers in of_model for place, by_name in numbers.items() for name in by_name}
         for place, name in sorted(changed):
             found = [numbers[place][name] for numbers in of_model if name in numbers.get(place, {})]
@@ -96,7 +125,7 @@ class KeptValues:
             if is_own and all(math.isclose(one, found[0], rel_tol=self._limit) or one != one for one in found):
                 continue
             owner = after[place][0] if place in after else None
-            words = f"{place}.{name}".removeprefix(".")
+            words = f"{place}.{name}".strip(".")
             self._different.append(words)
             error = (
                 f"{self._layout}: {{}} {words}, which differs between the processes of one model. Each computes "
@@ -117,8 +146,10 @@ class KeptValues:
             if isinstance(part, TrainModule):
                 own = {key: one for key, one in own.items() if key[:1] != "_" and not hasattr(TrainModule, key)}
             found[name] = part, {key: _values(one) for key, one in own.items()}
-        for block, one in self._blocks.items():
-            for place, value in places(block, one):
+        for block, one in self._owners.items():
+            shared = [*global_containers(one)]
+            found.update({place: (None, {"": _values(value)}) for place, value in shared})
+            for place, value in (*places(block, one), *shared):
                 for number, held in enumerate(filter(is_users, objects_behind(value, seen)), start=1):
                     of_object = {key: _values(value) for key, value in attributes(held).items()}
                     found[f"{place} ({type(held).__name__} {number})"] = held, of_object
@@ -167,6 +198,15 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, f
         if len(values) != len(former) or any(a is not b or version != seen for (a, version), (b, seen) in pairs):
             changed[name] = sum(map(_number, (one for one, _ in values)))
     return changed
+
+
+def _marks(kept: Kept) -> list[Any]:
+    """Return numbers and texts, and in place of tensors other numbers, by which a change of values is known."""
+    of_values = [(place, name, values) for place, (_, found) in kept.items() for name, values in found.items()]
+    return [
+        (*place, [(id(one) if isinstance(one, torch.Tensor) else one, seen) for one, seen in values])
+        for *place, values in of_values
+    ]
 
 
 def _number(value: Any) -> float:

@@ -17,7 +17,7 @@ from trainer.model.blocks import class_of, describe_blocks
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
-from trainer.strategies.fsdp.first_batch import FirstBatch, refuse_outer_checkpoint
+from trainer.strategies.fsdp.first_batch import FirstBatch, left_checker, refuse_outer_checkpoint
 from trainer.strategies.fsdp.messages import Neighbour
 from trainer.strategies.fsdp.stages import split_blocks, stages_of_parameters
 
@@ -170,7 +170,7 @@ class Pipeline:
                 block.register_forward_hook(self._end)
             if name in self.blocks:
                 block.register_forward_hook(self._first_batch.block_checker(name), with_kwargs=True)
-                block.register_forward_hook(self._first_batch.left_checker(name), with_kwargs=True)
+                block.register_forward_hook(left_checker("pipeline_parallel", name), with_kwargs=True)
 
     def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._begin(block, args, kwargs)
@@ -207,7 +207,11 @@ class Pipeline:
         if self._before is not None:
             self._received = self._before.receive(device).requires_grad_(training)
         with self._shared_random_numbers(device):
-            outputs = call()
+            try:
+                outputs = call()
+            except AttributeError as error:
+                self._refuse_elsewhere(error)
+                raise
         received, self._received = self._received, None
         if not self._taken:
             raise ConfigError(
@@ -226,6 +230,16 @@ class Pipeline:
         if self.is_last:
             return outputs
         return torch.zeros((), device=device, requires_grad=True) if training else None
+
+    def _refuse_elsewhere(self, error: AttributeError) -> None:
+        """Raise ConfigError if an attribute is missing because the block that would set it is on another stage."""
+        for name in self.stage_of_block.keys() - self.blocks:
+            if any(one is error.obj for one in self.module.get_submodule(name).modules()):
+                raise ConfigError(
+                    f"pipeline_parallel: stage {self.stage} reads {error.name} of {name}, which stage "
+                    f"{self.stage_of_block[name]} computes, and only what a block returns goes on to other stages. "
+                    "Compute it from the outputs of the blocks; or use another strategy."
+                ) from error
 
     @contextmanager
     def _shared_random_numbers(self, device: torch.device) -> Iterator[None]:

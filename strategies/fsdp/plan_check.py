@@ -18,10 +18,10 @@ from trainer.errors import ConfigError, first_of, printable
 from trainer.model.blocks import class_of, without_caches
 from trainer.model.reachable import containers, content, tensors_in
 from trainer.strategies.fsdp.adapters import FullInputs
-from trainer.strategies.fsdp.context import gather
+from trainer.strategies.fsdp.context import gather, of_first
 from trainer.strategies.fsdp.first_batch import first_argument, refuse_outer_checkpoint
 from trainer.strategies.fsdp.plan import HOW_GRADIENTS, SharedByHeads
-from trainer.strategies.fsdp.rehearsal import Difference, Reference, replaced_parameters
+from trainer.strategies.fsdp.rehearsal import Difference, Reference, replaced_parameters, way_of
 
 log = logging.getLogger("trainer")
 
@@ -49,6 +49,8 @@ class PlanCheck:
         layers = {name: module.get_submodule(name) for name in styles}
         self._hooks = {name: _hooks_of(layer) for name, layer in layers.items()}
         """The hooks of each layer without those that split it."""
+        self.compared = set[tuple[Any, ...]]()
+        """The ways of blocks, see `way_of`, that have been compared, with and without gradients."""
 
     def watch(self, blocks: Mapping[str, nn.Module], here: Mapping[str, nn.Module]) -> None:
         """Compare modules in their first forward, if their layers are split by the styles of `STYLES`.
@@ -89,11 +91,12 @@ class PlanCheck:
         return found
 
     def _comparer(self, name: str, hooks: Mapping[str, Hooks], split: bool) -> Any:
-        waiting = {True, False}
-
         def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled() in waiting and not torch.compiler.is_compiling():
-                waiting.difference_update((torch.is_grad_enabled(), False))
+            if torch.compiler.is_compiling():
+                return
+            way, grads = way_of(name, block, args, kwargs), torch.is_grad_enabled()
+            if (grads, *way) not in self.compared:
+                self.compared.update(((grads, *way), (False, *way)))
                 refuse_outer_checkpoint("tensor_parallel", name, block)
                 self._compare(name, block, hooks, split, without_caches(args), without_caches(kwargs))
 
@@ -117,6 +120,8 @@ class PlanCheck:
         def in_full(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
             with _full_layers(block, layers):
                 results = _computed(block, cast((full_args, full_kwargs)), not split)
+            if OUTPUT in results:
+                results[OUTPUT] = of_first(results[OUTPUT], self._group)
             if split and OUTPUT in results:
                 results[OUTPUT] = results[OUTPUT].chunk(parts, 1)[dist.get_rank(self._group)]
             return results
@@ -127,6 +132,8 @@ class PlanCheck:
         try:
             trains, inputs = torch.is_grad_enabled(), (args, kwargs)
             found = Reference(block, device, in_full, gradients=trains, inputs=inputs).compare(by_plan)
+        except ConfigError:
+            raise
         except (RuntimeError, ValueError, TypeError) as cause:
             # The forward itself raises it, too, or the block works with parts of the features only.
             log.warning(

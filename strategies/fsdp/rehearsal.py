@@ -13,9 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.transfer import map_leaves
+from trainer.errors import ConfigError
 from trainer.float8.conversion import layers_in_8_bits
+from trainer.model.blocks import class_of
 from trainer.model.reachable import Held
-from trainer.seed import isolated_rng
+from trainer.seed import isolated_rng, rng_state
+from trainer.strategies.fsdp.one_reader import digest
 from trainer.strategies.swapped_parameters import without_hooks
 from trainer.strategy import eval_mode
 
@@ -23,6 +26,12 @@ _LOW = (torch.bfloat16, torch.float16)
 
 Compute = Callable[[Callable[[Any], Any]], Mapping[str, torch.Tensor]]
 """Returns results by words for them, computed from arguments that it first hands to the function that it is given."""
+
+
+def way_of(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the mode of a block, and flags, texts and kinds of its arguments: a forward may go another way by them."""
+    plain = (one if isinstance(one, (bool, str)) else type(one) for one in (*args, *kwargs.values()))
+    return name, block.training, *plain
 
 
 class Difference(NamedTuple):
@@ -42,7 +51,8 @@ class Reference:
     """The results of a block in one way, to compare with it what it computes in others.
 
     It computes in float32 whatever the precision of the run, so that no difference that a wrong plan makes is taken for
-    rounding; in the dtypes of the run only where it cannot, such as with kernels for 16 bits.
+    rounding; in the dtypes of the run only where it cannot, such as with kernels for 16 bits. The block has its mode,
+    but evaluates where it draws random numbers in training, of which parts of a tensor have others than all of it.
 
     Args:
         block: whose forward `right` calls.
@@ -65,13 +75,17 @@ class Reference:
         full: bool = False,
         inputs: Any = (),
     ) -> None:
-        self._block, self._device, self._gradients, self._in_float32 = block, device, gradients, True
-        self._full, self._inputs = full, inputs
-        try:
-            self._expected = self._run(right)
-        except (RuntimeError, ValueError, TypeError):
-            self._in_float32 = self._gradients = False
-            self._expected = self._run(right)
+        self._block, self._device, self._full, self._inputs = block, device, full, inputs
+        for self._evaluates, self._in_float32 in (False, True), (True, True), (True, False):
+            self._gradients = gradients and self._in_float32
+            try:
+                self._expected = self._run(right)
+            except (RuntimeError, ValueError, TypeError) as error:
+                if isinstance(error, ConfigError) or not self._in_float32:
+                    raise
+            else:
+                if self._evaluates or not self._drew:
+                    break
         self._unit = torch.finfo(torch.float32 if self._in_float32 else torch.bfloat16).eps
         # Rounding does less than a change of all weights in the second half of their digits.
         self._changed = self._run(right, math.sqrt(self._unit) / 4)
@@ -83,9 +97,11 @@ class Reference:
         return {name: self._difference(name, found[name]) for name in same_shape}
 
     def _run(self, compute: Compute, change: float = 0.0) -> dict[str, torch.Tensor]:
-        options = self._in_float32, change, self._gradients, self._full
-        with rehearsal(self._block, self._device, *options, inputs=self._inputs):
+        options = self._in_float32, change, self._gradients, self._full, self._evaluates
+        with rehearsal(self._block, self._device, *options, inputs=self._inputs) as random_state:
+            before = random_state()
             found = compute(_in_float32 if self._in_float32 else lambda arguments: arguments)
+            self._drew = random_state() != before
             return {name: one.detach().float() for name, one in found.items()}
 
     def _difference(self, name: str, found: torch.Tensor) -> Difference:
@@ -119,9 +135,10 @@ def rehearsal(
     change: float = 0.0,
     gradients: bool = False,
     full: bool = False,
+    evaluates: bool = True,
     inputs: Any = (),
-) -> Iterator[None]:
-    """Run a block in eval mode; its buffers and random numbers, and what it may write to, are put back on exit.
+) -> Iterator[Callable[[], int]]:
+    """Run a block; its mode, buffers and random numbers, and what it may write to, are put back on exit.
 
     A little is added to all parameters, because a branch that begins with zeros would hide what it computes; to `full`
     ones another value each, because a table that begins with equal rows would hide which of them it takes.
@@ -130,26 +147,27 @@ def rehearsal(
         in_float32: compute in float32 what the run computes in fewer bits.
         change: the share by which each weight is larger or smaller.
         gradients: enable gradients, of parameters that train, too.
+        evaluates: all of the block is in eval mode, not only torch's layers, such as dropout.
+
+    Returns:
+        A function for a number that changes when random numbers are drawn.
     """
     with ExitStack() as stack:
+        modes = {child: child.training for child in block.modules()}
+        stack.enter_context(eval_mode(block))
+        for child, training in modes.items():
+            child.training = training and not evaluates and not class_of(child).__module__.startswith("torch.")
+        held = Held(block, inputs, math.inf)  # here, because what a block holds is that of this mode by now
         contexts: list[AbstractContextManager[Any]] = [
             torch.set_grad_enabled(gradients),
-            eval_mode(block),
             isolated_rng(device),
-            _state_kept(block, inputs),
+            held.put_back(),
             _gathered(block),
         ]
         contexts += [_computing_in_float32(block, device)] if in_float32 else []
         for context in (*contexts, _other_weights(block, in_float32, change, gradients, full)):
             stack.enter_context(context)
-        yield
-
-
-@contextmanager
-def _state_kept(block: nn.Module, inputs: Any) -> Iterator[None]:
-    # Here, because what a block holds is that of eval mode by now.
-    with Held(block, inputs, math.inf).put_back():
-        yield
+        yield lambda: digest([rng_state(device), [one.get_state() for one in held.generators]])
 
 
 @contextmanager

@@ -387,6 +387,7 @@ class FSDPStrategy(DistributedStrategy):
             self.processes.world_size,
             self.pipeline,
             self._context,
+            self._plan_check,
             self._loss_parallel,
             self.split_description,
             self.precision,
@@ -466,7 +467,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def _take_over(self, before: AppliedSplit) -> None:
         """Go on with what an earlier run has made of the module."""
-        self.pipeline, self._context, self._loss_parallel = before.pipeline, before.context, before.loss_parallel
+        self.pipeline, self._context, self._plan_check = before.pipeline, before.context, before.plan_check
+        self._loss_parallel = before.loss_parallel
         self.split_description, self.wrapped_blocks = before.description, before.wrapped_blocks
         if self.pipeline is not None and self._mesh is not None:
             mesh = self._mesh
@@ -690,7 +692,10 @@ class FSDPStrategy(DistributedStrategy):
             from trainer.strategies.fsdp.kept_values import KeptValues
 
             dtype = self.precision.autocast or self.precision.weights
-            self._kept_values = KeptValues(self.module, self._split_blocks, self.processes, self.layout, dtype)
+            compared = [one.compared for one in (self._context, self._plan_check) if one is not None]
+            self._kept_values = KeptValues(
+                self.module, self._split_blocks, self.processes, self.layout, dtype, compared
+            )
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
@@ -729,7 +734,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def call_step(self, step: str, *args: Any) -> Any:
         kept = self._kept_values if step == "training_step" and torch.is_grad_enabled() else None
-        eager = self._uncompiled_once(step, bool(kept and kept.unread))
+        eager = self._uncompiled_once(step, bool(kept and (kept.unread or kept.compares)))
         with self._explaining.paused(), eager, self._order.of(step), kept.step() if kept else NULL_CONTEXT:
             if self.layout.processes > 1 and args[1:2] == (0,):
                 refuse_different_batches(step, args[0], self._groups_of_model(), self.device)
@@ -1208,6 +1213,7 @@ class AppliedSplit(NamedTuple):
     processes: int
     pipeline: Pipeline | None
     context: ContextParallel | None
+    plan_check: PlanCheck | None
     loss_parallel: bool
     description: str
     precision: Precision

@@ -306,7 +306,7 @@ class ReadsTracker(Layer):
     tracker: Tracker
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + (self.tracker.average if self.training else 0.0))
+        return super().forward(x * (1 + (self.tracker.average if self.training else 0.0)))
 
 
 class WithTrackers(Stack):
@@ -317,6 +317,133 @@ class WithTrackers(Stack):
         for block in self.blocks:
             block.tracker = Tracker()  # type: ignore[assignment]
             block.get_submodule("down").register_forward_hook(block.tracker.track)  # type: ignore[union-attr, arg-type]
+
+
+class KeepsDict(Layer):
+    """A running mean of its inputs in a dict, which is read to change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"average": 0.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.kept["average"] = 0.5 * self.kept["average"] + 0.5 * float(x.detach().square().mean())
+        return output
+
+
+class WithDicts(Stack):
+    layer = KeepsDict
+
+
+class ReadsBefore(KeepsDict):
+    """Reads what the call before has left."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 1 + self.kept["average"]
+        return super().forward(x) * factor
+
+
+class WithReadDicts(Stack):
+    layer = ReadsBefore
+
+
+MEANS = [0.0]
+
+
+class ReadsGlobal(Layer):
+    """Scales by a mean of the call before, in a list at module level."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x) * (1 + MEANS[-1])
+        MEANS[-1] = float(x.detach().square().mean())
+        return output
+
+
+class WithReadGlobals(Stack):
+    layer = ReadsGlobal
+
+    def __init__(self) -> None:
+        super().__init__()
+        MEANS[:] = [0.0]
+
+
+class NormsLate(Layer):
+    """Normalizes its features from the third call on."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        features = self.up(x)
+        if self.calls > 2:
+            features = features / features.norm(dim=-1, keepdim=True)
+        return x + self.down(torch.tanh(features))
+
+
+class WithLateNorms(Stack):
+    layer = NormsLate
+
+
+class MixesInTraining(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + x.mean(1, keepdim=True) if self.training else x)
+
+
+class WithMixing(Stack):
+    layer = MixesInTraining
+
+
+class MixesWhenTold(Layer):
+    mixes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + x.mean(1, keepdim=True) if self.mixes else x)
+
+
+class WithTold(Stack):
+    """Has its blocks mix tokens from the second step on."""
+
+    layer = MixesWhenTold
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for block in self.blocks:
+            block.mixes = batch_idx > 0  # type: ignore[assignment]
+        return super().training_step(batch, batch_idx)
+
+
+class MixesByArgument(Layer):
+    def forward(self, x: torch.Tensor, mixes: bool = False) -> torch.Tensor:
+        return super().forward(x + x.mean(1, keepdim=True) if mixes else x)
+
+
+class WithArguments(Stack):
+    """The same, by an argument."""
+
+    layer = MixesByArgument
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x, mixes=batch_idx > 1)
+        return mse_loss(self.head(x), batch[0].roll(1, -1))
+
+
+class DrawsInTraining(Layer):
+    """Adds noise in training, from a generator of its own and from torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            x = x + 1e-9 * torch.randn(x.shape, generator=self.noise) + 1e-9 * torch.randn(x.shape)
+        return super().forward(x)
+
+
+class WithNoise(Stack):
+    layer = DrawsInTraining
 
 
 class LeavesNumber(Layer):
@@ -474,6 +601,39 @@ class CountsBefore(Stack):
         return mse_loss(self(batch[0] * self.count), batch[0])
 
 
+class CountsInObject(Stack):
+    """The same in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = State()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = mse_loss(self(batch[0] * (1 + self.state.calls)), batch[0])
+        self.state.calls += 1
+        return loss
+
+
+class KeepsLate(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if self.training:
+            self.steps = getattr(self, "steps", 0) + 1
+            if self.steps > 2:
+                self.own = output.square().mean()
+        return output
+
+
+class WithLateOwn(Stack):
+    """Its blocks have losses from the third step on."""
+
+    layer = KeepsLate
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(block.own for block in self.blocks) if batch_idx > 1 else loss  # type: ignore[operator, misc]
+
+
 class Unseeded(Dataset[tuple[torch.Tensor]]):
     """Each process draws other samples."""
 
@@ -527,6 +687,8 @@ TRAINED: dict[str, tuple[Any, ...]] = {
     "objects that hooks write to": ("PP x2", WithTrackers),
     "numbers of full features": ("TP x2", WithNumbers),
     "numbers of parts, to log": ("CP x2", LogsNumbers),
+    "running means of parts in a dict, to log": ("CP x2", WithDicts),
+    "noise in training": ("CP x2", WithNoise),
     "losses in a global list": ("TP x2", WithGlobals),
     "losses in a list, FSDP": ("FSDP x2", WithLosses),
     "an object, FSDP": ("FSDP x2", WithObject),
@@ -544,6 +706,12 @@ REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
     "a tensor of tokens": ("CP x2", WithTensors, samples, "the training reads blocks.0.average, which differs"),
     "a buffer of tokens": ("CP x2", WithBuffers, samples, "the blocks change the buffer blocks.0.average, which"),
     "a running mean of split features": ("TP x2", WithSplitAverages, samples, "the training reads blocks.0.average,"),
+    "a running mean in a dict": ("CP x2", WithReadDicts, samples, "nothing that each process keeps of its tokens"),
+    "a mean in a global list": ("CP x2", WithReadGlobals, samples, "nothing that each process keeps of its tokens"),
+    "a norm of split features from the third step on": ("TP x2", WithLateNorms, samples, "norms, softmax and means"),
+    "mixing in training alone": ("CP x2", WithMixing, samples, "blocks.0 (MixesInTraining) does not compute the same"),
+    "mixing from the second step on": ("CP x2", WithTold, samples, "blocks.0 (MixesWhenTold) does not compute"),
+    "mixing by an argument": ("CP x2", WithArguments, samples, "blocks.0 (MixesByArgument) does not compute the same"),
     "an object that a hook writes to": ("CP x2", WithTrackers, samples, "blocks.0.tracker (Tracker 1).average, which"),
     "numbers in a loss": ("CP x2", WithNumbers, samples, "keeps other values in blocks.0.size, blocks.1.size"),
     "numbers of the step before": ("CP x2", NumbersFirst, samples, "the training reads blocks.0.size, which differs"),
@@ -565,6 +733,8 @@ ENDS: dict[str, tuple[type[Stack], str]] = {
     "numbers in a global list": (WithGlobalNumbers, WRITES),
     "a generator behind the blocks": (NoiseAfter, "the training reads noise, which differs between the processes"),
     "a counter behind the blocks": (CountsAfter, "the training reads count, which differs between the processes"),
+    "a counter in an object behind the blocks": (CountsInObject, "the training reads state (State 1).calls, which"),
+    "a late loss of blocks": (WithLateOwn, "stage 1 reads own of blocks.0, which stage 0 computes"),
     "a late skip": (LateSkip, "in this step stage 1 computes from the output of a block of an earlier stage"),
 }
 """What one stage of a pipeline finds, while the other one waits for it."""

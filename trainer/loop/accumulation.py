@@ -14,6 +14,7 @@ from trainer.data.transfer import map_leaves
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
 from trainer.loop.callback_list import CallbackList
+from trainer.model.reachable import nodes_behind
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
@@ -56,13 +57,9 @@ def without_items(loss: torch.Tensor) -> torch.Tensor:
     if math.isfinite(loss.item()):
         return loss * 0
     nothing = loss.nan_to_num(0.0, 0.0, 0.0) * 0
-    waiting, seen = [nothing.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen and node.next_functions:
-            seen.add(node)
+    for node in nodes_behind([nothing.grad_fn]):
+        if node.next_functions:
             node.register_hook(_zeros)
-            waiting += [one for one, _ in node.next_functions]
     return nothing
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import is_
@@ -55,6 +55,17 @@ def objects(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
     """Return the users' other objects and the sets among the arguments of a call."""
     args, kwargs = arguments
     return [one for one in (*args, *kwargs.values()) if isinstance(one, set) or is_users(one)]
+
+
+def nodes_behind(roots: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield nodes of autograd's graph and what is behind them, each once, without `ends` and what only these reach."""
+    seen, waiting = {None, *ends}, [*roots]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -298,8 +309,8 @@ class Held:
         self._others = [(one, _version(one)) for one in others if not isinstance(one, nn.Parameter)]
         self._containers = [*modules, *(child._buffers for child in modules), *filter(is_container, found)]
         self._before = [*map(content, self._containers)]
-        self._generators = [OwnGenerator(one) for one in found if is_generator(one)]
-        self._states = [one.get_state() for one in self._generators]
+        self.generators = [OwnGenerator(one) for one in found if is_generator(one)]
+        self._states = [one.get_state() for one in self.generators]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -316,7 +327,7 @@ class Held:
                     "would be wrong. Write x = x + y instead of x += y, or choose blocks that leave it out."
                 )
         now = [*map(content, self._containers)]
-        states = [one.get_state() for one in self._generators]
+        states = [one.get_state() for one in self.generators]
         other = {key: copy.clone() for key, copy in self._copies.items()}
         before = [{name: other.get(id(one), one) for name, one in entries.items()} for entries in self._before]
         self._put(before if other else self._before)
@@ -333,7 +344,7 @@ class Held:
                 fill(container, entries)
 
     def _set_states(self, states: list[Any]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
 
 
