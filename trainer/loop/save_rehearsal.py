@@ -78,7 +78,7 @@ def _rehearsed_state(run: Run) -> dict[str, Any]:
     }
     with saved_by_hooks(state) as shown:
         for one in run.hooks.callbacks:
-            hook = CallbackList([one], module.trainer, module).on_save_checkpoint
+            hook = CallbackList([one], module.trainer, module, run.phase).on_save_checkpoint
             tried(f"on_save_checkpoint of {type(one).__name__}", hook, shown)
     weights = dict(module.named_parameters(remove_duplicate=False))
     state["model"] = {name: one for name, one in state["model"].items() if name not in weights and _is_known(one)}
