@@ -669,7 +669,7 @@ class Engine:
         """
         if reduce_op not in ("mean", "avg", "sum", "min", "max"):
             raise ConfigError(f"engine.all_reduce(reduce_op={reduce_op!r}): give 'mean', 'sum', 'min' or 'max'.")
-        self._begin_call("all_reduce", data, check)
+        self._begin_call(f"all_reduce({reduce_op})", data, check)
         return map_sorted(partial(self._reduced, reduce_op), data)
 
     def _begin_call(self, call: str, data: Any, check: bool) -> None:

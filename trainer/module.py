@@ -511,7 +511,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         """
         if self.trainer.world_size == 1:
             return data
-        self.trainer.run.begin_call("self.all_gather", data, check and group is None)
+        if group is None:
+            self.trainer.run.begin_call("self.all_gather", data, check)
         return gather_nested(data, self.device, group, sync_grads)
 
     def gather_uneven(self, data: Any, sync_grads: bool = False, check: bool = True) -> Any:

@@ -269,7 +269,7 @@ def gather_more() -> dict[str, Any]:
     with Engine(accelerator="cpu", devices=3) as engine:
         rank = engine.global_rank
         weight = torch.ones(rank, 2, requires_grad=True)
-        engine.gather_uneven(2 * weight, sync_grads=True).sum().backward()
+        engine.gather_uneven(2 * weight if rank else None, sync_grads=True).sum().backward()
         found["gradient"] = weight.grad
         found["nowhere"] = engine.gather_uneven({"a": None, "b": [torch.ones(0, 2)]})
         found["stacked"] = engine.all_gather(torch.ones(0, 2))
@@ -280,6 +280,9 @@ def gather_more() -> dict[str, Any]:
         with pytest.raises(ConfigError) as error:
             engine.gather_uneven({"a": torch.ones(2, 1 + rank % 2)}, check=False)
         found["rows"] = str(error.value)
+        with pytest.raises(ConfigError) as error:
+            engine.all_reduce(1.0, "min" if rank == 2 else "sum")
+        found["operation"] = str(error.value)
     return found
 
 
@@ -290,11 +293,14 @@ def predict_all(sizes: list[int]) -> list[Any]:
 def test_predictions_are_gathered_after_the_loop_from_processes_with_any_number_of_batches() -> None:
     sizes = [1, 2, 5, 6, 13]
     for rank, (more, *results) in enumerate(run_distributed(predict_all, 3, sizes)):
-        assert more["gradient"].tolist() == [[6.0, 6.0]] * rank  # the sum of the gradients of three losses
+        if rank:
+            assert more["gradient"].tolist() == [[6.0, 6.0]] * rank  # the sum of the gradients of three losses
         assert (more["nowhere"]["a"], more["nowhere"]["b"][0].shape, more["stacked"].shape) == (None, (0, 2), (3, 0, 2))
         assert "and the data has none: give numbers to all_gather" in more["number"]
         assert "and ['a'] has none" in more["scalar"]
         assert "['a'] has rows of [1] torch.float32 on rank 2, and rows of [2] torch.float32 on rank 1" in more["rows"]
+        assert "rank 0 calls engine.all_reduce(sum) in " in more["operation"]
+        assert "rank 2 calls engine.all_reduce(min) in " in more["operation"]
         for samples, (outputs, targets) in zip(sizes, results, strict=True):
             assert sorted(outputs.flatten().tolist()) == list(range(samples))
             assert (targets == 2 * outputs).all()
@@ -351,9 +357,16 @@ class Net(TrainModule):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
+    def on_fit_start(self):
+        self.alone = torch.distributed.new_group([1])
     def training_step(self, batch, batch_idx):
         if case == "before backward" and self.global_rank == 1 and batch_idx == 2:
             self.all_gather(batch[0].mean())  # by rank 1 alone
+        if case == "group":
+            if self.global_rank == 1 and batch_idx == 2:
+                self.all_gather(batch[0].mean(), group=self.alone)
+                time.sleep(3)
+            self.all_gather(batch[0].mean())
         return mse_loss(self.layer(batch[0]), batch[1])
     def validation_step(self, batch, batch_idx):
         if case == "uneven":
@@ -389,11 +402,11 @@ MESSAGES = {
         line("engine.backward("),
     ),
     ("before save", "Engine"): (
-        "rank 0 calls engine.save(saved), and rank 1 calls engine.all_reduce in of_engine "
+        "rank 0 calls engine.save(saved), and rank 1 calls engine.all_reduce(mean) in of_engine "
         f"({line('engine.all_reduce(')}",
     ),
     ("broadcast", "Engine"): (
-        "rank 0 calls engine.broadcast(src=0), and rank 1 calls engine.all_reduce in of_engine "
+        "rank 0 calls engine.broadcast(src=0), and rank 1 calls engine.all_reduce(mean) in of_engine "
         f"({line('engine.all_reduce(1)')}",
     ),
     ("before backward", "TrainModule"): (
@@ -407,11 +420,13 @@ MESSAGES = {
     ),
 }
 
+RIGHT = (("slow", "Engine"), ("group", "TrainModule"))
+
 
 def test_a_process_that_goes_on_without_a_call_is_named_with_its_place() -> None:
-    """Without a timeout, and in one message; and a slow process that does the same is none of them."""
+    """Without a timeout, and in one message; and a process that is only slow, or gathers in a group, is not."""
     Path("train.py").write_text(SCRIPT)
-    running = {key: fork_ranks("train.py", *key) for key in [*MESSAGES, ("slow", "Engine")]}
+    running = {key: fork_ranks("train.py", *key) for key in [*MESSAGES, *RIGHT]}
     try:
         results = {key: one.wait() for key, one in running.items()}
     finally:
@@ -422,4 +437,5 @@ def test_a_process_that_goes_on_without_a_call_is_named_with_its_place() -> None
         assert all(one in errors for one in message), (key, errors)
         assert errors.count(" of 2 failed:") == 1, (key, errors)
         assert not any(one in errors for one in ("Connection closed", "SIGABRT")), (key, errors)
-    assert results["slow", "Engine"].check(0).stdout.count("done") == 2
+    for key in RIGHT:
+        assert results[key].check(0).stdout.count("done") == 2

@@ -95,8 +95,11 @@ def gather_uneven(data: Any, device: torch.device, processes: SingleProcess, syn
         if rows is None:
             return None
         lengths = [kind[0] if kind is not None else 0 for kind in kinds]
-        part = leaf if leaf is not None else torch.empty((0, *rows[0]), dtype=rows[1], device=device)
-        padded = torch.cat([part, part.new_zeros((max(lengths) - len(part), *rows[0]))])
+        shape, dtype = rows
+        if leaf is None:  # with a gradient, because the backward is a collective, too
+            grads = sync_grads and dtype.is_floating_point
+            leaf = torch.empty((0, *shape), dtype=dtype, device=device, requires_grad=grads)
+        padded = torch.cat([leaf, leaf.new_zeros((max(lengths) - len(leaf), *shape))])
         parts = gather_nested(padded, device, None, sync_grads)
         return torch.cat([one[:length] for one, length in zip(parts, lengths, strict=True)])
 
