@@ -26,20 +26,17 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         ConfigError: a dataclass refuses a typed value beside the checkpoint's.
     """
     module, lines = configuration.module, []
-    try:
-        path = None if configuration.ckpt_path is None else locate(configuration.ckpt_path)
-    except CheckpointError:  # which is said where its weights are loaded
-        path = None
-    if path is None:
+    if configuration.ckpt_path is None:
         return []
-    kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
-    stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
-    argument = kept.get("arguments", {}).get("module")
-    names = {*stored} if argument is None else {argument}
-    needed = {name: None for name in module.arguments if name not in names}
     try:
+        path = locate(configuration.ckpt_path)
+        kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
+        stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
+        argument = kept.get("arguments", {}).get("module")
+        names = {*stored} if argument is None else {argument}
+        needed = {name: None for name in module.arguments if name not in names}
         arguments = constructor_arguments(module.cls, stored, argument, needed, kinds)
-    except CheckpointError:  # of another module, which is said where its weights are loaded
+    except CheckpointError:  # none, or of another module, which is said where its weights are loaded
         return []
     for name in (name for name in arguments if name in names):
         node, value = module.nodes.get(name), arguments[name]
