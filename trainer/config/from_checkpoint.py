@@ -9,6 +9,7 @@ from typing import Any, cast
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.config.check import ClassSpec, instantiate
+from trainer.config.chosen_run import plain
 from trainer.config.loading import Configuration
 from trainer.config.read import Spec
 from trainer.config.tree import COMMAND_LINE, Node, entries
@@ -45,7 +46,7 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
             value = _with_typed(node, given, value)
             given = instantiate(given) if _is_data(given) else given
             source = next((one.source for one in (node, *entries(node).values()) if one.source != COMMAND_LINE), None)
-            if source is not None and given != value:
+            if source is not None and given != value and plain(given, "/") != plain(value, "/"):
                 lines.append(
                     f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have "
                     f"that, type --module.{name}"
