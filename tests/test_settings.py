@@ -108,16 +108,3 @@ def test_words_of_accelerate_are_answered_with_the_words_here(argument: str, val
     arguments: dict[str, Any] = {argument: value}
     with pytest.raises(ConfigError, match=re.escape(f" Use {advice}")):
         Trainer(**arguments)
-
-
-def test_what_accelerate_launch_was_told_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in (("MIXED_PRECISION", "bf16"), ("USE_FSDP", "true"), ("USE_DEEPSPEED", "false")):
-        monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    Trainer(accelerator="cpu", logger=False)
-    told = [line for line in caplog.messages if "accelerate launch" in line]
-    assert [line.partition(",")[0] for line in told] == ["ACCELERATE_MIXED_PRECISION=bf16", "ACCELERATE_USE_FSDP=true"]
-    caplog.clear()
-    Trainer(accelerator="cpu", logger=False, precision="bf16-mixed", strategy="single_device")
-    assert "accelerate launch" not in caplog.text

@@ -369,9 +369,7 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "path": Path,
-    **{kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, OrderedDict, Counter, deque)},
-    "set": set,
-    "frozenset": frozenset,
+    **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, OrderedDict, Counter, deque, set, frozenset)},
     "range": lambda bounds: range(*bounds),
     "Size": lambda sizes: sys.modules["torch"].Size(sizes),
     "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
@@ -383,11 +381,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
 def _named_in_torch(kind: str, name: str) -> Any:
     import torch
 
-    return torch.device(name) if kind == "device" else {str(one): one for one in _dtypes_of(torch)}[f"torch.{name}"]
-
-
-def _dtypes_of(torch: Any) -> list[Any]:
-    return [one for one in vars(torch).values() if isinstance(one, torch.dtype)]
+    dtypes = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    return torch.device(name) if kind == "device" else dtypes[f"torch.{name}"]
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -453,8 +448,8 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             value = type(value)(_items_as_given(value, items, owner, where))
         if name in _READ:
             return _READ[name](value)
-        if name == "scalar":  # of a class that is not known here: as a file has it
-            with contextlib.suppress(LookupError):
+        if name == "scalar":
+            with contextlib.suppress(LookupError):  # of a class that is not known here: the plain value
                 return _class_named(owner, of_class, object)(value)
         if name == "enum":
             cls = _class_named(owner, of_class[0], enum.Enum)

@@ -123,6 +123,18 @@ def test_a_dataclass_may_refuse_what_is_typed_beside_the_checkpoint(command: Com
     assert "AssertionError: too much" in err
 
 
+def test_a_relative_path_is_that_of_the_runs_own_configuration(command: Command) -> None:
+    Path("scaled.py").write_text(FILE.replace("act: torch.nn.Module = None", "act: tuple[Path, ...] = ()"))
+    Path("scaled.py").write_text("from pathlib import Path\n" + Path("scaled.py").read_text().replace('["act"]', "[]"))
+    Path("run.yaml").write_text(RUN.replace("sizes: [7]", "act: [x]"))
+    assert command("fit", "--config", "run.yaml")[0] == 0
+    code, _, err = command("test", "--config", "runs/version_0/config.yaml", "--ckpt-path", "last")
+    assert code == 0, err
+    assert "note: module" not in err
+    _, _, err = command("test", "--config", "runs/version_0/config.yaml", "run.yaml", "--ckpt-path", "last")
+    assert "note: module" not in err
+
+
 def test_without_a_file_the_class_is_enough(run: Command) -> None:
     words = ("--module", "scaled.py:Net", "--data", "scaled.py:Data", "--trainer.accelerator", "cpu")
     code, out, err = run("test", *words, "--trainer.logger", "false", "--ckpt-path", "runs/version_0")

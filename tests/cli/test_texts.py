@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.project import Command
+from tests.helpers.project import Command, loaded
+from trainer.config.files import read_value
 
 MODEL = """
 import pathlib
@@ -134,6 +135,22 @@ def test_an_argument_whose_default_is_none_may_be_null(command: Command) -> None
     assert yaml.safe_load(out)["module"]["init_args"] == {"width": None, "act": None}
     code, _, err = command("fit", "--config", "run.yaml", "--module.width", "x")
     assert 'given "x" (text), allowed: an integer or null' in err
+
+
+@pytest.mark.parametrize("words", [("run.json",), ("run.toml",), ("run.yaml", "--module.steps.2", "7")])
+def test_keys_may_be_numbers_where_a_text_is_all_there_is(words: tuple[str, ...], command: Command) -> None:
+    Path("model.py").write_text(MODEL.replace("width: int = 1", "steps: dict[int, float] = {}"))
+    Path("run.json").write_text('{"module": {"class_path": "model.py:Model", "steps": {"1": 0.5, "2": 7}}}')
+    Path("run.toml").write_text('[module]\nclass_path = "model.py:Model"\nsteps = {1 = 0.5, 2 = 7}\n')
+    Path("run.yaml").write_text("module: {class_path: model.py:Model, steps: {1: 0.5}, table: {'1': a}}\n")
+    assert loaded(words[0], overrides=[("module.steps.2", read_value("7", "x"))]).module.arguments[
+        "steps"
+    ] == {1: 0.5, 2: 7.0}
+    code, _, err = command("fit", "--config", *words, "--print-config")
+    assert code == 0, err
+    code, _, err = command("fit", "--config", words[0], "--module.steps.a", "7")
+    assert code == 2
+    assert 'given "a" (text), allowed: an integer' in err
 
 
 def test_the_seed_of_another_program_is_named(command: Command) -> None:

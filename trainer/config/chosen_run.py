@@ -140,7 +140,7 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
 
     def differ(values: Iterable[Any]) -> bool:
         there, here = values
-        return bool(there != here) and bool(_plain(there, roots[0]) != _plain(here, roots[1]))
+        return bool(there != here) and bool(plain(there, roots[0]) != plain(here, roots[1]))
 
     if settings[0].get("seed") != settings[1].get("seed"):
         yield f"trainer.seed {settings[0].get('seed')!r} there, {settings[1].get('seed')!r} here"
@@ -169,14 +169,14 @@ def _class_and_arguments(choice: Any) -> tuple[str | None, dict[str, Any]]:
     return chosen.get("class_path"), chosen.get("init_args") or {}
 
 
-def _plain(value: Any, root: str) -> Any:
+def plain(value: Any, root: str) -> Any:
     """Return a value as a file has it, with paths (also of classes) relative to the runs, which move with a project."""
     if dataclasses.is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: _plain(item, root) for key, item in value.items()}
+        return {key: plain(item, root) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, root) for item in value]
+        return [plain(item, root) for item in value]
     if isinstance(value, Path):
         value = str(value.absolute())
     return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value

@@ -9,6 +9,7 @@ from typing import Any, cast
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.config.check import ClassSpec, instantiate
+from trainer.config.chosen_run import plain
 from trainer.config.loading import Configuration
 from trainer.config.read import Spec
 from trainer.config.tree import COMMAND_LINE, Node, entries
@@ -26,20 +27,17 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         ConfigError: a dataclass refuses a typed value beside the checkpoint's.
     """
     module, lines = configuration.module, []
-    try:
-        path = None if configuration.ckpt_path is None else locate(configuration.ckpt_path)
-    except CheckpointError:  # which is said where its weights are loaded
-        path = None
-    if path is None:
+    if configuration.ckpt_path is None:
         return []
-    kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
-    stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
-    argument = kept.get("arguments", {}).get("module")
-    names = {*stored} if argument is None else {argument}
-    needed = {name: None for name in module.arguments if name not in names}
     try:
+        path = locate(configuration.ckpt_path)
+        kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
+        stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
+        argument = kept.get("arguments", {}).get("module")
+        names = {*stored} if argument is None else {argument}
+        needed = {name: None for name in module.arguments if name not in names}
         arguments = constructor_arguments(module.cls, stored, argument, needed, kinds)
-    except CheckpointError:  # of another module, which is said where its weights are loaded
+    except CheckpointError:  # none, or of another module, which is said where its weights are loaded
         return []
     for name in (name for name in arguments if name in names):
         node, value = module.nodes.get(name), arguments[name]
@@ -48,7 +46,7 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
             value = _with_typed(node, given, value)
             given = instantiate(given) if _is_data(given) else given
             source = next((one.source for one in (node, *entries(node).values()) if one.source != COMMAND_LINE), None)
-            if source is not None and given != value:
+            if source is not None and given != value and plain(given, "/") != plain(value, "/"):
                 lines.append(
                     f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have "
                     f"that, type --module.{name}"

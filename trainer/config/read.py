@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, is_typeddict
 
-from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of
+from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of, whole_number
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.compat.added_names import added_names
 from trainer.compat.answers import is_default
@@ -304,7 +304,11 @@ class Values:
                 self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
             return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
         of_key, of_value = get_args(annotation)
-        keys = {key: self.value(Node(key, child.source), of_key, (*path, key)) for key, child in entries(node).items()}
+        keys: dict[Any, Any] = {}
+        for key, child in entries(node).items():
+            # Neither JSON nor TOML nor the command line has numbers for keys.
+            number = whole_number(key) if isinstance(key, str) and str not in options_of(of_key) else None
+            keys[key] = self.value(Node(key if number is None else number, child.source), of_key, (*path, key))
         return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
     def of_data(self, node: Node, annotation: Any, path: KeyPath, reference: OfData) -> Any:

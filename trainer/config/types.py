@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from os import PathLike
 from pathlib import Path, PurePath
@@ -245,6 +246,7 @@ _FILES = TypeNames(
         bool: "true or false",
         NoneType: "null",
         type: "the path of a class",
+        timedelta: "a time such as 1:30:00 or P1DT2H",
         Callable: "a callable (which no file can hold: set it in Python)",
         **dict.fromkeys(MAPPINGS, "a mapping"),
     },

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,8 +20,6 @@ from trainer.model.compile import Compilation, check_toolchain, compile_problems
 from trainer.precision import Precision, resolve_precision
 from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings, unknown_profiler
 from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy, unknown_methods
-
-log = logging.getLogger("trainer")
 
 
 @dataclass
@@ -186,8 +182,6 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
     else:
         device_type, device_reason = choose_accelerator(settings.accelerator)
     environment = detect_environment()
-    if environment.rank == 0:
-        _warn_of_accelerate(settings)
     devices, device_ids, devices_reason = parse_devices(settings.devices, device_type)
     num_nodes = settings.num_nodes
     problems: list[str] = []
@@ -240,15 +234,6 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
     made = ResolvedConfig(settings, *where, strategy, precision, callbacks, loggers, compilation, reasons, time_limit)
     made.sync_batchnorm = settings.sync_batchnorm or syncs
     return made
-
-
-def _warn_of_accelerate(settings: Settings) -> None:
-    """Name what `accelerate launch` was told, and only Accelerate reads."""
-    left = {"MIXED_PRECISION": is_default_precision(settings.precision)}
-    left |= dict.fromkeys(("USE_FSDP", "USE_DEEPSPEED"), settings.strategy == "auto")
-    for name in (f"ACCELERATE_{name}" for name, is_left in left.items() if is_left):
-        if (value := os.environ.get(name, "no")).lower() not in ("no", "false", ""):
-            log.warning("%s=%s, of `accelerate launch`, is not read: give precision= and strategy=", name, value)
 
 
 def _cannot_try_a_batch(settings: Settings, strategy: Strategy, device_type: str) -> list[str]:
