@@ -241,6 +241,41 @@ def test_loaders_that_are_gone_are_not_kept() -> None:
         assert len(engine._places) == 1
 
 
+@pytest.mark.parametrize("program", ["fixed", "set up again"])
+def test_a_run_goes_back_with_a_loader_that_is_set_up_again(program: str, tmp_path: Path) -> None:
+    with Engine(**CPU) as engine:
+        loop = Loop(engine, tmp_path / "one", None)
+        kept = engine.setup_dataloaders(numbers(0)) if program == "fixed" else None
+        back, seen = False, []
+        while loop.state["epoch"] < 2:
+            data = kept or engine.setup_dataloaders(numbers(0))
+            for batch in data:
+                loop.step(batch)
+                seen.append((loop.state["epoch"], data.batch))
+                if len(seen) == 4:
+                    loop.save()
+                if len(seen) == 5:
+                    back = True
+                    break
+            if back:
+                rest = loop.state["seen"][4:]
+                engine.load(tmp_path / "one", loop.state)
+                back = False
+                continue
+            loop.state["epoch"] += 1
+        assert seen == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 2), (1, 3)]
+        assert loop.state["seen"][4:5] == rest
+
+
+def test_a_look_at_each_loader_of_one_line_takes_no_place() -> None:
+    with Engine(**CPU) as engine:
+        loaders = []
+        for first in (0, 100):
+            loaders.append(engine.setup_dataloaders(numbers(first)))
+            assert len(next(iter(loaders[-1]))[0]) == 4
+        assert [len([*one]) for one in loaders] == [3, 3]
+
+
 def test_loaders_that_are_kept() -> None:
     with Engine(**CPU) as engine:
         net = nn.Linear(1, 1)

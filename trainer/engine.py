@@ -390,7 +390,7 @@ class Engine:
             log.info("%s", loader.note)
         made = EngineLoader(loader, given, self, training, (make, number, site))
         self._unplaced.append(weakref.ref(made))
-        if any(place.saved is not None and place.site == site for place in self._places):
+        if any(place.saved and place.loader() is None and place.site == site for place in self._places):
             self.place_loaders()
         return made
 
@@ -414,7 +414,8 @@ class Engine:
         new, self._unplaced = [loader for one in self._unplaced if (loader := one()) is not None], []
         for loader in new:
             alike = [one for one in self._places if one.site == loader._site and one.is_free(new)]
-            read = [one for one in self._places if one.saved and (not one.site or one.training == loader._training)]
+            kept = [one for one in self._places if one.saved and one.loader() is None]
+            read = [one for one in kept if not one.site or one.training == loader._training]
             place = next(iter([*alike, *(read if by_order else ())]), None) or _Place()
             if place not in self._places:
                 self._places.append(place)
@@ -1227,15 +1228,16 @@ class EngineLoader:
             if self._training:
                 self._loader.shorten([length])
         if place.saved is not None:
-            saved, place.saved = place.saved, None
-            self.load_state_dict(*saved)
+            self.load_state_dict(*place.saved)
 
     def __iter__(self) -> Iterator[Any]:
         # Here, not with the first batch: an iterator that is asked for none begins an epoch, too.
-        if self._place.waits:
-            self._place.waits = self._goes_on = False
+        place = self._place
+        place.saved = None
+        if place.waits:
+            place.waits = self._goes_on = False
             self._next_epoch()
-            self._place.ended = -1
+            place.ended = -1
             return iter(())
         if self._newest() is not None:
             self._leave()
@@ -1366,12 +1368,12 @@ class _Place:
         self.ended = self.left = 0
         """The engine's backwards then; the batch after which an epoch was left before its end, if one was."""
         self.saved: tuple[Mapping[str, Any], bool] | None = None
-        """The position in a checkpoint, until a loader is set up that takes it."""
+        """The position in a checkpoint, until a loader goes on there."""
 
     def is_free(self, new: list[EngineLoader]) -> bool:
         """Return True if one of these loaders may go on here; loaders for evaluation are often kept."""
         loader = self.loader()
-        return loader is None or (self.training and loader not in new and not self.goes_on)
+        return loader is None or (self.training and loader not in new and self.epoch > 0 and not self.goes_on)
 
     @property
     def goes_on(self) -> bool:
@@ -1413,10 +1415,10 @@ class _Place:
         if problem is not None:
             raise CheckpointError(f"the position of a loader is damaged: {problem}.")
         self.epoch, self.waits, self.beside = state["epoch"], state.get("waits", False), []
+        self.saved = state if exact else {**state, "state": {}}, exact
         if (loader := self.loader()) is not None:
             loader.load_state_dict(state, exact)
         else:
-            self.saved = state if exact else {**state, "state": {}}, exact
             self.site, self.training = state.get("site", ""), state.get("training", True)
 
 
