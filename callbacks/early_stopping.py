@@ -151,11 +151,8 @@ class EarlyStopping(Callback):
             "value_step": self._value_step,
             "stopping_reason": self.stopping_reason_message,
             "stopped_epoch": self.stopped_epoch,
-            "settings": self._settings(),
+            "settings": {name: getattr(self, name) for name in self.agree_on},
         }
-
-    def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.agree_on}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         require(state_dict, STATE, self.state_key)
@@ -165,7 +162,7 @@ class EarlyStopping(Callback):
         self._value_step = state_dict.get("value_step", -1)  # earlier versions have neither this nor the two below
         self.stopping_reason_message = state_dict.get("stopping_reason")
         self.stopped_epoch = state_dict.get("stopped_epoch", 0)
-        self._has_other_settings = state_dict.get("settings", now := self._settings()) != now
+        self._has_other_settings = state_dict.get("settings", now := self.state_dict()["settings"]) != now
         if self.check_on_train_epoch_end is None:
             self._checked_at = state_dict["place"]
 

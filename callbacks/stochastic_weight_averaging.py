@@ -75,6 +75,8 @@ class StochasticWeightAveraging(AveragingCallback):
         self.latest_update_epoch = -1
         self.avg_fn = avg_fn
         self._change = equal_weights if avg_fn is None else from_avg_fn(avg_fn)
+        self._first: int | None = None
+        """The first of these epochs, counted from 0, where it depends on `max_epochs`."""
         self._rates: list[float] = []
         """The learning rates before the first of these epochs, by group."""
 
@@ -108,6 +110,8 @@ class StochasticWeightAveraging(AveragingCallback):
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self.latest_update_epoch, self._rates = -1, []
+        depends = stage == "fit" and isinstance(self.swa_epoch_start, float)
+        self._first = self.first_epoch(trainer.config.max_epochs) if depends else None
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if len(trainer.optimizers) != 1:
@@ -163,11 +167,16 @@ class StochasticWeightAveraging(AveragingCallback):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "latest_update_epoch": self.latest_update_epoch, "rates": list(self._rates)}
+        begun = {"latest_update_epoch": self.latest_update_epoch, "rates": list(self._rates), "first": self._first}
+        return {**super().state_dict(), **begun}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        kinds = {"latest_update_epoch": Integer(-1), "rates": [NUMBER]}
+        kinds = {"latest_update_epoch": Integer(-1), "rates": [NUMBER], "first?": (Integer(), None)}
         require(state_dict, kinds, "StochasticWeightAveraging")
+        first = state_dict.get("first")
+        if None not in (first, self._first) and first != self._first:
+            words = "StochasticWeightAveraging(swa_epoch_start=%s) was to begin in epoch %d, and begins in epoch %d now"
+            log.warning(words, self.swa_epoch_start, first, self._first)
         self.latest_update_epoch, self._rates = state_dict["latest_update_epoch"], list(state_dict["rates"])
         super().load_state_dict(state_dict)
 

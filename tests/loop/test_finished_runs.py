@@ -191,6 +191,22 @@ def test_one_line_says_that_nothing_is_left(drawn: Any, words: str, caplog: pyte
     assert messages == [f"nothing is left to train: {words}"]
 
 
+def test_a_longer_run_says_what_depends_on_its_length(caplog: pytest.LogCaptureFixture) -> None:
+    class Scheduled(Toy):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = self.trainer.estimated_stepping_batches
+            return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
+
+    for epochs in (4, 8):
+        caplog.clear()
+        swa = StochasticWeightAveraging(0.01, swa_epoch_start=0.5)
+        trainer = quiet(max_epochs=epochs, enable_checkpointing=True, callbacks=[swa])
+        trainer.fit(Scheduled(), loader(2), ckpt_path="last")
+    assert "swa_epoch_start=0.5) was to begin in epoch 1, and begins in epoch 3 now" in caplog.text
+    assert "T_max: 8 then, 16 now (the checkpoint's is used)" in caplog.text
+
+
 def test_a_stopped_run_stays_stopped_until_a_setting_of_what_stopped_it_changes() -> None:
     drawn = {"patience": 2, "trainer": {"max_epochs": 5, "val_check_interval": 0.5}}
     stopped, weights = fit("runs", drawn)
