@@ -463,7 +463,7 @@ class Engine:
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
         for one in self._models:
-            one._held = bool(one._accumulates) and (one is chosen or one._held)
+            one._held = one._accumulates
         self._unstepped = True
         for optimizer in self._optimizers:
             optimizer.waits = optimizer.waits or has_gradients(optimizer.optimizer)
@@ -964,7 +964,7 @@ class EngineModule(nn.Module):
         # Shared, not registered as a child, so that all names stay as they are.
         own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
         own |= {"module": module, "_strategy": strategy, "_engine": engine, "_finite": finite, "_trains": trains}
-        own |= {"training": module.training, "_accumulates": None, "_held": False, "_called": False}
+        own |= {"training": module.training, "_accumulates": None, "_held": None, "_called": False}
         own |= {"_evaluated": False, "_changes": changes}
         own["_casts"] = strategy.precision.casts_batch
         dtype = strategy.precision.weights

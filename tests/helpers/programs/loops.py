@@ -76,8 +76,8 @@ class Steps(Block):
 
     optimizer: str = one_of("SGD", "momentum", "AdamW")
     window: int = one_of(1, 1, 2, 3)
-    held_back: bool = one_of(True, False)
-    """Whether the gradients of a window are reduced once, by `no_backward_sync`."""
+    held_back: str = one_of("ab", "a", "")
+    """The models whose gradients in a window are reduced once, by `no_backward_sync`."""
     clip: str = one_of("no", "norm", "value")
     schedule: str = one_of("no", "step", "epoch")
     cleared: str = one_of("after", "before", "to zero")
@@ -562,8 +562,8 @@ class Loop:
             for one in self.optimizers.values():
                 one.zero_grad()
         with ExitStack() as held:
-            if self.window > 1 and steps.held_back:
-                for name in self.optimizers:
+            for name in self.optimizers:
+                if self.window > 1 and name in steps.held_back:
                     held.enter_context(tools.no_sync(self.models[name], enabled=not last))
             if pair is not None:
                 more, _, _ = tools.seen(self.other, pair)
