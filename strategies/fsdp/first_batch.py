@@ -119,11 +119,7 @@ class FirstBatch:
 
 
 def left_checker(option: str, name: str, *in_training: Callable[..., None]) -> Callable[..., None]:
-    """Return a forward hook for a block, which refuses what it keeps in its first call in training, and in evaluation.
-
-    Args:
-        in_training: other functions to call in training, with what the hook gets.
-    """
+    """Return a forward hook that checks what a block keeps, once in training, as `in_training` do, and in evaluation."""
     checks = {True: refuse_left_tensors, False: refuse_left_in_evaluation}
 
     def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
