@@ -136,7 +136,7 @@ class ContextParallel:
             if not torch.compiler.is_compiling() and (way := way_of(name, block, args, kwargs)) not in self.compared:
                 refuse_outer_checkpoint("context_parallel", name, block)
                 self._compare(name, block, own, args, kwargs)
-                self.compared.add(way)
+                self.compared.update((way, (False, *way[1:])))
             own_args, own_kwargs = self._parts_of(name, args, kwargs)
             return (own, *own_args), own_kwargs
 

@@ -33,18 +33,15 @@ class FirstBatch:
         within = tuple(f"{name}." for name in blocks)
         self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
         """Names of those that are outside of the blocks."""
-        self._checked = False
-        """True after the first forward."""
-        self.has_trained = False
-        """True after the first forward of a training step."""
+        self._checked = self._has_trained = False
+        """True after the first forward, and the first of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
         """The outputs of blocks of earlier stages."""
         self._passed.register_hook(self._refuse_gradient)
 
-    def end_forward(self, training: bool) -> None:
-        """Stop checking forwards; after one in training, stop checking losses, too."""
+    def end_forward(self) -> None:
+        """Stop checking forwards."""
         self._checked = True
-        self.has_trained = self.has_trained or training
 
     def passer(self) -> Callable[..., Any]:
         """Return the forward of a block of an earlier stage: its input, as NaN, to find what else depends on it.
@@ -112,20 +109,17 @@ class FirstBatch:
         return list(dict.fromkeys(names[one] for one in variables if one in names))
 
     def check_loss(self, outputs: Any) -> None:
-        """Raise ConfigError if the loss depends on other stages' parameters."""
-        if self.has_trained:
+        """Raise ConfigError if the loss of the first training step depends on other stages' parameters."""
+        if self._has_trained:
             return
+        self._has_trained = True
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and not torch.isfinite(loss.detach()).all() and self._stand_ins_in([loss]):
             raise self._depends("the loss", loss)
 
 
 def left_checker(option: str, name: str, *in_training: Callable[..., None]) -> Callable[..., None]:
-    """Return a forward hook for a block, which refuses what it keeps in its first call in training, and in evaluation.
-
-    Args:
-        in_training: other functions to call in training, with what the hook gets.
-    """
+    """Return a forward hook that checks what a block keeps, once in training, as `in_training` do, and in evaluation."""
     checks = {True: refuse_left_tensors, False: refuse_left_in_evaluation}
 
     def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -31,8 +31,8 @@ from trainer.strategies.fsdp.mesh import ModelSplit
 from trainer.strategies.fsdp.one_reader import digest
 
 _EVERY = 64
-Kept = dict[str, tuple[Any, dict[str, list[tuple[Any, int]]]]]
-"""By words for a module or object: itself, and by attribute the values in it with their versions."""
+Kept = dict[str, tuple[Any, dict[str, list[tuple[Any, Any]]]]]
+"""By words for a module or object: itself, and by attribute the values in it with marks, which change with them."""
 Unread = dict[int, tuple[Any, dict[str, str]]]
 """By `id` of a module or object: itself, and by attribute the error of reading it."""
 
@@ -74,7 +74,7 @@ class KeptValues:
         self._limit = max(torch.finfo(dtype).eps / 64, 1e-5)
         self._compared, self._comparisons = compared, 1
         self._marks: list[Any] = []
-        """The values with which blocks were compared."""
+        """Those of the values with which blocks were compared."""
         self.compares = False
         """True if blocks are compared again in the next step."""
         self._steps = 0
@@ -172,14 +172,15 @@ class KeptValues:
                 )
 
 
-def _values(kept: Any) -> list[tuple[Any, int]]:
-    """Return the tensors, numbers and texts of an attribute, with versions; of generators numbers for their states."""
+def _values(kept: Any) -> list[tuple[Any, Any]]:
+    """Return the tensors, numbers and texts of an attribute, with marks; of generators numbers for their states."""
     values = [kept]
     if isinstance(kept, (list, tuple, deque, dict)):
         values = torch.utils._pytree.tree_leaves(kept) if is_container([*kept]) else []
     if isinstance(kept, torch.Generator) or is_users(kept):
         values = [digest(one.get_state()) for one in own_generators(kept, depth=1)]
-    return [(one, one._version if isinstance(one, torch.Tensor) else 0) for one in values if _is_value(one)]
+    found = [one for one in values if _is_value(one)]
+    return [(one, (id(one), one._version) if isinstance(one, torch.Tensor) else one) for one in found]
 
 
 def _is_value(one: Any) -> bool:
@@ -193,20 +194,14 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, f
     """Return a number, by attribute, for the values of those that have changed."""
     changed = {}
     for name, values in after.items():
-        former = before.get(name, [])
-        pairs = zip(values, former, strict=False)
-        if len(values) != len(former) or any(a is not b or version != seen for (a, version), (b, seen) in pairs):
+        if [mark for _, mark in values] != [mark for _, mark in before.get(name, [])]:
             changed[name] = sum(map(_number, (one for one, _ in values)))
     return changed
 
 
 def _marks(kept: Kept) -> list[Any]:
-    """Return numbers and texts, and in place of tensors other numbers, by which a change of values is known."""
-    of_values = [(place, name, values) for place, (_, found) in kept.items() for name, values in found.items()]
-    return [
-        (*place, [(id(one) if isinstance(one, torch.Tensor) else one, seen) for one, seen in values])
-        for *place, values in of_values
-    ]
+    by_place = [(place, name, values) for place, (_, found) in kept.items() for name, values in found.items()]
+    return [(place, name, [mark for _, mark in values]) for place, name, values in by_place]
 
 
 def _number(value: Any) -> float:

@@ -223,7 +223,7 @@ class Pipeline:
             self._next.send(outputs)
         elif training:
             self._first_batch.check_loss(outputs)
-        self._first_batch.end_forward(training)
+        self._first_batch.end_forward()
         if training:
             self._saved.append(MicroBatch(outputs, received, synchronizes))
             self._expect_gradient()

@@ -50,7 +50,7 @@ class PlanCheck:
         self._hooks = {name: _hooks_of(layer) for name, layer in layers.items()}
         """The hooks of each layer without those that split it."""
         self.compared = set[tuple[Any, ...]]()
-        """The ways of blocks, see `way_of`, that have been compared, with and without gradients."""
+        """The ways of blocks, see `way_of`, that have been compared; one with gradients is one without, too."""
 
     def watch(self, blocks: Mapping[str, nn.Module], here: Mapping[str, nn.Module]) -> None:
         """Compare modules in their first forward, if their layers are split by the styles of `STYLES`.
@@ -92,11 +92,8 @@ class PlanCheck:
 
     def _comparer(self, name: str, hooks: Mapping[str, Hooks], split: bool) -> Any:
         def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling():
-                return
-            way, grads = way_of(name, block, args, kwargs), torch.is_grad_enabled()
-            if (grads, *way) not in self.compared:
-                self.compared.update(((grads, *way), (False, *way)))
+            if not torch.compiler.is_compiling() and (way := way_of(name, block, args, kwargs)) not in self.compared:
+                self.compared.update((way, (False, *way[1:])))
                 refuse_outer_checkpoint("tensor_parallel", name, block)
                 self._compare(name, block, hooks, split, without_caches(args), without_caches(kwargs))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
@@ -40,14 +39,13 @@ def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layout: ModelSplit, exchange: str) -> None:
+def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layout: ModelSplit) -> None:
     """Raise ConfigError for all blocks that cannot be stages of a pipeline, or compute parts of sequences."""
     problems: list[str] = []
     if layout.pipeline > 1:
         problems += _repeated_blocks(module, blocks)
     if layout.context > 1:
         problems += _mixing_layers(blocks)
-        problems += _attention_of_models(module, blocks, layout, exchange)
     raise_problems(problems, type(module).__name__)
 
 
@@ -87,36 +85,3 @@ def _mixes(layer: nn.Module) -> str:
     if isinstance(layer, _NormBase):
         return "whose statistics are those of all tokens"
     return ""
-
-
-def _attention_of_models(
-    module: nn.Module, blocks: Mapping[str, nn.Module], layout: ModelSplit, exchange: str
-) -> Iterator[str]:
-    """Yield what the configs of Hugging Face models around the blocks say about their attention."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return
-    first = next(iter(blocks))
-    around = [
-        (name, child)
-        for name, child in module.named_modules()
-        if isinstance(child, transformers.PreTrainedModel) and f"{first}.".startswith(f"{name}." if name else "")
-    ]
-    if not around:
-        return
-    name, model = around[-1]
-    config: Any = model.config
-    attention = getattr(config, "_attn_implementation", "sdpa")
-    # Another library's model may call torch's function in code of its own.
-    if attention != "sdpa" and type(model).__module__.startswith("transformers."):
-        yield (
-            f"context_parallel: the attention of {name} ({type(model).__name__}) is {attention!r}, and has to be "
-            f"'sdpa': attn_implementation=\"sdpa\", if the model has it. {HOW}."
-        )
-    heads = getattr(config, "num_attention_heads", None)
-    if exchange == "heads" and isinstance(heads, int) and heads // layout.tensor % layout.context:
-        of_process = f"{heads // layout.tensor} heads of attention" + (" on a process" if layout.tensor > 1 else "")
-        yield (
-            f"context_parallel={layout.context} does not divide {of_process}: give context_exchange='keys', or a "
-            "number that does."
-        )

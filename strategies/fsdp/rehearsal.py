@@ -29,9 +29,9 @@ Compute = Callable[[Callable[[Any], Any]], Mapping[str, torch.Tensor]]
 
 
 def way_of(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the mode of a block, and flags, texts and kinds of its arguments: a forward may go another way by them."""
+    """Return what a forward may go another way by: modes, and flags, texts and kinds among its arguments."""
     plain = (one if isinstance(one, (bool, str)) else type(one) for one in (*args, *kwargs.values()))
-    return name, block.training, *plain
+    return torch.is_grad_enabled(), name, block.training, *plain
 
 
 class Difference(NamedTuple):

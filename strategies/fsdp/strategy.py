@@ -520,7 +520,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout.pipeline * self.layout.context > 1:
             blocks = self._split_blocks = main_stack(blocks)
             refuse_collecting(f"{self.layout}", module)
-            refuse_unsplittable(module, blocks, self.layout, self.context_exchange)
+            refuse_unsplittable(module, blocks, self.layout)
         lines, here = [], blocks
         if self.layout.pipeline > 1:
             assert self._mesh is not None

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.helpers.processes import run_distributed
 from trainer.distributed.all_gather import gather_nested
@@ -38,6 +40,10 @@ def exchange() -> dict[Any, Any]:
         found["gathered", dtype] = gather_nested(tensor[::2], tensor.device, None, sync_grads=False).to(torch.complex64)
         group.broadcast_over_readers([tensor])
         found[dtype] = tensor.to(torch.complex64)
+    mesh = init_device_mesh("cpu", (2,))
+    found["distributed"] = DTensor.from_local(torch.full((2,), float(rank)), mesh, [Replicate()], run_check=False)
+    group.broadcast_over_readers([found["distributed"]])
+    found["distributed"] = found["distributed"].to_local()
     dist.destroy_process_group()
     return found
 
@@ -52,6 +58,7 @@ def test_every_tensor_has_the_values_of_rank_0(tmp_path: Path, monkeypatch: pyte
                 places.view(-1)[place] = 1
             expected = torch.where(places == 1, torch.arange(16.0).view(4, 4), expected)
             torch.testing.assert_close(found[name], expected, rtol=0, atol=0)
+        assert found["distributed"].tolist() == [0, 0]
         for dtype in DTYPES:
             assert found[dtype].tolist() == [0, 1, 1]
             assert found["gathered", dtype].tolist() == [[0, 1], [1, 1]]

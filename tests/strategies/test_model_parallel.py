@@ -32,15 +32,12 @@ from trainer import Callback, Trainer, TrainModule, seed_everything
 from trainer.callbacks import ModelCheckpoint, PredictionWriter
 from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
-from trainer.model.blocks import find_blocks
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
 from trainer.strategies.fsdp.first_batch import FirstBatch, refuse_collecting
-from trainer.strategies.fsdp.mesh import ModelSplit
 from trainer.strategies.fsdp.messages import Neighbour
 from trainer.strategies.fsdp.plan import find_plan, needs_newer_torch, resolve_plan
 from trainer.strategies.fsdp.plan_check import PlanCheck
-from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategies.fsdp.rehearsal import difference_of
 from trainer.strategy import StepConfig
 
@@ -1243,27 +1240,39 @@ def test_stages_name_what_they_lack_before_split_blocks_are_compared(
 OTHER_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 
 
-@pytest.mark.parametrize(
-    ("option", "config", "words"),
-    [
-        ("context", {"attn_implementation": "eager"}, "net.model (LlamaModel) is 'eager', and has to be 'sdpa'"),
-        ("context", OTHER_HEADS, "does not divide 3 heads of attention"),
-        ("tensor", OTHER_HEADS, "does not divide the 3 num_attention_heads of the model"),
-    ],
-    ids=["another attention", "heads to exchange", "heads to split"],
-)
-def test_what_configs_of_models_say_is_refused_before_anything_is_split(
-    option: str, config: dict[str, Any], words: str
-) -> None:
+def test_heads_of_models_that_cannot_be_split_are_refused_before_anything_is_split() -> None:
     transformers = pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
-    sizes = {**LLM, "hidden_size": 24, "attn_implementation": "sdpa", **config}
+    sizes = {**LLM, "hidden_size": 24, **OTHER_HEADS}
     module = nn.ModuleDict({"net": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))})
-    refuse = partial(refuse_unsplittable, module, find_blocks(module, "auto"), ModelSplit(context=2), "heads")
-    if option == "tensor":
-        refuse = partial(resolve_plan, module, find_plan(module), 2)
-    with pytest.raises(ConfigError) as refused:
-        refuse()
-    assert words in str(refused.value)
+    with pytest.raises(ConfigError, match="does not divide the 3 num_attention_heads of the model"):
+        resolve_plan(module, find_plan(module), 2)
+
+
+class OfTransformers(Small):
+    """A model whose config chooses the attention."""
+
+    def __init__(self, attention: str, **config: int) -> None:
+        from transformers import LlamaConfig, LlamaModel
+
+        super().__init__()
+        sizes = {**LLM, "hidden_size": 48, "attn_implementation": attention, **config}
+        self.net = LlamaModel(LlamaConfig(**sizes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs_embeds=x.repeat(1, 1, 6)).last_hidden_state[..., :8]
+
+
+def refuse_models() -> list[str]:
+    eager: Any = lambda *blocks: OfTransformers("eager")  # noqa: E731
+    odd: Any = lambda *blocks: OfTransformers("sdpa", **OTHER_HEADS)  # noqa: E731
+    return [refusal(eager, nn.Identity, CP), refusal(odd, nn.Identity, {**CP, "context_exchange": "heads"})]
+
+
+def test_the_attention_of_models_is_compared_with_that_of_full_sequences() -> None:
+    pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
+    for another, odd in run_distributed(refuse_models, 2):
+        assert 'attn_implementation="sdpa"' in another
+        assert "does not divide 3 heads of attention: give context_exchange='keys'" in odd
 
 
 @pytest.mark.parametrize("in_config", [True, False], ids=["in the config", "in a call"])

@@ -181,8 +181,9 @@ def broadcast_into(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     Of a distributed or quantized tensor this is done with the tensors that it consists of, on this process.
     """
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            broadcast_into(getattr(tensor, name), group)
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in (one for one in parts if isinstance(one, torch.Tensor)):  # a distributed tensor names its mesh, too
+            broadcast_into(part, group)
         return
     own = tensor.detach()
     for dim, stride in enumerate(own.stride()):
