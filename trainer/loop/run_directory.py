@@ -16,7 +16,6 @@ from typing import Any
 from trainer.arguments import kept_path, local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory, temporary_path_for
-from trainer.checkpoint.left_out import left_out_of
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.distributed.process_group import SingleProcess
@@ -100,10 +99,9 @@ def refuse_weights_alone(path: StoragePath) -> None:
     full = [one for one, about in infos.items() if not about.get("weights_only")]
     nearest = min(full, key=lambda one: abs(_number(infos[one].get("step")) - _number(info.get("step"))), default=None)
     fix = "there is no other beside it" if nearest is None else f"the nearest from which it can is {printable(nearest)}"
-    left_out = left_out_of(info)
-    why = f"it could not hold {first_of(left_out)}" if left_out else "save_weights_only=True"
     raise CheckpointError(
-        f"{printable(str(path))} has weights only ({why}), from which no training can go on: {fix}. "
+        f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
+        f"which no training can go on: {fix}. "
         "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 
