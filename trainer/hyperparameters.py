@@ -282,11 +282,10 @@ def construct(owner: type[T], arguments: Mapping[str, Any]) -> T:
 
 def _bound(owner: type, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
     signature = inspect.signature(owner)
-    kinds = {name: one.kind for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
-    bound = inspect.BoundArguments(signature, {name: one for name, one in arguments.items() if name in kinds})
-    if any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in bound.arguments):
-        bound.apply_defaults()
-    others = {name: one for name, one in arguments.items() if name not in kinds}
+    named = {name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+    bound = inspect.BoundArguments(signature, {name: one for name, one in arguments.items() if name in named})
+    bound.apply_defaults()  # else `*args` could not follow one that is not given
+    others = {name: one for name, one in arguments.items() if name not in named}
     return signature.bind(*bound.args, **bound.kwargs, **others)
 
 

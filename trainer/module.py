@@ -442,7 +442,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         return module.to(device) if device is not None else module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add data of your own to `checkpoint` before it is written."""
+        """Add data of your own to `checkpoint`, which is about to be written, or rehearsed before the first step."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read data of your own from `checkpoint`, before the weights are loaded."""

@@ -330,7 +330,7 @@ def test_without_what_trains_only_the_weights_are_written_and_last_stays(spoiled
         fit(Net((spoiled,), before_step=4), tmp_path, 4)
     info = read_manifest(tmp_path / "step=4").info
     assert (info["left_out"], info["weights_only"]) == ([f"{spoiled}s"], True)
-    with pytest.raises(CheckpointError, match=rf"has weights only \(it could not hold {spoiled}s\).*step=2"):
+    with pytest.raises(CheckpointError, match=r"has weights only.*could not be stored.*step=2"):
         fit(Net(), tmp_path, 4, tmp_path / "step=4")
     module = Net()
     assert quiet().validate(module, loader(1), ckpt_path=tmp_path / "step=4")

@@ -57,7 +57,7 @@ _reported: set[tuple[str, ...]] = set()
 """The entries and classes of which a warning was logged."""
 
 Refused = list[tuple[tuple[Any, ...], str]]
-"""The keys and indices that lead to each value that cannot be stored, and a message about it."""
+"""The path to each value that cannot be stored, from its entry on, and what it is."""
 
 
 @sendable
@@ -70,14 +70,17 @@ class UnstorableError(CheckpointError):
 
 def unstorable(refused: Refused) -> UnstorableError:
     """Return the error of values that cannot be stored."""
-    problems = [problem for _, problem in refused]
-    if len(problems) == 1:
-        error = UnstorableError(f"cannot store {problems[0]}. {_ALLOWED}.")
-    else:
-        shown = "".join(f"\n  - {problem}" for problem in problems[:20])
-        error = UnstorableError(f"cannot store {len(problems)} fields. {_ALLOWED}.{shown}")
+    problems = [f"{place(path)}: it is a {what}" for path, what in refused]
+    shown = "".join(f"\n  - {problem}" for problem in problems[:20])
+    several = f"{len(problems)} fields. {_ALLOWED}.{shown}"
+    error = UnstorableError(f"cannot store {several if len(problems) > 1 else f'{problems[0]}. {_ALLOWED}.'}")
     error.refused = refused
     return error
+
+
+def place(path: Sequence[Any]) -> str:
+    """Return a path as a text, such as callbacks['Timer']."""
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
 
 
 class Serialized(NamedTuple):
@@ -164,7 +167,7 @@ class _Serializer:
             return self._container(value, lambda items: {"$default": [name, self._items(items)]})
         if isinstance(value, dict) and not (self._exact and kind not in (dict, OrderedDict)):
             if kind not in (dict, OrderedDict):
-                self._report_dict(_name(kind))
+                self._report(_name(kind))
             return self._container(value, self._dict)
         self._refuse(f"{_name(kind)}; {_advice(value)}")
         return None
@@ -244,18 +247,14 @@ class _Serializer:
             candidate = f"{name}#{number}"
         return candidate
 
-    @property
-    def _place(self) -> str:
-        return self._where + "".join(f"[{key!r}]" for key in self._path)
-
-    def _report_dict(self, kind: str) -> None:
-        entry = (self._where, *map(str, self._path[:1]), kind)
-        if entry not in _reported:
+    def _report(self, kind: str) -> None:
+        if (entry := (self._where, *map(str, self._path[:1]), kind)) not in _reported:
             _reported.add(entry)
-            log.warning("%s: it is a %s, and comes back from a checkpoint as a dict", printable(self._place), kind)
+            where = printable(place([self._where, *self._path]))
+            log.warning("%s: it is a %s, and comes back from a checkpoint as a dict", where, kind)
 
     def _refuse(self, what: str) -> None:
-        self.refused.append(((self._where, *self._path), f"{self._place}: it is a {what}"))
+        self.refused.append(((self._where, *self._path), what))
 
 
 def _memory(tensor: torch.Tensor) -> Any:

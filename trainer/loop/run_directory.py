@@ -17,7 +17,6 @@ from trainer.arguments import kept_path, local_path
 from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory, temporary_path_for
-from trainer.checkpoint.left_out import left_out_of
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file
@@ -101,16 +100,15 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
         return path
     infos = {str(one): read_manifest(one).info for one in checkpoints_in(path.parent)}
     full = [one for one, about in infos.items() if not about.get("weights_only")]
-    left_out = left_out_of(info)
     saves_all = not all(one.save_weights_only for one in run.checkpoint_callbacks)
-    if ckpt_path == "last" and not full and saves_all and not left_out:
+    if ckpt_path == "last" and not full and saves_all and "left_out" not in info:
         log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
         return None
     nearest = min(full, key=lambda one: abs(_number(infos[one].get("step")) - _number(info.get("step"))), default=None)
     fix = "there is no other beside it" if nearest is None else f"the nearest from which it can is {printable(nearest)}"
-    why = f"it could not hold {first_of(left_out)}" if left_out else "save_weights_only=True"
     raise CheckpointError(
-        f"{printable(str(path))} has weights only ({why}), from which no training can go on: {fix}. "
+        f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
+        f"which no training can go on: {fix}. "
         "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 

@@ -63,16 +63,14 @@ def _rehearsed_state(run: Run) -> dict[str, Any]:
             failed.append(f"{what} ({type(error).__name__}: {error})")
             return {}
 
+    callbacks = callbacks_by_state_key(run.callbacks)
     groups = [[{**group, "params": []} for group in optimizer.param_groups] for optimizer in run.optimizers]
     state = {
         "model": tried("state_dict of the module", module.state_dict),
         "optimizers": [{"state": {}, "param_groups": of_one} for of_one in groups],
         "schedulers": [config.scheduler.state_dict() for config in run.scheduler_configs],
         "progress": run.progress.state_dict(),
-        "callbacks": {
-            key: tried(f"state_dict of {key}", callback.state_dict)
-            for key, callback in callbacks_by_state_key(run.callbacks).items()
-        },
+        "callbacks": {key: tried(f"state_dict of {key}", one.state_dict) for key, one in callbacks.items()},
         "data": {} if data is None else tried("state_dict of the data module", data.state_dict),
         "hyperparameters": run.hyperparameters(),
     }
@@ -83,11 +81,8 @@ def _rehearsed_state(run: Run) -> dict[str, Any]:
     weights = dict(module.named_parameters(remove_duplicate=False))
     state["model"] = {name: one for name, one in state["model"].items() if name not in weights and _is_known(one)}
     if failed:
-        log.info(
-            "the rehearsal of a checkpoint, before the first step, passes over what failed, which the first save calls "
-            "again: %s",
-            printable("; ".join(failed)),
-        )
+        words = "failed in the rehearsal of a checkpoint; the first save calls it again: %s"
+        log.info(words, printable("; ".join(failed)))
     return state
 
 
