@@ -143,9 +143,10 @@ def test_keys_may_be_numbers_where_a_text_is_all_there_is(words: tuple[str, ...]
     Path("run.json").write_text('{"module": {"class_path": "model.py:Model", "steps": {"1": 0.5, "2": 7}}}')
     Path("run.toml").write_text('[module]\nclass_path = "model.py:Model"\nsteps = {1 = 0.5, 2 = 7}\n')
     Path("run.yaml").write_text("module: {class_path: model.py:Model, steps: {1: 0.5}, table: {'1': a}}\n")
-    assert loaded(words[0], overrides=[("module.steps.2", read_value("7", "x"))]).module.arguments[
-        "steps"
-    ] == {1: 0.5, 2: 7.0}
+    assert loaded(words[0], overrides=[("module.steps.2", read_value("7", "x"))]).module.arguments["steps"] == {
+        1: 0.5,
+        2: 7.0,
+    }
     code, _, err = command("fit", "--config", *words, "--print-config")
     assert code == 0, err
     code, _, err = command("fit", "--config", words[0], "--module.steps.a", "7")
