@@ -179,6 +179,32 @@ def test_a_module_in_python_stays_as_it_is_and_that_is_said(tmp_path: Path, capl
     assert "module.size" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("saved", "now", "lines"),
+    [
+        ({"a": {"b": 1}}, None, ["a/b: 1 in the checkpoint; the module keeps its own, nothing", "..., None"]),
+        (None, {"a": 1}, ["module.size: None in the checkpoint; the module keeps its own, nothing", "nothing in the"]),
+        ({"a": 1}, {"a": 1, "b": 2}, ["module.size/b: nothing in the checkpoint; the module keeps its own, 2"]),
+        ({"a": 1, "b": {}}, {"a": 2}, ["module.size/a: 1 in the checkpoint; the module keeps its own, 2"]),
+    ],
+)
+def test_values_of_other_shapes_are_said_too(
+    saved: Any, now: Any, lines: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Shaped(Sized):
+        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            pass
+
+    data = DataLoader(torch.ones(2, 1))
+    options = {"default_root_dir": tmp_path, "accelerator": "cpu", "enable_progress_bar": False}
+    Trainer(max_epochs=1, **options).fit(Shaped(saved), data)
+    Trainer(**options).test(Shaped(now), data, ckpt_path="last")
+    told = [line for line in caplog.messages if line.startswith("module.size")]
+    assert len(told) == len(lines)
+    for line in lines:
+        assert any(line.removeprefix("...") in one for one in told), told
+
+
 NESTED = """
 import json
 from dataclasses import dataclass, field

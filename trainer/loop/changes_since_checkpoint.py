@@ -295,11 +295,14 @@ def _listed(changed: Mapping[str, list[str]]) -> str:
 
 def _report_other_hyperparameters(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Log the hyperparameters that a module which is evaluated has otherwise than the checkpoint says."""
-    saved = flat_names(checkpoint.get("hyperparameters", {}).get("module", {}))
-    now = flat_names(run.hyperparameters().get("module", {}))
+    both = checkpoint.get("hyperparameters", {}).get("module", {}), run.hyperparameters().get("module", {})
+    saved, now = (flat_names({name: one[name] for name in both[0] if name in both[1]}) for one in both)
     if run.strategy.processes.is_global_zero:
-        for name in (name for name, value in saved.items() if name in now and now[name] != value):
-            words = f"module.{name}: {saved[name]!r} in the checkpoint; the module keeps its own, {now[name]!r}"
+        for name in (
+            name for name in {**saved, **now} if (name in saved, saved.get(name)) != (name in now, now.get(name))
+        ):
+            values = [repr(one[name]) if name in one else "nothing" for one in (saved, now)]
+            words = f"module.{name}: {values[0]} in the checkpoint; the module keeps its own, {values[1]}"
             log.warning("%s", printable(words))
 
 
