@@ -119,7 +119,7 @@ class FirstBatch:
 
 
 def left_checker(option: str, name: str, *in_training: Callable[..., None]) -> Callable[..., None]:
-    """Return a forward hook that checks what a block keeps, once in training, as `in_training` do, and in evaluation."""
+    """Return a forward hook that checks what a block keeps once in training (`in_training`, too) and evaluation."""
     checks = {True: refuse_left_tensors, False: refuse_left_in_evaluation}
 
     def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
