@@ -211,7 +211,7 @@ class ModelCheckpoint(Checkpoint):
         """True if the run goes on in the run directory of its checkpoint."""
         self.saved_step = -1
         self._saved_place: tuple[int, int] | None = None
-        """Where in that step this process has written the newest one; None: it has written none."""
+        """The place in that step at which this process has written the newest one; None: it has written none."""
         self._last_time = time.monotonic()
         self._time_is_up = False
         """A checkpoint is due by `train_time_interval`, until one is written."""
