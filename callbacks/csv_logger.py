@@ -130,10 +130,9 @@ class CSVLogger(FileLogger):
 
 
 class _File:
-    """A CSV file whose rows of the last step can still change. Earlier rows are on disk, or pending in memory.
+    """A CSV file whose rows of the last step can still change, unless it `closes` those that are there.
 
-    Args:
-        closes: the rows that are there do not change.
+    Earlier rows are on disk, or pending in memory.
     """
 
     def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]], closes: bool = False) -> None:

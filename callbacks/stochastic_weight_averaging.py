@@ -75,8 +75,7 @@ class StochasticWeightAveraging(AveragingCallback):
         self.latest_update_epoch = -1
         self.avg_fn = avg_fn
         self._change = equal_weights if avg_fn is None else from_avg_fn(avg_fn)
-        self._first: int | None = None
-        """The first of these epochs, counted from 0, where it depends on `max_epochs`."""
+        self._first: int | None = None  # of these epochs, where it depends on `max_epochs`
         self._rates: list[float] = []
         """The learning rates before the first of these epochs, by group."""
 

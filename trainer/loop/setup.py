@@ -147,8 +147,7 @@ def start_run(
             if stage == "fit":
                 report_short_schedules(run)
                 find_fitting_batches(run)
-            report_changes(run, checkpoint, allow_changes)
-            report_end(run)
+            report_restored(run, checkpoint, allow_changes)
             run.watch_numbers()
             run.skip_needless_calls()
             start_watchdog(run, cleanup)
@@ -348,8 +347,9 @@ def report_short_schedules(run: Run) -> None:
         )
 
 
-def report_end(run: Run) -> None:
-    """Warn if nothing is left to train; a run that has ended as a whole stays as it is then. Collective."""
+def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: Collection[str]) -> None:
+    """Report changes since the checkpoint, and a run that has ended, which then stays as it is. Collective."""
+    report_changes(run, checkpoint, allow_changes)
     if run.stage != "fit" or run.resumed_from is None or run.settings.fast_dev_run:
         return
     step, last_step, max_epochs = run.progress.step, run.settings.max_steps, run.config.max_epochs

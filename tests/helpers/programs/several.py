@@ -218,101 +218,112 @@ def flat(net: nn.Module) -> list[float]:
     return [one for weight in net.parameters() for one in weight.detach().flatten().tolist()]
 
 
+class Loop:
+    """The loop by hand."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.found, self.net = program, Expected(), make_net(program)
+        self.optimizers, self.schedulers = program.optimizers.made_for(self.net)
+        if program.unfreeze.epoch is not None and program.unfreeze.by == "a group":
+            self.optimizers = [torch.optim.SGD(self.net[1].parameters(), lr=0.05, momentum=program.optimizers.momentum)]
+            exponential = torch.optim.lr_scheduler.ExponentialLR
+            self.schedulers = [exponential(self.optimizers[0], 0.9) for _ in self.schedulers]
+        interval = program.vals.interval
+        self.every = max(1, int(BATCHES * interval)) if isinstance(interval, float) else interval
+        self.inside = interval != 1.0
+        self.step = self.waits = 0
+        self.stopped = False
+        self.average: list[torch.Tensor] | None = None
+
+    def run(self) -> Expected:
+        """Train."""
+        for epoch in range(self.program.ending.epochs):
+            self._unfreeze(epoch)
+            losses = [loss for batch_idx in range(BATCHES) if (loss := self._batch(epoch, batch_idx)) is not None]
+            if len(losses) == BATCHES - (epoch == 1 and self.program.ending.bad >= 0):
+                if not self.inside:
+                    self._validate()
+                self._step_schedulers("epoch")
+                self.found.epoch_ends.append(self.step)
+            elif self.program.average.kind == "epochs":
+                self._update_average()
+            self.found.log(self.step, "mean", sum(losses) / len(losses))
+            if self.stopped:
+                break
+        self.found.step = self.step
+        if self.average is not None:
+            load(self.net, self.average)
+        self.found.final = flat(self.net)
+        return self.found
+
+    def _unfreeze(self, epoch: int) -> None:
+        if epoch == self.program.unfreeze.epoch:
+            self.net[0].requires_grad_(True)
+            if self.program.unfreeze.by == "a group":
+                self.optimizers[0].add_param_group({"params": [*self.net[0].parameters()], "lr": 0.02})
+                for scheduler in self.schedulers:
+                    scheduler.base_lrs.append(0.02)
+
+    def _step_schedulers(self, interval: str) -> None:
+        for scheduler in self.schedulers if self.program.optimizers.schedule == interval else ():
+            scheduler.step()
+
+    def _batch(self, epoch: int, batch_idx: int) -> float | None:
+        """Train a batch and return its loss; None: it is left out, or the run has stopped before it."""
+        program, batch = self.program, training_batch(batch_idx)
+        if (self.stopped and batch_idx > 0) or (epoch == 1 and batch_idx == program.ending.bad):
+            return None
+        rate, shown = self.optimizers[0].param_groups[0]["lr"], loss_of(self.net, batch).item()
+        for number in program.optimizers.stepping(batch_idx) if program.optimizers.manual else (0,):
+            for one in self.optimizers:
+                one.zero_grad()
+            loss_of(self.net, batch).backward()
+            for one in [self.optimizers[number]] if program.optimizers.manual else self.optimizers:
+                one.step()
+        self.step += 1
+        self._step_schedulers("step")
+        if program.average.kind is not None:
+            self._update_average()
+            if program.average.kind == "epochs" and batch_idx == BATCHES - 1:
+                self._update_average()
+        self.found.weights[self.step] = flat(self.net)
+        if self.step % program.loggers.every == 0:
+            self.found.log(self.step, "loss", shown)
+            self.found.log(self.step, "rate", rate)
+        if self.inside and (batch_idx + 1) % self.every == 0:
+            self._validate()
+        return shown
+
+    def _update_average(self) -> None:
+        now = [weight.detach().clone() for weight in self.net.parameters()]
+        before = now if self.average is None else self.average
+        self.average = [0.5 * a + 0.5 * b for a, b in zip(before, now, strict=True)]
+
+    def _validate(self) -> None:
+        trained = [weight.detach().clone() for weight in self.net.parameters()]
+        if self.average is not None:
+            load(self.net, self.average)
+        means, losses = [], []
+        for number in range(self.program.vals.number):
+            of_loader = [(loss_of(self.net, batch).item(), len(batch["id"])) for batch in val_batches(number)]
+            means.append(sum(loss * size for loss, size in of_loader) / sum(size for _, size in of_loader))
+            losses += [loss for loss, _ in of_loader]
+        load(self.net, trained)
+        for number, mean in enumerate(means):
+            self.found.log(self.step, "val" if len(means) == 1 else f"val/dataloader_idx_{number}", mean)
+        score = sum(losses) / len(losses)
+        for name, value in {"score": score, "flat": 1.0, "falling": -float(self.step)}.items():
+            self.found.log(self.step, name, value)
+        self.found.scores[self.step] = score
+        self.found.validated.append(self.step)
+        self.waits += len(self.found.validated) > 1
+        patience = self.program.early.patience
+        self.stopped = self.stopped or (patience is not None and self.waits >= patience)
+
+
 def run_by_hand(program: Program) -> Expected:
     """Train by hand."""
-    found, net = Expected(), make_net(program)
-    optimizers, schedulers = program.optimizers.made_for(net)
-    if program.unfreeze.epoch is not None and program.unfreeze.by == "a group":
-        optimizers[0] = torch.optim.SGD(net[1].parameters(), lr=0.05, momentum=program.optimizers.momentum)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.9) for _ in schedulers]
-    average: list[torch.Tensor] | None = None
-    interval = program.vals.interval
-    every = max(1, int(BATCHES * interval)) if isinstance(interval, float) else interval
-    inside, step, waits, stopped = interval != 1.0, 0, 0, False
-
-    def update_average() -> None:
-        nonlocal average
-        now = [weight.detach().clone() for weight in net.parameters()]
-        average = now if average is None else [0.5 * a + 0.5 * b for a, b in zip(average, now, strict=True)]
-
-    def validate() -> None:
-        nonlocal waits, stopped
-        trained = [weight.detach().clone() for weight in net.parameters()]
-        if average is not None:
-            load(net, average)
-        sums, total, counts = [], 0.0, 0
-        for number in range(program.vals.number):
-            losses = [(loss_of(net, batch).item(), len(batch["id"])) for batch in val_batches(number)]
-            sums.append(sum(loss * size for loss, size in losses) / sum(size for _, size in losses))
-            total, counts = total + sum(loss for loss, _ in losses), counts + len(losses)
-        for number, mean in enumerate(sums):
-            found.log(step, "val" if len(sums) == 1 else f"val/dataloader_idx_{number}", mean)
-        found.scores[step] = total / counts
-        found.validated.append(step)
-        found.log(step, "score", total / counts)
-        found.log(step, "flat", 1.0)
-        found.log(step, "falling", -float(step))
-        load(net, trained)
-        waits += len(found.validated) > 1
-        stopped = stopped or (program.early.patience is not None and waits >= program.early.patience)
-
-    for epoch in range(program.ending.epochs):
-        if epoch == program.unfreeze.epoch:
-            net[0].requires_grad_(True)
-            if program.unfreeze.by == "a group":
-                optimizers[0].add_param_group({"params": [*net[0].parameters()], "lr": 0.02})
-                for scheduler in schedulers:
-                    scheduler.base_lrs.append(0.02)
-        losses = []
-        for batch_idx in range(BATCHES):
-            batch = training_batch(batch_idx)
-            if epoch == 1 and batch_idx == program.ending.bad:
-                continue
-            rate = optimizers[0].param_groups[0]["lr"]
-            shown = loss_of(net, batch).item()
-            losses.append(shown)
-            for number in program.optimizers.stepping(batch_idx) if program.optimizers.manual else (0,):
-                stepping = [optimizers[number]] if program.optimizers.manual else optimizers
-                for one in optimizers:
-                    one.zero_grad()
-                loss = loss_of(net, batch)
-                if loss.requires_grad:
-                    loss.backward()
-                for one in stepping:
-                    one.step()
-            step += 1
-            if program.optimizers.schedule == "step":
-                for scheduler in schedulers:
-                    scheduler.step()
-            if program.average.kind is not None:
-                update_average()
-                if program.average.kind == "epochs" and batch_idx == BATCHES - 1:
-                    update_average()
-            found.weights[step] = flat(net)
-            if step % program.loggers.every == 0:
-                found.log(step, "loss", shown)
-                found.log(step, "rate", rate)
-            if inside and (batch_idx + 1) % every == 0:
-                validate()
-                if stopped and batch_idx < BATCHES - 1:
-                    if program.average.kind == "epochs":
-                        update_average()
-                    break
-        else:
-            if not inside:
-                validate()
-            if program.optimizers.schedule == "epoch":
-                for scheduler in schedulers:
-                    scheduler.step()
-            found.epoch_ends.append(step)
-        found.log(step, "mean", sum(losses) / len(losses))
-        if stopped:
-            break
-    found.step = step
-    if average is not None:
-        load(net, average)
-    found.final = flat(net)
-    return found
+    return Loop(program).run()
 
 
 def load(net: nn.Module, weights: list[torch.Tensor]) -> None:
