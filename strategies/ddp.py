@@ -99,8 +99,8 @@ class DDPStrategy(DistributedStrategy):
         self._more_follow = False
         self._prepared = False
         """True from a forward to the backward in which torch averages the gradients."""
-        self._trained: list[DDPStrategy] = []
-        """The strategies of all modules that train together: the copies of this one share the list."""
+        self._trained: dict[DDPStrategy, None] = {}
+        """The strategies of all modules that train together: the copies of this one share them."""
 
     def problems(
         self,
@@ -131,8 +131,7 @@ class DDPStrategy(DistributedStrategy):
             self._wrap()
         else:
             self.processes.broadcast([*module.parameters(), *module.buffers()])
-        if self not in self._trained:
-            self._trained.append(self)
+        self._trained[self] = None
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         if self.wrapped is not None and self._flags() != self._wrapped_flags:  # by configure_optimizers
@@ -173,6 +172,9 @@ class DDPStrategy(DistributedStrategy):
         # With a static graph DDP learns the graph in the first backward, which has to communicate.
         if last or (self.static_graph and self._first_window):
             return nullcontext()
+        if self._prepared:  # by a forward whose backward did not come: a run that is resumed here does not know it
+            self._prepared = False
+            self.wrapped.reducer._reset_state()
         return self.wrapped.no_sync()
 
     @contextmanager
@@ -203,7 +205,7 @@ class DDPStrategy(DistributedStrategy):
         for one, _ in before:
             wrapped = one.wrapped
             if wrapped is not None and wrapped.find_unused_parameters and wrapped.require_backward_grad_sync:
-                wrapped.reducer.prepare_for_backward([loss])  # of which fewer may be used than of the outputs
+                wrapped.reducer.prepare_for_backward([loss])  # which may use fewer parameters than the outputs
                 one._prepared = True
         self._run_backward(loss)
         for one, gradients in before:
@@ -215,7 +217,7 @@ class DDPStrategy(DistributedStrategy):
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.module.parameters()]
 
     def _complete_backward(self) -> None:
-        """Average over the processes what torch has not."""
+        """Average over the processes what torch has not; the mean of what it has averaged is the same."""
         wrapped, world_size = self.wrapped, self.processes.world_size
         if wrapped is not None and self._prepared:
             self._prepared = False
@@ -227,7 +229,6 @@ class DDPStrategy(DistributedStrategy):
                     "DDPStrategy(static_graph=True) averages one backward after each forward, and this is a second "
                     "one: call backward once, for the sum of the losses; or leave static_graph out."
                 )
-            # The mean of what torch has averaged is the same.
             trained = [p for p in self.module.parameters() if p.requires_grad]
             average_gradients(trained, world_size, sparse_weights(self.module))
 

@@ -33,6 +33,9 @@ from tests.helpers.programs.data import (
 )
 from tests.helpers.programs.engine import Break, Saving, Second
 from tests.helpers.programs.interruptions import PASSED, Stop
+from tests.helpers.programs.layouts import problems_of_loops
+from tests.helpers.programs.loops import Gan, Heads, Layout, LoopProgram, Penalty, Rows, TwoModels
+from tests.helpers.programs.loops import Steps as LoopSteps
 from tests.helpers.programs.several import (
     Average,
     Early,
@@ -267,6 +270,26 @@ def one_program(rng: Numbered) -> str:
     if wrong is not None:
         raise WrongError(wrong)
     return ACCEPTED
+
+
+LOOPS = (
+    LoopProgram(rows=Rows(bad=True), idea=Gan(every=2), steps=LoopSteps(clip="norm")),
+    LoopProgram(layout=Layout("ddp"), idea=TwoModels(losses=2, order=13, named="none")),
+    LoopProgram(layout=Layout("ddp"), idea=Penalty(own_backward=True), steps=LoopSteps(window=2)),
+    LoopProgram(layout=Layout("ddp, unused"), idea=Heads("two backwards")),
+    LoopProgram(
+        layout=Layout("ddp, unused"), steps=LoopSteps(window=3, held_back="a"), idea=TwoModels(losses=2, order=3)
+    ),
+    LoopProgram(layout=Layout("fsdp"), rows=Rows(17), idea=Gan(every=2, between=True)),
+)
+"""Loops of which most were once wrong."""
+
+
+def test_loops_on_one_process_and_two_train_and_resume_as_by_hand() -> None:
+    for processes in (1, 2):
+        chosen = {number: one for number, one in enumerate(LOOPS) if one.layout.processes == processes}
+        assert all(one.fits() for one in chosen.values())
+        assert problems_of_loops(chosen, processes) == {number: [] for number in chosen}
 
 
 def test_a_drawn_loop_on_one_process_or_two_trains_and_resumes_as_by_hand(inputs: Inputs) -> None:
