@@ -97,8 +97,7 @@ def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
     yield run.hook_changes.kept()
     yield kept_torchmetrics(run.metrics)
     seen = {id(one) for one in (run.module.trainer, *run.module.modules())} if looks_inside else None
-    for owner in users_with_a_state(run):
-        yield from keep_attributes(owner, _LARGE, seen)
+    yield from keep_users(run, seen)
     for optimizer in run.optimizers:
         yield from keep_values([optimizer.param_groups], _LARGE)
         yield from keep_values([optimizer.state], _SMALL)
@@ -106,7 +105,16 @@ def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
         yield partial(config.scheduler.load_state_dict, deepcopy(config.scheduler.state_dict()))
 
 
-def users_with_a_state(run: Run) -> Iterator[Any]:
+def keep_users(run: Run, seen: set[int] | None = None) -> Iterator[Restore]:
+    """Yield functions that put back the plain attributes of users' callbacks, data module and module with a state.
+
+    `seen`: as for `keep_attributes`.
+    """
+    for owner in _users_with_a_state(run):
+        yield from keep_attributes(owner, _LARGE, seen)
+
+
+def _users_with_a_state(run: Run) -> Iterator[Any]:
     """Yield the user's callbacks, data module and parts of the module, if a checkpoint has what they return."""
     for callback in run.callbacks:
         kind = type(callback)

@@ -14,7 +14,7 @@ from trainer.checkpoint.writing import serialize_state
 from trainer.errors import CheckpointError, printable
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.callback_states import callbacks_by_state_key
-from trainer.loop.no_trace import keep_attributes, users_with_a_state
+from trainer.loop.no_trace import keep_users
 from trainer.loop.run import Run
 from trainer.seed import isolated_rng
 
@@ -36,7 +36,7 @@ def rehearse_save(run: Run) -> None:
     """
     processes, problem = run.strategy.processes, None
     with isolated_rng(run.strategy.device):
-        restore = [one for owner in users_with_a_state(run) for one in keep_attributes(owner)]
+        restore = [*keep_users(run)]
         state = _rehearsed_state(run)
         if processes.is_global_zero or run.strategy.shards_state:
             try:
