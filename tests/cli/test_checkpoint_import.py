@@ -92,7 +92,8 @@ def test_what_is_taken_of_a_file_and_what_is_left_is_reported() -> None:
     assert said.endswith("not taken: hyperparameter raw (a bytes), Data, ema_state_dict")
     stored = read_checkpoint("new")["hyperparameters"]
     of_module = {"folder": "a/b", "rate": 0.5, "shape": (1, 2), "kind": "float32"}
-    kinds = {"module": {"folder": ["path", None, None], "kind": ["dtype", None, None]}, "data": {}}
+    of_names = {"folder": "path", "shape": "Size", "kind": "dtype"}
+    kinds = {"module": {name: [kind, None, None] for name, kind in of_names.items()}, "data": {}}
     assert stored == {"module": of_module, "data": {"batch_size": 4}, "kinds": kinds}
 
 
