@@ -130,8 +130,10 @@ class CSVLogger(FileLogger):
 
 
 class _File:
-    """A CSV file whose rows of the last step can still change, unless it `closes` those that are there. Earlier rows are
-    on disk, or pending in memory."""
+    """A CSV file whose rows of the last step can still change, unless it `closes` those that are there.
+
+    Earlier rows are on disk, or pending in memory.
+    """
 
     def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]], closes: bool = False) -> None:
         self.path = path
