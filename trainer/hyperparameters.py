@@ -14,13 +14,15 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from types import FrameType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
 
 log = logging.getLogger("trainer")
+
+T = TypeVar("T")
 
 SCALARS = frozenset({type(None), bool, int, float, str})
 NUMPY_NUMBERS: dict[str, type[np.generic]] = {
@@ -182,9 +184,11 @@ def _runs_constructor_of(frame: FrameType, owner: object) -> bool:
 def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
     """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
 
-    `**kwargs` are merged in; `*args`, which have no names, are left out.
+    `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter, unless it takes
+    `**kwargs`, too, which may name the same values as the arguments of a base class.
     """
     arguments: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     found: FrameType | None = frame
     while found is not None:
         code = found.f_code
@@ -196,8 +200,10 @@ def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
             passed = {} if values.keywords is None else dict(values.locals.get(values.keywords, {}))
             named = {name: values.locals[name] for name in code.co_varnames[1:count] if name in values.locals}
             arguments = {**arguments, **passed, **named}
+            varargs = None if values.keywords else values.varargs
+            rest = {varargs: values.locals[varargs]} if varargs and values.locals.get(varargs) else {}
         found = found.f_back
-    return arguments
+    return arguments | rest
 
 
 def entries_of(value: Any) -> dict[str, Any]:
@@ -247,7 +253,7 @@ def constructor_arguments(
         known = {name: v for name, v in stored.items() if takes_any or name in signature.parameters}
         arguments = {**(known if kinds is not None else as_annotated(owner, known)), **given}
     try:
-        signature.bind(**arguments)
+        _bound(owner, arguments)
     except TypeError as error:
         raise CheckpointError(
             f"{owner.__name__} cannot be built with the checkpoint's hyperparameters ({', '.join(stored) or 'none'}): "
@@ -255,6 +261,21 @@ def constructor_arguments(
             "self.save_hyperparameters() in __init__. Or the checkpoint is another module's."
         ) from None
     return arguments
+
+
+def construct(owner: type[T], arguments: Mapping[str, Any]) -> T:
+    """Call a constructor with arguments by name, also those that it takes by position alone."""
+    bound = _bound(owner, arguments)
+    return owner(*bound.args, **bound.kwargs)
+
+
+def _bound(owner: type, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
+    signature = inspect.signature(owner)
+    named = {name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+    bound = inspect.BoundArguments(signature, {name: one for name, one in arguments.items() if name in named})
+    bound.apply_defaults()  # else `*args` could not follow one that is not given
+    others = {name: one for name, one in arguments.items() if name not in named}
+    return signature.bind(*bound.args, **bound.kwargs, **others)
 
 
 def _nested(value: Any) -> Any:

@@ -23,7 +23,7 @@ from trainer.compat.names import FORMER_HOOKS
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested
 from trainer.errors import ConfigError, MissingPackageError, restoring
-from trainer.hyperparameters import HasHyperparameters, constructor_arguments
+from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments
 from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
@@ -423,7 +423,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         argument = kept.get("arguments", {}).get("module")
         arguments = constructor_arguments(cls, stored, argument, hyperparameters, of_values)
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
-            module = cls(**arguments)
+            module = construct(cls, arguments)
             module.configure_model()
         if strict is not None and module.overrides("strict_loading") and strict != module.strict_loading:
             raise ConfigError(
@@ -442,7 +442,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
         return module.to(device) if device is not None else module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add data of your own to `checkpoint` before it is written."""
+        """Add data of your own to `checkpoint`, which is about to be written, or rehearsed before the first step."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read data of your own from `checkpoint`, before the weights are loaded."""

@@ -103,6 +103,63 @@ def again(value: Any, **more: Any) -> Model:
     return Model.load_from_checkpoint("saved")
 
 
+class Positional(Model):
+    def __init__(self, width: int, *widths: int, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.given = (width, widths, rate)
+
+
+class First(Model):
+    def __init__(self, width: int, rate: float = 0.1, /, deep: int = 1, **more: Any) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters()
+        self.given, self.layer = (width, rate, deep, more), torch.nn.Linear(1, 1)
+
+
+class Passes(Model):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+
+
+class PassesAll(Model):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(Positional(1), Positional(1, rate=0.5), Positional(1, 2, 3, rate=0.5)),
+        *(First(1), First(1, 0.5, deep=3), First(1, 0.5, 3, x=4)),
+        *(Passes(4), Passes(4, Path("y")), PassesAll(4), PassesAll(4, text=Path("y"))),
+    ],
+    ids=lambda module: f"{type(module).__name__} {module.given}",
+)
+def test_arguments_by_position_come_back(module: Any) -> None:
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(module, DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint("saved")
+    loaded = type(module).load_from_checkpoint("saved")
+    assert (loaded.given, loaded.hparams) == (module.given, module.hparams)
+
+
+def test_one_by_position_that_was_not_saved_is_given_by_name() -> None:
+    class Half(First):
+        def __init__(self, width: int, rate: float = 0.1, /) -> None:
+            super().__init__(0)
+            self.hparams.clear()
+            self.given = (width, rate)
+
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(Half(1), DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint("saved")
+    with pytest.raises(CheckpointError, match="missing a required argument: 'width'"):
+        Half.load_from_checkpoint("saved")
+    assert Half.load_from_checkpoint("saved", width=4).given == (4, 0.1)
+
+
 LEAVES: list[Callable[[random.Random], Any]] = [
     lambda rng: rng.choice([None, True, 1, -0.5, "a", "", "s3://bucket/x", "red"]),
     lambda rng: Path(rng.choice(["a", "/b/c", "~/d", "x y"])),

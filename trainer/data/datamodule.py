@@ -12,7 +12,7 @@ from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.compat.answers import answer_members
-from trainer.hyperparameters import HasHyperparameters, constructor_arguments
+from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments
 from trainer.model.optional_methods import OptionalMethods
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class DataModule(OptionalMethods, HasHyperparameters):
         stored = kept.get("data", {}) if hparams_file is None else read_hyperparameters(hparams_file)
         kinds = kept.get("kinds", {}).get("data") if hparams_file is None else None
         argument = kept.get("arguments", {}).get("data")
-        datamodule = cls(**constructor_arguments(cls, stored, argument, hyperparameters, kinds))
+        datamodule = construct(cls, constructor_arguments(cls, stored, argument, hyperparameters, kinds))
         if checkpoint.get("data"):
             datamodule.load_state_dict(checkpoint["data"])
         return datamodule
