@@ -21,6 +21,7 @@ from trainer.checkpoint.base_weights import frozen_names, weight_sums
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import ReadError, UncertainWriteError, WriteError, reason
 from trainer.checkpoint.hook_checkpoint import entries_of
+from trainer.checkpoint.left_out import LEFT_OUT, LeftOutError
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
@@ -528,6 +529,7 @@ class ModelCheckpoint(Checkpoint):
         self._attempted_step = trainer.global_step
         if self.trainable_only:
             self._find_base(trainer)
+        left_out: LeftOutError | None = None
         try:
             decide = partial(self._decide, trainer, metrics, again, value)
             trainer.save_with(partial(self._write, trainer), decide, self.save_weights_only)
@@ -540,6 +542,8 @@ class ModelCheckpoint(Checkpoint):
             self._rollback(error)
             if not isinstance(error, PointerError):
                 return
+        except LeftOutError as error:
+            left_out = error
         except BaseException:
             self.kept, self.last, self.nonfinite, self.saved_step = self._previous
             raise
@@ -547,6 +551,8 @@ class ModelCheckpoint(Checkpoint):
         self.nonfinite = [name for name in self.nonfinite if name in self.kept]
         if trainer.is_global_zero and self._writer is None:
             self._notify_saved(trainer, str(self._in_folder(self._newest() or "")))
+        if left_out is not None:
+            raise left_out
 
     def _find_base(self, trainer: Trainer) -> None:
         """Sum up the weights that do not train and have not changed, if others than at the last save. Collective."""
@@ -667,12 +673,13 @@ class ModelCheckpoint(Checkpoint):
         path, group = self._in_folder(name), trainer.checkpoint_group
         overwrite = name in (*self._obsolete, *self._copies)
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
-        obsolete = [one for one in self._obsolete if one != name]
+        # What this one had to leave out, earlier ones may have.
+        obsolete = [one for one in self._obsolete if one != name and LEFT_OUT not in info]
         # Of several callbacks in one folder, "best" is of the first with a monitor, and "last" can be trained on.
         others: list[Any] = [one for one in trainer.checkpoint_callbacks if type(one) is type(self)]
         beside = [one for one in others if one._folder == self._folder]
         leads = next((c for c in beside if c.monitor is not None and c.save_top_k), None) is self
-        aside = self.save_weights_only and not all(c.save_weights_only for c in beside)
+        aside = "weights_only" in info and not all(c.save_weights_only for c in beside)
         last = None if name in self.nonfinite or aside else name
         best = self.best if leads else None
         commit, begun = partial(self._commit, directory, name, last, best, leads, obsolete), time.monotonic()

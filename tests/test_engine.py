@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS, SGD, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
 from trainer import CheckpointError, ConfigError, Engine, Trainer, TrainModule
+from trainer.checkpoint.left_out import LeftOutError
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "seed": 7}
 FEATURES = 6
@@ -327,6 +328,38 @@ def test_names_with_dots_are_kept_apart(names: tuple[str, ...], tmp_path: Path) 
     with Engine(**CPU) as engine:
         engine.load(tmp_path / "one", read := models(engine, 0.0))
         assert [float(model.module[0].weight.detach()[0, 0]) for model in read.values()] == [*range(1, len(names) + 1)]
+
+
+@pytest.mark.parametrize("spoiled", ["scheduler", "seen"])
+def test_a_checkpoint_is_written_without_what_it_cannot_hold(
+    spoiled: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def state_of(engine: Engine) -> dict[str, Any]:
+        model, optimizer = engine.setup(net := make_net(), SGD(net.parameters(), 0.1))
+        return {"model": model, "optimizer": optimizer, "scheduler": StepLR(optimizer, 1), "seen": [1], "step": 3}
+
+    with Engine(**CPU) as engine:
+        state = state_of(engine)
+        state["scheduler"].seen, weight = [1], state["model"].module[0].weight
+        if spoiled == "seen":
+            state["seen"] = {1}
+        else:
+            state["scheduler"].seen = {1}
+        nn.init.constant_(weight, 5.0)
+        with pytest.raises(LeftOutError, match="it is a set") as caught:
+            engine.save(tmp_path / "one", state)
+    kind = "values" if spoiled == "seen" else "stateful"
+    assert f"without engine['{kind}']['{spoiled}']" in str(caught.value)
+    with Engine(**CPU) as engine:
+        state = state_of(engine)
+        state["step"] = 0
+        engine.load(tmp_path / "one", state)
+        assert (state["seen"], state["step"], float(state["model"].module[0].weight.detach().min())) == ([1], 3, 5.0)
+        assert f"begins anew: engine['{kind}']['{spoiled}']" in caplog.text
+        state["optimizer"].param_groups[0]["seen"] = {1}
+        with pytest.raises(CheckpointError, match=r"optimizers\[0\]\['param_groups'\]\[0\]\['seen'\]"):
+            engine.save(tmp_path / "two", state)
+        assert not (tmp_path / "two").exists()
 
 
 def test_a_load_inside_the_loop_is_refused_and_after_it_goes_back(tmp_path: Path) -> None:

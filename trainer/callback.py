@@ -16,6 +16,7 @@ stopping, then checkpoints).
             VALIDATION, a few batches
         on_sanity_check_end                             (callbacks)
         on_train_start
+        on_save_checkpoint(checkpoint)                  a rehearsal: finds what cannot be stored, writes nothing
         for each epoch:
             on_train_epoch_start                        also when a resumed run goes on inside the epoch; what it
                                                         changes of the model and its optimizers is undone then

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
+from trainer.checkpoint.left_out import report_left_out, write_the_rest
 from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, renamed, with_dtypes_of
 from trainer.checkpoint.process_group import SINGLE_PROCESS
 from trainer.checkpoint.schema import Integer, wrong
@@ -648,8 +649,9 @@ class Engine:
         problem: Exception | None = None
         if processes.is_global_zero or shards:
             group = processes if shards else SINGLE_PROCESS
+            write = partial(write_checkpoint, path, overwrite=True, process_group=group)
             try:
-                write_checkpoint(path, checkpoint, info=about, overwrite=True, process_group=group)
+                write_the_rest(lambda state, info: write(state, info=info), checkpoint, about, {})
             except Exception as error:
                 problem = error
         problems = processes.all_gather_object(problem)
@@ -721,7 +723,7 @@ class Engine:
         problem = wrong(checkpoint, _KINDS, "the checkpoint")
         if problem is not None:
             raise CheckpointError(f"{path} is not a checkpoint of an Engine or a Trainer: {problem}.")
-        rest = parts.restore(checkpoint, strict, str(path))
+        rest = parts.restore(checkpoint, strict, str(path), report_left_out(where, strategy.processes.is_global_zero))
         if parts.optimizers and "engine" in checkpoint:
             self._resume(checkpoint, str(path))
             for key, changes in checkpoint["engine"].get("changes", {}).items():  # earlier versions have none
@@ -1320,8 +1322,11 @@ class _Parts:
             "changes": {key: model._changes.state_dict() for key, model in self.models.items()},
         }
 
-    def restore(self, checkpoint: Mapping[str, Any], strict: bool, path: str) -> dict[str, Any]:
-        """Restore the objects, replace the values in the state, and return the values that it does not name."""
+    def restore(self, checkpoint: Mapping[str, Any], strict: bool, path: str, left_out: list[str]) -> dict[str, Any]:
+        """Restore the objects, replace the values in the state, and return the values that it does not name.
+
+        `left_out`: the names of what the checkpoint could not hold, which may be missing.
+        """
         saved = checkpoint.get("engine")
         if saved is None:  # a Trainer's
             names = list(self.optimizers)
@@ -1339,7 +1344,7 @@ class _Parts:
             "values": self.values,
         }
         for kind, wanted in kinds.items():
-            missing = [key for key in wanted if key not in saved[kind]]
+            missing = [key for key in wanted if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out]
             if missing and strict:
                 known = [key for one in kinds for key in saved[one]]
                 hint = did_you_mean(missing[0], known)

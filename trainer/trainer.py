@@ -55,9 +55,10 @@ from trainer.loop.resolved_config import checked_config
 from trainer.loop.rewind import rewind
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import check_one_folder
+from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
 from trainer.loop.terminal import print_text
-from trainer.loop.training_state import check_states_storable, save_state
+from trainer.loop.training_state import save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
 from trainer.metrics.reductions import as_tensors
@@ -483,6 +484,8 @@ class Trainer:
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
         run.hook_changes.begin()
+        if run.checkpoint_callbacks and not self._out_of_steps_or_epochs(run):
+            rehearse_save(run)
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)

@@ -92,3 +92,21 @@ def test_weights_that_a_hook_replaces_count(average: bool, tmp_path: Path) -> No
     quiet().validate(module, loader(1), ckpt_path=tmp_path / "epoch=0-step=2")
     assert module.layer.bias.item() == 0.0
     assert module.layer.weight.abs().sum() > 0
+
+
+def test_a_value_under_the_name_of_the_weights_that_is_no_dict_is_the_users(tmp_path: Path) -> None:
+    class Named(Toy):
+        read: Any = None
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["model"] = "resnet18"
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.read = checkpoint["model"]
+
+    module = Named()
+    quiet(max_epochs=1, callbacks=ModelCheckpoint(tmp_path), enable_checkpointing=True).fit(module, loader(2))
+    again = Named()
+    quiet().validate(again, loader(1), ckpt_path=tmp_path / "epoch=0-step=2")
+    assert again.read == "resnet18"
+    assert_same_bits(again.state_dict(), module.state_dict())

@@ -48,6 +48,17 @@ def test_scalars_and_containers_come_back_exactly(assert_same: Same) -> None:
     assert_same(nested, round_trip(nested))
 
 
+def test_a_class_of_dicts_that_comes_back_as_a_dict_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    made: defaultdict[str, Any] = defaultdict(lambda: 0, a=defaultdict(int, b=1))
+    for _ in range(2):
+        assert round_trip({"counts": [made, made], "plain": OrderedDict(a=1)}) == {
+            "counts": [{"a": {"b": 1}}] * 2,
+            "plain": {"a": 1},
+        }
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "['counts'][0]: it is a collections.defaultdict, and comes back from a checkpoint as a dict" in warning
+
+
 NUMBERS = [
     *(kind(value) for kind in NUMPY_NUMBERS.values() for value in (0, 1)),
     *(np.float64(0.1), np.float32(0.1), np.float16(0.1), np.float32("nan"), np.float64("-inf"), np.float64(-0.0)),

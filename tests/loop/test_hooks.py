@@ -115,6 +115,7 @@ FIT = f"""
         {validation(1)}
     callbacks: on_sanity_check_end
     on_train_start
+    on_save_checkpoint
     {EPOCH}
     {EPOCH}
     on_train_end

@@ -106,7 +106,7 @@ def test_a_hyperparameter_that_is_no_number_is_reported_in_the_constructor(
 @pytest.mark.parametrize("holder", ["optimizer", "scheduler"])
 def test_what_no_checkpoint_holds_is_refused_before_the_first_step(holder: str, tmp_path: Path) -> None:
     class Odd(Toy):
-        def on_train_start(self) -> None:
+        def on_train_epoch_start(self) -> None:
             raise AssertionError("training has begun")
 
         def configure_optimizers(self) -> Any:

@@ -236,11 +236,12 @@ class CheckpointDirectory:
         if target is None:
             return None
         try:
-            step = _step(read_manifest(target).info)
+            info = read_manifest(target).info
+            step, alone = _step(info), info.get("weights_only")
         except ReadError:
             raise
         except CheckpointError:  # damaged
-            step = -1
+            step, alone = -1, None
         infos = {path.name: read_manifest(path).info for path in self.list() if path.name != target.name}
         found = target
         while True:
@@ -249,6 +250,8 @@ class CheckpointDirectory:
                 (_step(info), name)
                 for name, info in infos.items()
                 if info.get("follows") == found.name and _step(info) >= step and not info.get("nonfinite")
+                # After a full checkpoint one with weights alone lacks what could not be stored.
+                if info.get("weights_only") == alone
             ]
             name = next((one for _, one in sorted(next_ones, reverse=True) if self._is_intact(self.folder / one)), None)
             if name is None:

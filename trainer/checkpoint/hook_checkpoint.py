@@ -13,7 +13,7 @@ ADDED = "added"
 class HookCheckpoint(dict[str, Any]):
     """The entries of a checkpoint, some of them under Lightning's keys, too, and what hooks have added.
 
-    "state_dict" is the entry "model", and may be replaced; Lightning's other keys are for reading.
+    "state_dict" is the entry "model", and may be replaced by another dict; Lightning's other keys are for reading.
     """
 
     def __init__(self, entries: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ class HookCheckpoint(dict[str, Any]):
         """Return what hooks have replaced or added; weights that they have replaced go into the entry "model"."""
         changed = {name: value for name, value in self.items() if value is not self._shown.get(name, self)}
         for name in ("model", "state_dict"):
-            if name in changed and name not in self.entries.get(ADDED, {}):
+            if isinstance(changed.get(name), dict) and name not in self.entries.get(ADDED, {}):
                 self.entries["model"] = changed.pop(name)
         return changed
 

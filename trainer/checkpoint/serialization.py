@@ -16,10 +16,11 @@ A user's dict with a key that begins with `$` is written as `$items`, so that it
 from __future__ import annotations
 
 import enum
+import logging
 import math
 import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,11 @@ import torch
 
 from trainer.checkpoint.deserialization import FACTORIES, ITEM_BYTES, MAX_DEPTH, is_key
 from trainer.checkpoint.shards import Shard
-from trainer.errors import CheckpointError
+from trainer.distributed.sendable import sendable
+from trainer.errors import CheckpointError, printable
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number
+
+log = logging.getLogger("trainer")
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes that can be stored, by their name in the JSON."""
@@ -49,6 +53,36 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 
 
+_reported: set[tuple[str, ...]] = set()
+"""The entries and classes of which a warning was logged."""
+
+Refused = list[tuple[tuple[Any, ...], str]]
+"""The path to each value that cannot be stored, from its entry on, and what it is."""
+
+
+@sendable
+class UnstorableError(CheckpointError):
+    """A checkpoint cannot hold some values; the message names each."""
+
+    refused: Sequence[tuple[tuple[Any, ...], str]] = ()
+    """See `Refused`; empty in an error of another process."""
+
+
+def unstorable(refused: Refused) -> UnstorableError:
+    """Return the error of values that cannot be stored."""
+    problems = [f"{place(path)}: it is a {what}" for path, what in refused]
+    shown = "".join(f"\n  - {problem}" for problem in problems[:20])
+    several = f"{len(problems)} fields. {_ALLOWED}.{shown}"
+    error = UnstorableError(f"cannot store {several if len(problems) > 1 else f'{problems[0]}. {_ALLOWED}.'}")
+    error.refused = refused
+    return error
+
+
+def place(path: Sequence[Any]) -> str:
+    """Return a path as a text, such as callbacks['Timer']."""
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+
+
 class Serialized(NamedTuple):
     """Result of `serialize`."""
 
@@ -67,8 +101,8 @@ def serialize(value: Any, where: str, allow_tensors: bool = True, exact: bool = 
 
     Tensors that are the same memory (same storage, offset, shape and strides) get one name. A tensor directly in the
     dict `value` keeps its key as its name; a deeper one is named by its path, as in "0.state.3.exp_avg". Subclasses of
-    dict become dicts, except Counter and defaultdict with one of `FACTORIES`; nn.Parameter becomes a plain tensor. The
-    same `Shard` object twice is one tensor.
+    dict become dicts, except Counter and defaultdict with one of `FACTORIES`; a warning says so once, but of
+    OrderedDict. nn.Parameter becomes a plain tensor. The same `Shard` object twice is one tensor.
 
     Args:
         where: the name of `value` in messages.
@@ -76,16 +110,12 @@ def serialize(value: Any, where: str, allow_tensors: bool = True, exact: bool = 
         exact: refuse other subclasses of dict, which would come back as dicts.
 
     Raises:
-        CheckpointError: something cannot be stored; names every such field, its type, and what to store instead.
+        UnstorableError: something cannot be stored; names every such field, its type, and what to store instead.
     """
     serializer = _Serializer(value, where, allow_tensors, exact)
     data = serializer.encode(value)
-    refused = serializer.refused
-    if len(refused) == 1:
-        raise CheckpointError(f"cannot store {refused[0]}. {_ALLOWED}.")
-    if refused:
-        shown = "".join(f"\n  - {problem}" for problem in refused[:20])
-        raise CheckpointError(f"cannot store {len(refused)} fields. {_ALLOWED}.{shown}")
+    if serializer.refused:
+        raise unstorable(serializer.refused)
     return Serialized(data, serializer.tensors, serializer.shards, serializer.parts)
 
 
@@ -96,7 +126,7 @@ class _Serializer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.shards: dict[str, Shard] = {}
         self.parts: dict[str, list[list[int]]] = {}
-        self.refused: list[str] = []
+        self.refused: Refused = []
         self._allow_tensors, self._exact = allow_tensors, exact
         self._where = where
         self._path: list[Any] = []
@@ -136,6 +166,8 @@ class _Serializer:
             name = value.default_factory.__name__
             return self._container(value, lambda items: {"$default": [name, self._items(items)]})
         if isinstance(value, dict) and not (self._exact and kind not in (dict, OrderedDict)):
+            if kind not in (dict, OrderedDict):
+                self._report(_name(kind))
             return self._container(value, self._dict)
         self._refuse(f"{_name(kind)}; {_advice(value)}")
         return None
@@ -215,9 +247,14 @@ class _Serializer:
             candidate = f"{name}#{number}"
         return candidate
 
+    def _report(self, kind: str) -> None:
+        if (entry := (self._where, *map(str, self._path[:1]), kind)) not in _reported:
+            _reported.add(entry)
+            where = printable(place([self._where, *self._path]))
+            log.warning("%s: it is a %s, and comes back from a checkpoint as a dict", where, kind)
+
     def _refuse(self, what: str) -> None:
-        place = self._where + "".join(f"[{key!r}]" for key in self._path)
-        self.refused.append(f"{place}: it is a {what}")
+        self.refused.append(((self._where, *self._path), what))
 
 
 def _memory(tensor: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ from trainer.checkpoint.format import part_file
 from trainer.checkpoint.manifest import DATA_FILE, FORMAT, KEY, VERSION, is_committed, with_checksum
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import TensorFile
-from trainer.checkpoint.serialization import Serialized, serialize
+from trainer.checkpoint.serialization import Refused, Serialized, UnstorableError, serialize, unstorable
 from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, storage_of
 from trainer.errors import CheckpointError
 from trainer.fault_tolerance.fault_points import fault_point
@@ -78,16 +78,22 @@ def plan_save(
     """Serialize the arguments of `write_checkpoint`; later changes to them have no effect, except inside tensors.
 
     Raises:
-        CheckpointError: something cannot be stored (names each field), or parts of a sharded tensor are missing.
+        UnstorableError: something cannot be stored (names each field).
+        CheckpointError: a key is no name of a file, or parts of a sharded tensor are missing.
     """
     keys: dict[str, Serialized] = {}
-    plain, problem = None, None
+    plain, problem, refused = None, None, Refused()
     try:
-        keys = _serialize_state(state)
+        keys = serialize_state(state)
         plain = serialize(dict(info or {}), "info", allow_tensors=False).data
+    except UnstorableError as error:
+        refused = [*error.refused]
     except CheckpointError as error:
         problem = error
-    problem = next(filter(None, process_group.all_gather_object(problem)), None)
+    everywhere = process_group.all_gather_object((problem, refused))
+    problem = next((of_rank for of_rank, _ in everywhere if of_rank is not None), None)
+    if problem is None and any(of_rank for _, of_rank in everywhere):
+        problem = unstorable([*dict.fromkeys(one for _, of_rank in everywhere for one in of_rank)])
     problem = problem or _collect_parts(keys, process_group)
     if problem is not None:
         raise problem
@@ -99,10 +105,15 @@ def plan_save(
     return SavePlan({key: content.data for key, content in keys.items()}, files, plain)
 
 
-def _serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
-    """Serialize each top-level key by itself."""
+def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
+    """Serialize each top-level key by itself.
+
+    Raises:
+        UnstorableError: something cannot be stored; names each field.
+        CheckpointError: a key is no name of a file.
+    """
     keys: dict[str, Serialized] = {}
-    problems = []
+    refused = Refused()
     for key, value in state.items():
         if not isinstance(key, str) or not KEY.fullmatch(key) or key.lower() in (other.lower() for other in keys):
             raise CheckpointError(
@@ -111,10 +122,10 @@ def _serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
             )
         try:
             keys[key] = serialize(value, key)
-        except CheckpointError as error:
-            problems.append(str(error))
-    if problems:
-        raise CheckpointError("\n".join(problems))
+        except UnstorableError as error:
+            refused += error.refused
+    if refused:
+        raise unstorable(refused)
     return keys
 
 

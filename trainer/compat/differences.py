@@ -428,6 +428,11 @@ _CHECKPOINTS = (
         'once, as with `save_last="link"`: `last` is a pointer',
     ),
     Difference(
+        "rehearsal of a checkpoint",
+        "calls `state_dict` and `on_save_checkpoint` when a checkpoint is written",
+        "also before the first step, to find what cannot be stored; what they raise then ends nothing",
+    ),
+    Difference(
         "epochs without a validation",
         "`ModelCheckpoint` saves at validations only, unless `val_check_interval` and `check_val_every_n_epoch` are 1, "
         "so never where validations are left out",

@@ -96,10 +96,8 @@ def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
     """
     yield run.hook_changes.kept()
     yield kept_torchmetrics(run.metrics)
-    parts = [*run.module.modules()]
-    seen = {id(one) for one in (run.module.trainer, *parts)} if looks_inside else None
-    for owner in _users_with_a_state(run, parts):
-        yield from keep_attributes(owner, _LARGE, seen)
+    seen = {id(one) for one in (run.module.trainer, *run.module.modules())} if looks_inside else None
+    yield from keep_users(run, seen)
     for optimizer in run.optimizers:
         yield from keep_values([optimizer.param_groups], _LARGE)
         yield from keep_values([optimizer.state], _SMALL)
@@ -107,7 +105,16 @@ def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
         yield partial(config.scheduler.load_state_dict, deepcopy(config.scheduler.state_dict()))
 
 
-def _users_with_a_state(run: Run, parts: list[nn.Module]) -> Iterator[Any]:
+def keep_users(run: Run, seen: set[int] | None = None) -> Iterator[Restore]:
+    """Yield functions that put back the plain attributes of users' callbacks, data module and module with a state.
+
+    `seen`: as for `keep_attributes`.
+    """
+    for owner in _users_with_a_state(run):
+        yield from keep_attributes(owner, _LARGE, seen)
+
+
+def _users_with_a_state(run: Run) -> Iterator[Any]:
     """Yield the user's callbacks, data module and parts of the module, if a checkpoint has what they return."""
     for callback in run.callbacks:
         kind = type(callback)
@@ -118,7 +125,7 @@ def _users_with_a_state(run: Run, parts: list[nn.Module]) -> Iterator[Any]:
     if run.datamodule is not None and run.datamodule.overrides("state_dict"):
         yield run.datamodule
     if run.module.overrides("on_save_checkpoint"):
-        yield from (part for part in parts if not is_torchmetric(part))
+        yield from (part for part in run.module.modules() if not is_torchmetric(part))
 
 
 def keep_buffers(module: nn.Module, largest: float) -> Iterator[Restore]:

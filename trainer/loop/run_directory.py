@@ -100,7 +100,8 @@ def refuse_weights_alone(path: StoragePath) -> None:
     nearest = min(full, key=lambda one: abs(_number(infos[one].get("step")) - _number(info.get("step"))), default=None)
     fix = "there is no other beside it" if nearest is None else f"the nearest from which it can is {printable(nearest)}"
     raise CheckpointError(
-        f"{printable(str(path))} has weights only (save_weights_only=True), from which no training can go on: {fix}. "
+        f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
+        f"which no training can go on: {fix}. "
         "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 

@@ -18,6 +18,7 @@ from trainer.arguments import kept_path
 from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.format import evaluated_weights
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
+from trainer.checkpoint.left_out import report_left_out
 from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
@@ -61,8 +62,6 @@ from trainer.loop.save_pretrained import gather_to_save
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
 from trainer.loop.terminal import columns_of, wrapped
 from trainer.loop.training_state import (
-    check_buffers_storable,
-    check_storable,
     choose_seed,
     drawing_as_before,
     load_training_state,
@@ -209,6 +208,8 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
         log.info("run directory: %s", session.run_dir)
     if path is None:
         return None
+    if run.stage == "fit":
+        report_left_out(path, strategy.processes.is_global_zero)
     as_made(run.module)
     # "last" was verified when it was found.
     return load_training_state(path, ckpt_path != "last", strategy.shards_state, strategy.processes)
@@ -277,8 +278,6 @@ def build_module(
     if training:
         run.record_facts({"module": facts_of_module(module, strategy.precision)})
         check_torchmetrics(module)
-        if run.checkpoint_callbacks:
-            check_buffers_storable(module)
     if checkpoint is not None:
         if not training:
             checkpoint["model"] = evaluated_weights(checkpoint)
@@ -355,8 +354,6 @@ def build_optimizers(run: Run) -> None:
         module.configure_optimizers(), type(module).__name__, automatic, calls_step
     )
     check_parameters(optimizers, module, shared=not automatic)
-    if run.checkpoint_callbacks:
-        check_storable(optimizers, schedulers)
     check_optimizers(run, optimizers, schedulers)
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)

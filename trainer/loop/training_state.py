@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from trainer.arguments import local_path
 from trainer.callback import Checkpoint
@@ -21,11 +20,11 @@ from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.hook_checkpoint import saved_by_hooks
+from trainer.checkpoint.left_out import write_the_rest
 from trainer.checkpoint.manifest import read_metadata
 from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of, with_names
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
-from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_leaves
@@ -43,7 +42,6 @@ from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
-from trainer.optimizers import SchedulerConfig
 from trainer.seed import global_seed, rng_state
 from trainer.settings import Settings
 from trainer.strategy import synchronize_buffers
@@ -126,61 +124,6 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "facts": {name: dict(facts) for name, facts in run.facts.items()},
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }
-
-
-def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
-    """Check that a checkpoint can hold the optimizers' options and the schedulers' states, before the first step.
-
-    Raises:
-        CheckpointError: it cannot; the message names the field.
-    """
-    groups = [[{**group, "params": []} for group in optimizer.param_groups] for optimizer in optimizers]
-    serialize([{"param_groups": of_one} for of_one in groups], "optimizers")
-    serialize([config.scheduler.state_dict() for config in schedulers], "schedulers")
-
-
-def check_buffers_storable(module: torch.nn.Module) -> None:
-    """Check that a checkpoint can hold the module's buffers and extra state, before the first step.
-
-    Left out is what only the strategy can say: weights, of which an earlier run may have left shards, and buffers that
-    have no values yet.
-
-    Raises:
-        CheckpointError: it cannot; the message names the entry.
-    """
-    weights = dict(module.named_parameters(remove_duplicate=False))
-    others = {name: value for name, value in module.state_dict().items() if name not in weights}
-    known = {
-        name: value
-        for name, value in others.items()
-        if not isinstance(value, torch.Tensor) or (type(value) is torch.Tensor and not value.is_meta)
-    }
-    serialize(known, "model")
-
-
-_STEPS_TO_A_STATE = 10
-"""Steps after which an optimizer without a state is taken for one that never has any. A first update may be left out:
-the loss scale is too large, or `training_step` steps another optimizer."""
-
-
-def check_states_storable(run: Run) -> None:
-    """Check after the first update, once, that a checkpoint can hold the optimizers' states. Collective.
-
-    Raises:
-        CheckpointError: it cannot; the message names the field.
-    """
-    states = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
-    updated = run.module.automatic_optimization and run.strategy.scaler is None and not run.skipping.whole_step
-    has_state = any(one["state"] or one.keys() & {"common", "extra", "parts"} for one in states)
-    if updated or has_state or run.progress.step >= _STEPS_TO_A_STATE:
-        run.mark_states_checked()
-    try:
-        serialize(states, "optimizers", exact=True)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"after step {run.progress.step}, no checkpoint can be written of this training: {error} Use another "
-            "optimizer, or train with enable_checkpointing=False."
-        ) from None
 
 
 _OPTIONS = {
@@ -559,16 +502,16 @@ def save_state(
             state |= {"average": averages, "evaluated": "average"}
         with saved_by_hooks(state) as shown:
             run.hooks.on_save_checkpoint(shown)
+        weights_alone: dict[str, Any] = {"optimizers": [], "schedulers": [], "scaler": {}, "gradients": []}
         if weights_only:
-            state |= {"optimizers": [], "schedulers": [], "scaler": {}}
-            state.pop("gradients", None)
+            state |= weights_alone
         if strategy.processes.is_global_zero:
             for logger in run.loggers:
                 logger.flush()
         problem = None
         if strategy.processes.is_global_zero or strategy.shards_state:
             try:
-                write(state, about)
+                write_the_rest(write, state, about, {**weights_alone, "loader": [{} for _ in state["loader"]]})
             except Exception as error:
                 problem = error
         problems = strategy.processes.all_gather_object(problem)

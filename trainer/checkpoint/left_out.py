@@ -1,0 +1,78 @@
+"""Write a checkpoint without what it cannot hold, and name that in its info."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.serialization import UnstorableError, place
+from trainer.checkpoint.storage import StoragePath
+from trainer.distributed.sendable import sendable
+from trainer.errors import CheckpointError, first_of, printable
+
+log = logging.getLogger("trainer")
+
+LEFT_OUT = "left_out"
+"""The names, in the info of a checkpoint, of what it could not hold."""
+_APART = {"callbacks": 1, "added": 1, "model": 1, "data": 0, "hyperparameters": 2, "engine": 2}
+"""Entries of which a part may be missing, and how many keys lead to one; 0: the whole entry."""
+
+
+@sendable
+class LeftOutError(CheckpointError):
+    """A checkpoint was written without what it cannot hold."""
+
+
+def write_the_rest(
+    write: Callable[[dict[str, Any], dict[str, Any]], None],
+    state: dict[str, Any],
+    info: dict[str, Any],
+    weights_alone: Mapping[str, Any],
+) -> None:
+    """Call `write` with a state and its info, and once more without what cannot be stored.
+
+    Args:
+        weights_alone: all of these entries take the place of those in the state if one of them cannot be stored: from
+            such a checkpoint no training goes on. What cannot be stored in other entries ends the write.
+
+    Raises:
+        LeftOutError: something was left out, and the rest is written.
+    """
+    try:
+        return write(state, info)
+    except UnstorableError as error:
+        refused = error
+    needed = {path[0] for path, _ in refused.refused} - _APART.keys()
+    if not needed <= weights_alone.keys():
+        raise refused
+    left_out = [*dict.fromkeys(_take_out(state, *path) for path, _ in refused.refused)]
+    if needed:
+        state |= weights_alone
+        info["weights_only"] = True
+    info[LEFT_OUT] = left_out
+    write(state, info)
+    raise LeftOutError(f"{refused} The checkpoint was written, without {first_of(left_out)}.") from refused
+
+
+def _take_out(state: dict[str, Any], key: str, *path: Any) -> str:
+    """Take the part of an entry out of a state to which a path leads; return its name."""
+    parts, owner = [key, *path[: _APART.get(key, 0)]], state
+    for part in parts[:-1]:
+        owner = owner[part]
+    if parts == [key]:
+        state[key] = {}
+    else:
+        owner.pop(parts[-1], None)
+    return place(parts)
+
+
+def report_left_out(path: StoragePath, logs: bool) -> list[str]:
+    """Return the names of what a checkpoint could not hold, and perhaps log a warning of them."""
+    left_out = read_manifest(path).info.get(LEFT_OUT)
+    names = [*map(str, left_out)] if isinstance(left_out, list) else []
+    if names and logs:
+        words = "%s was written without what could not be stored, which therefore begins anew: %s"
+        log.warning(words, printable(str(path)), printable(first_of(names)))
+    return names
