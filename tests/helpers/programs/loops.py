@@ -1,6 +1,6 @@
 """Blocks of loops as people write them for the Engine, under one layout each; and the same loops with torch alone.
 
-`python -m tests.helpers.programs.loops 17` draws loop 17, runs it, and prints what is wrong.
+`python -m tests.helpers.programs loops 17` draws loop 17, runs it, and prints what is wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, log_softmax, mse_loss, normalize, softplus
+from torch.nn.functional import cross_entropy, log_softmax, normalize, softplus
 
 from tests.helpers.programs.blocks import Block, Program, block, one_of
 
@@ -715,6 +715,3 @@ class ByHand:
             "steps": loop.state["steps"],
             "values": loop.values,
         }
-
-
-__all__ = ["ByHand", "Loop", "LoopProgram", "mse_loss", "rows"]
