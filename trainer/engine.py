@@ -186,7 +186,6 @@ class Engine:
         self._places: list[_Place] = []
         self._unplaced: list[weakref.ref[EngineLoader]] = []
         """Loaders that nothing was asked of, in the order in which they were set up."""
-        self._told_of_left = False
         self._block: CodeType | None = None
         """The function with the block of `with`."""
         self._last: EngineModule | None = None
@@ -194,14 +193,11 @@ class Engine:
         self._given: Any = WeakIdKeyDictionary()  # parameters that no other model may have, as `setup` got them
         self._saved_at: list[tuple[int, int]] = []
         """The positions of the loaders in progress at the last save."""
-        self._entered = self._begun = False
-        self._backwards = self._epochs = self.steps = 0
-        self._unstepped = False
-        """True between a backward and the step, or the `zero_grad`, that uses its gradients."""
-        """Numbers of calls of `backward` since the last step and in all, and of optimizers' steps."""
-        self._calls = 0
-        """Number of calls of models and of backward that need all processes, by which a process that goes on without
-        the others is found. Others do not count: an evaluation may have other numbers of batches elsewhere."""
+        self._entered = self._begun = self._told_of_left = self._unstepped = False
+        """`_unstepped`: between a backward and the step, or the `zero_grad`, that uses its gradients."""
+        self._backwards = self._epochs = self.steps = self._calls = 0
+        """`_calls`: of models and of backward that need all processes, by which a process that goes on without the
+        others is found. Others do not count: an evaluation may have other numbers of batches elsewhere."""
         if seed is not None:
             seed_generators(seed)
 

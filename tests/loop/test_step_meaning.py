@@ -162,6 +162,10 @@ def test_at_the_start_of_a_forward_nothing_of_the_batch_before_is_alive(alive: A
         assert looked > 10
 
 
+OUTPUTS: list[Any] = []
+"""What `Divided.remember` saw; not in the module, because a pipeline refuses lists that several blocks write to."""
+
+
 class Divided(GPT):
     """A model of several processes that looks, at the start of each window, for outputs of layers before."""
 
@@ -170,18 +174,18 @@ class Divided(GPT):
         assert self.net is not None
         for layer in [*self.net.blocks, self.net.head, *self.net.blocks[0].feed_forward]:  # type: ignore[misc]
             layer.register_forward_hook(self.remember)
-        self.outputs: list[Any] = []
+        OUTPUTS.clear()
         self.alive: list[str] = []
         self.looked = 0
 
     def remember(self, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        self.outputs.append((type(layer).__name__, weakref.ref(output)))
+        OUTPUTS.append((type(layer).__name__, weakref.ref(output)))
 
     def loss(self, batch: Any) -> torch.Tensor:
-        if len(self.outputs) and self.begins:
-            self.alive += [name for name, output in self.outputs if output() is not None]
-            self.looked += len(self.outputs)
-            self.outputs.clear()
+        if len(OUTPUTS) and self.begins:
+            self.alive += [name for name, output in OUTPUTS if output() is not None]
+            self.looked += len(OUTPUTS)
+            OUTPUTS.clear()
         return super().loss(batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
