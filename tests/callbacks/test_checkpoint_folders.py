@@ -376,6 +376,10 @@ SEVERAL: dict[str, Any] = {
 LISTS = [*itertools.permutations(["loss", "accuracy", "full"]), *itertools.permutations(["loss", "weights"])]
 
 
+class Mine(ModelCheckpoint):
+    """A class of the user's."""
+
+
 @pytest.mark.parametrize("elsewhere", [None, 0, 1])
 @pytest.mark.parametrize("names", LISTS, ids="-".join)
 def test_best_is_the_firsts_with_a_monitor_and_last_can_be_trained_on(
@@ -384,8 +388,8 @@ def test_best_is_the_firsts_with_a_monitor_and_last_can_be_trained_on(
     def several() -> list[ModelCheckpoint]:
         places = [tmp_path / "elsewhere" if number == elsewhere else None for number in range(len(names))]
         return [
-            ModelCheckpoint(place, filename=f"{name}-{{epoch}}", **SEVERAL[name])
-            for name, place in zip(names, places, strict=True)
+            kind(place, filename=f"{name}-{{epoch}}", **SEVERAL[name])
+            for kind, name, place in zip([ModelCheckpoint, Mine, Mine], names, places, strict=False)
         ]
 
     def run(epochs: int) -> tuple[Trainer, list[ModelCheckpoint]]:

@@ -94,12 +94,13 @@ def test_weights_that_a_hook_replaces_count(average: bool, tmp_path: Path) -> No
     assert module.layer.weight.abs().sum() > 0
 
 
-def test_a_value_under_the_name_of_the_weights_that_is_no_dict_is_the_users(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["resnet18", {"name": "resnet", "depth": 18}], ids=["text", "dict"])
+def test_a_value_under_the_name_of_the_weights_is_the_users(value: Any, tmp_path: Path) -> None:
     class Named(Toy):
         read: Any = None
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["model"] = "resnet18"
+            checkpoint["model"] = value
 
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.read = checkpoint["model"]
@@ -108,5 +109,5 @@ def test_a_value_under_the_name_of_the_weights_that_is_no_dict_is_the_users(tmp_
     quiet(max_epochs=1, callbacks=ModelCheckpoint(tmp_path), enable_checkpointing=True).fit(module, loader(2))
     again = Named()
     quiet().validate(again, loader(1), ckpt_path=tmp_path / "epoch=0-step=2")
-    assert again.read == "resnet18"
+    assert again.read == value
     assert_same_bits(again.state_dict(), module.state_dict())

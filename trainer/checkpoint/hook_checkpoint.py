@@ -36,7 +36,9 @@ class HookCheckpoint(dict[str, Any]):
         """Return what hooks have replaced or added; weights that they have replaced go into the entry "model"."""
         changed = {name: value for name, value in self.items() if value is not self._shown.get(name, self)}
         for name in ("model", "state_dict"):
-            if isinstance(changed.get(name), dict) and name not in self.entries.get(ADDED, {}):
+            new, weights = changed.get(name), self.entries["model"]
+            is_weights = isinstance(new, dict) and (name == "state_dict" or not weights or new.keys() & weights.keys())
+            if is_weights and name not in self.entries.get(ADDED, {}):
                 self.entries["model"] = changed.pop(name)
         return changed
 
