@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,14 @@ def refused_on_this_process() -> dict[str, str]:
             with pytest.raises(ConfigError) as error:
                 optimizer.step()
             found[f"held back, {strategy}"] = str(error.value)
+            third = nn.Linear(2, 1)
+            beside, of_beside = engine.setup(third, SGD(third.parameters(), 0.1))
+            engine.backward(beside(torch.ones(2, 2)).mean())
+            of_beside.step()
+            for what, use in (("step", optimizer.step), ("save", partial(engine.save, "held", {"model": model}))):
+                with pytest.raises(ConfigError) as error:
+                    use()
+                found[f"{what} while they are held back, {strategy}"] = str(error.value)
             optimizer.zero_grad()
             engine.backward(model(torch.ones(2, 2)).mean())
             optimizer.step()
@@ -314,7 +323,12 @@ def test_gradients_that_are_not_reduced_and_parameters_of_two_models_are_refused
     for found in run_distributed(refused_on_this_process, 2):
         for strategy in ("ddp", "fsdp"):
             assert "the parameter weight is also in a model that was set up before" in found[f"shared, {strategy}"]
-            assert "give enabled=False for the last micro-batch" in found[f"held back, {strategy}"]
+            for held in ("held back", "step while they are held back"):
+                assert "give enabled=False for the last micro-batch" in found[f"{held}, {strategy}"]
+            assert (
+                "gradients wait that no_backward_sync has held back"
+                in found[f"save while they are held back, {strategy}"]
+            )
 
 
 def counting_hook(calls, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings

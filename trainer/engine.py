@@ -456,10 +456,13 @@ class Engine:
         self._calls += not chosen._accumulates
         if tensor.dim() and not args and not kwargs:
             raise ConfigError(f"engine.backward got a loss of shape {tuple(tensor.shape)}; reduce it: loss.mean().")
+        held = [(one, _marks_of_gradients(one)) for one in self._models if one._held and one is not chosen]
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
+        reduced = [chosen, *(one for one, marks in held if marks != _marks_of_gradients(one))]
         for one in self._models:
-            one._held = one._accumulates
+            if one._accumulates or one in reduced:
+                one._held = one._accumulates
         self._unstepped = True
         for optimizer in self._optimizers:
             optimizer.waits = optimizer.waits or has_gradients(optimizer.optimizer)
@@ -733,6 +736,11 @@ class Engine:
             raise ConfigError(
                 "engine.save between backward and optimizer.step(): a program that loads this goes on with the next "
                 "batch, and the step would be left out. Save after a step."
+            )
+        if self.world_size > 1 and any(one._held for one in self._models):
+            raise ConfigError(
+                "engine.save while gradients wait that no_backward_sync has held back, of which each process has "
+                "others: save after the step that uses them, or leave no_backward_sync out."
             )
         self._check_loaders()
         parts, strategy = _Parts(state, self), self.strategy
@@ -1420,6 +1428,11 @@ class _Place:
 
 class _Iteration:
     """Stands for an iterator of a loader as long as that lives."""
+
+
+def _marks_of_gradients(model: EngineModule) -> list[tuple[int, int] | None]:
+    """Return numbers that change with the gradients of a model."""
+    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in model.parameters()]
 
 
 def _nothing() -> None:

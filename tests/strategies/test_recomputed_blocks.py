@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.compare import assert_same_bits
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_runs import SINGLE, WAYS
 from tests.tiers import selected
@@ -265,6 +266,28 @@ def test_weights_are_those_of_a_hand_written_loop(case: Case, results: Any) -> N
         for name, value in expected.items():
             if number == 0 or name not in of_rank_0:  # each process has its own, until the next step begins
                 torch.testing.assert_close(found[name], value, rtol=2e-6, atol=1e-6)
+
+
+NOISE = torch.Generator()
+
+
+class DrawsAtModuleLevel(Block):
+    def forward(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        return self.layers(x * torch.rand(WIDTH, generator=NOISE))
+
+
+class WithDrawsAtModuleLevel(Model):
+    block = DrawsAtModuleLevel
+
+
+def test_a_generator_at_module_level_gives_the_second_run_the_numbers_of_the_first() -> None:
+    found = []
+    for recomputes in (None, "auto"):
+        NOISE.manual_seed(7)
+        trainer = WAYS[SINGLE].trainer(max_epochs=1, activation_checkpointing=recomputes)
+        trainer.fit(WithDrawsAtModuleLevel(), DataLoader(data(SINGLE), MICRO_BATCH))
+        found.append({**trainer.full_state_dict(), "noise": NOISE.get_state()})
+    assert_same_bits(*found)
 
 
 def test_each_pair_has_a_case() -> None:

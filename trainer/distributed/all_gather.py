@@ -22,7 +22,7 @@ def map_sorted(function: Callable[[str, Any], Any], data: Any, path: str = "") -
     if len(children) == 1 and children[0] is data:
         return function(path, data)
     keys = [*data] if isinstance(data, Mapping) else range(len(children))
-    order = sorted(range(len(children)), key=lambda number: str(keys[number]))
+    order = sorted(range(len(children)), key=lambda number: repr(keys[number]))
     mapped = {number: map_sorted(function, children[number], f"{path}[{keys[number]!r}]") for number in order}
     return tree_unflatten([mapped[number] for number in range(len(children))], spec)
 
@@ -120,7 +120,7 @@ def _length_and_rows(path: str, leaf: Any) -> tuple[int, list[int], torch.dtype]
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if not tensor.numel():
         return tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    own = tensor.contiguous().view(-1).view(torch.uint8)  # gloo knows few dtypes
+    own = tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)  # gloo knows few dtypes
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)
     return torch.stack(parts).view(tensor.dtype).view(len(parts), *tensor.shape)

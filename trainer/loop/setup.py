@@ -22,6 +22,7 @@ from trainer.checkpoint.left_out import report_left_out
 from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
+from trainer.data.sampler_state import own_generators
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import was_requeued
@@ -382,6 +383,13 @@ def build_optimizers(run: Run) -> None:
     check_optimizers(run, optimizers, schedulers)
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)
+    parts = [vars(part) for part in module.modules()]
+    if run.checkpoint_callbacks and own_generators(*parts, *map(vars, optimizers), depth=3):
+        log.info(
+            "resume will not be exact: %s or its optimizers have random generators in attributes, whose states are not "
+            "in a checkpoint, unless your hooks or get_extra_state keep them. The global ones are.",
+            type(module).__name__,
+        )
     planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
     if run.loggers and planned < every:
         log.info(

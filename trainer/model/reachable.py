@@ -218,14 +218,15 @@ def _written_by(child: nn.Module) -> list[tuple[str, Any]]:
 
 
 def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the lists, sets and dicts at module level that a block's methods and functions they call use, by name."""
+    """Yield containers and random generators at module level that a block's methods use, and functions of theirs."""
     kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if kind is not nn.Module}
     waiting = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
     seen: set[int] = set()
     for function in waiting:
         for name in function.__code__.co_names if id(function) not in seen else ():
             value, package = function.__globals__.get(name), function.__module__.partition(".")[0]
-            if isinstance(value, (list, deque, set, dict)) and package not in _LIBRARIES:
+            is_written = isinstance(value, (list, deque, set, dict)) or is_generator(value)
+            if is_written and package not in _LIBRARIES:
                 yield f"{name} at the level of {function.__module__}", value
             elif isinstance(value, FunctionType) and value.__module__.partition(".")[0] == package:
                 waiting.append(value)
