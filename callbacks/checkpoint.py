@@ -681,7 +681,7 @@ class ModelCheckpoint(Checkpoint):
         # What this one had to leave out, earlier ones may have.
         obsolete = [one for one in self._obsolete if one != name and LEFT_OUT not in info]
         # Of several callbacks in one folder, "best" is of the first with a monitor, and "last" can be trained on.
-        others = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        others: list[Any] = [one for one in trainer.checkpoint_callbacks if hasattr(one, "_folder")]
         beside = [one for one in others if one._folder == self._folder]
         leads = next((c for c in beside if c.monitor is not None and c.save_top_k), None) is self
         aside = "weights_only" in info and not all(c.save_weights_only for c in beside)
