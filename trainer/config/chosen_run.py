@@ -90,7 +90,7 @@ def _in_named_run(configuration: Configuration, files: Iterable[str], command: s
     if len(runs) != 1:
         return None
     source = configuration.sources.get("default_root_dir")
-    if source is not None and local_path(source.name).absolute().parent == runs[0]:
+    if source is not None and source.folder == runs[0]:
         configuration.trainer["default_root_dir"] = str(runs[0].parent)
     configuration.work_in(runs[0], command)
     return runs[0]
@@ -131,7 +131,7 @@ def _is_run(folder: Path) -> bool:
     """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
     record = _record(folder) if folder in versions(folder.parent) else None
     at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
-    return at_its_place or (folder / CHECKPOINTS).is_dir()
+    return at_its_place or _has_checkpoint(folder)
 
 
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
