@@ -83,7 +83,7 @@ def read(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: 
     """
     tree = merged(files, overrides, findings)
     before = len(findings.problems)
-    tree = with_references(tree, findings)
+    tree = with_references(tree, findings, [name for name, _ in overrides])
     if len(findings.problems) == before:  # values that are not there would be reported as wrong ones
         _check(tree, findings)
     findings.report()
