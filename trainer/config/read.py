@@ -121,6 +121,8 @@ def _check(tree: Node, findings: Diagnostics) -> None:
         findings.add(scheduler.source, words)
     for path, node in _class_choices(tree):
         _check_class_name(path, node, findings)
+    for key in (key for key in ("ckpt_path", "weights", "name") if key in given and given[key].value == ""):
+        findings.add(given[key].source, f"{key}: the text is empty, as of a variable that is not set. Leave {key} out.")
     values.path(given.get("ckpt_path"), "ckpt_path", has_to_be_there=True)
     values.path(given.get("weights"), "weights", has_to_be_there=False)
     if "name" in given:
