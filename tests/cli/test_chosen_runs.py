@@ -166,6 +166,16 @@ def test_files_of_one_name_are_two_modules(fit: Command) -> None:
     assert f"runs/version_0: module {Path('a/mymodel.py').absolute()}:Net there, {Path('mymodel.py').absolute()}" in err
 
 
+def test_a_class_of_a_file_is_that_of_its_module(fit: Command) -> None:
+    Path("pack").mkdir()
+    Path("pack/mymodel.py").write_text(Path("mymodel.py").read_text())
+    for number, names in enumerate((("mymodel.Net", "mymodel.py:Net"), ("pack/mymodel.py:Net", "pack.mymodel.Net"))):
+        for words in (("--module", names[0]), ("--module", names[1], *LAST, "--trainer.max_epochs", "2")):
+            code, out, err = fit(*words)
+            assert code == 0, err
+            assert f"run directory:  runs/version_{number}" in out
+
+
 TYPED = """
 class Act(enum.Enum):
     RELU = torch.nn.ReLU

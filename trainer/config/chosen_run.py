@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -186,6 +187,8 @@ def plain(value: Any, root: str) -> Any:
         return [plain(item, root) for item in value]
     if isinstance(value, Path):
         value = str(value.absolute())
+    if isinstance(value, str):  # /folder:module.Class is /folder/module.py:Class
+        value = re.sub(r"^(/[^:]*):([\w.]+)\.(\w+)$", lambda at: f"{at[1]}/{at[2].replace('.', '/')}.py:{at[3]}", value)
     return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value
 
 
