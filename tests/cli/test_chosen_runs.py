@@ -117,6 +117,30 @@ def test_a_name_decides(fit: Command, command: Command) -> None:
     assert [*curves_of(["runs"])["loss"]] == ["runs/version_0 (a)"]
 
 
+def test_a_run_keeps_its_name_and_weights_when_it_goes_on(fit: Command, command: Command) -> None:
+    assert fit()[0] == 0
+    for name in ("a", "b"):
+        assert command("checkpoint", "export", "runs/version_0", f"{name}.safetensors")[0] == 0
+        code, _, err = fit("--name", name, "--weights", f"{name}.safetensors", "--seed", "2")
+        assert code == 0, err
+    kept = record("runs/version_2")
+    for epochs, words in (("2", ("--weights", "a.safetensors")), ("3", ("--name", "a"))):
+        code, out, err = fit("--seed", "2", *words, *LAST, "--trainer.max_epochs", epochs)
+        assert code == 0, err
+        assert "run directory:  runs/version_1" in out
+        there = record("runs/version_1")
+        assert (there["name"], there["weights"]) == ("a", str(Path("a.safetensors").absolute()))
+    assert record("runs/version_2") == kept
+    # Without the weights it is the run of the same values that has none, or one that has some.
+    for seed, run in (("1", 0), ("2", 2)):
+        code, out, err = fit("--seed", seed, *LAST, "--trainer.max_epochs", "4")
+        assert code == 0, err
+        assert f"run directory:  runs/version_{run}" in out
+    code, _, err = fit("--seed", "2", "--weights", "runs", *LAST)
+    assert code == 2
+    assert f"runs/version_2: weights {Path('b.safetensors').absolute()} there, {Path('runs').absolute()} here" in err
+
+
 def test_a_moved_project_is_the_same(fit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit("--module.lr", "0.1", "--module.file", "x")[0] == 0
     project = Path.cwd()
@@ -140,6 +164,16 @@ def test_files_of_one_name_are_two_modules(fit: Command) -> None:
     code, _, err = fit(*LAST)
     assert code == 2
     assert f"runs/version_0: module {Path('a/mymodel.py').absolute()}:Net there, {Path('mymodel.py').absolute()}" in err
+
+
+def test_a_class_of_a_file_is_that_of_its_module(fit: Command) -> None:
+    Path("pack").mkdir()
+    Path("pack/mymodel.py").write_text(Path("mymodel.py").read_text())
+    for number, names in enumerate((("mymodel.Net", "mymodel.py:Net"), ("pack/mymodel.py:Net", "pack.mymodel.Net"))):
+        for words in (("--module", names[0]), ("--module", names[1], *LAST, "--trainer.max_epochs", "2")):
+            code, out, err = fit(*words)
+            assert code == 0, err
+            assert f"run directory:  runs/version_{number}" in out
 
 
 TYPED = """

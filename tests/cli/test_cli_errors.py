@@ -364,6 +364,9 @@ LINES = {
     "nothing": (["fit"], "error: nothing to fit: give a configuration, trainer fit --config run.yaml, or a module,"),
     "stray file": (["fit", "run.yaml"], "error: command line: unexpected 'run.yaml'. Write --config run.yaml.\n"),
     "no value for config": (["fit", "--config"], "error: command line: argument -c/--config: expected at least one"),
+    "empty checkpoint": (["fit", "--config", "run.yaml", "--ckpt_path="], "command line: ckpt_path: the text is empty"),
+    "empty weights": (["fit", "--config", "run.yaml", "--weights", ""], "command line: weights: the text is empty"),
+    "empty name": (["fit", "--config", "run.yaml", "--name="], "command line: name: the text is empty"),
     "unknown file": (["fit", "--config", "rum.yaml"], "error: rum.yaml: there is no such file in "),
     "folder": (["fit", "--config", "."], "error: .: this is a folder, not a configuration file.\n"),
     "prefix of an option": (

@@ -135,6 +135,18 @@ def test_a_relative_path_is_that_of_the_runs_own_configuration(command: Command)
     assert "note: module" not in err
 
 
+def test_an_argument_by_position_alone_is_the_checkpoints(command: Command) -> None:
+    position = "\n\nclass Placed(Net):\n    def __init__(self, width: int = {}, /, scale: float = 1.0):\n"
+    position += "        super().__init__(width, scale)\n"
+    Path("run.yaml").write_text(RUN.replace("Net, init_args: {width: 3, scale: 2.0, sizes: [7]}", "Placed"))
+    for action, width, words in (("fit", 3, ()), ("validate", 2, ("--ckpt-path", "last", "--module.scale", "0.5"))):
+        Path("scaled.py").write_text(FILE + position.format(width))
+        code, out, err = command(action, "--config", "run.yaml", *words)
+        assert code == 0, err
+    values = dict(line.split() for line in out.splitlines() if line.startswith("  "))
+    assert (float(values["scale"]), float(values["width"])) == (0.5, 3)
+
+
 def test_without_a_file_the_class_is_enough(run: Command) -> None:
     words = ("--module", "scaled.py:Net", "--data", "scaled.py:Data", "--trainer.accelerator", "cpu")
     code, out, err = run("test", *words, "--trainer.logger", "false", "--ckpt-path", "runs/version_0")

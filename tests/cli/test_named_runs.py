@@ -155,6 +155,29 @@ def test_a_configuration_of_the_users_in_a_folder_called_like_a_run_is_not_that_
         assert "run directory:  runs/version_0" in out
 
 
+def test_a_project_with_weights_of_its_own_in_a_folder_called_checkpoints_is_no_run(command: Command) -> None:
+    Path("checkpoints").mkdir()
+    Path("checkpoints/resnet.pt").write_bytes(b"weights")
+    Path("config.yaml").write_text(RUN)
+    for words in ((), ("--ckpt-path", "last", "--trainer.max_epochs", "2")):
+        code, out, err = command("fit", "--config", "config.yaml", *words)
+        assert code == 0, err
+        assert "run directory:  runs/version_0" in out
+
+
+def test_a_typed_folder_stands_over_that_of_the_run_in_whose_folder_the_command_is_typed(
+    runs: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Path.cwd() / "out"
+    monkeypatch.chdir("runs/version_0")
+    code, printed, err = runs("fit", "--config", "config.yaml", "--trainer.default_root_dir", str(out))
+    assert code == 0, err
+    assert f"run directory:  {out / 'version_0'}" in printed
+    one = load("config.yaml", overrides={"trainer.default_root_dir": str(out), "ckpt_path": "last"})
+    assert one.trainer.default_root_dir == str(out)
+    assert load("config.yaml").trainer.default_root_dir == str(Path.cwd().parent)
+
+
 def test_a_finished_run_that_the_same_command_starts_again_stays_as_it_is(
     command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:

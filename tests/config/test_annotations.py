@@ -12,7 +12,7 @@ from tests.helpers import annotated
 from trainer.config.check import Checker, instantiate
 from trainer.config.files import as_node, read_file, read_value, to_yaml
 from trainer.config.references import with_references
-from trainer.config.tree import Diagnostics, entries, merge
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries, merge
 
 REFUSED = "refused"
 CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
@@ -134,6 +134,12 @@ CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
     ("Base", "{class_path: torch.nn.ReLU}", "refused"),
     ("Net", "{init_args: {width: 3}}", "refused", "Net: 'Net()'"),
     ("Net", "{width: 3}", "refused", "Net: 'Net()'"),
+    ("type", "torch.nn.ReLU", "type: \"<class 'torch.nn.modules.activation.ReLU'>\""),
+    ("Optional[type]", "torch.nn.ReLU", "type: \"<class 'torch.nn.modules.activation.ReLU'>\""),
+    ("type[Any]", "torch.nn.ReLU", "type: \"<class 'torch.nn.modules.activation.ReLU'>\""),
+    ("typing.Type", "torch.nn.ReLU", "type: \"<class 'torch.nn.modules.activation.ReLU'>\""),
+    ("dict[str, type]", "{a: torch.nn.ReLU}", "dict: \"{'a': <class 'torch.nn.modules.activation.ReLU'>}\""),
+    ("type", "torch.nn.Rel", "refused"),
     ("type[nn.Module]", "torch.nn.ReLU", "type: \"<class 'torch.nn.modules.activation.ReLU'>\""),
     ("torch.optim.Optimizer", "torch.optim.SGD", "refused"),
     ("Callable", "torch.nn.functional.relu", "function: '<function relu>'"),
@@ -352,6 +358,25 @@ def test_a_typed_dash_is_a_text(annotation: str) -> None:
     found = Diagnostics()
     value = Checker(found).value(read_value("-", "--v"), annotated.evaluated(annotation), ("module", "v"))
     assert (found.problems, str(value)) == ([], "-")
+
+
+@pytest.mark.parametrize("text", ["#ff0000", "# x", " #1", "#"])
+def test_a_typed_comment_is_a_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHADE", text)
+    referring = with_references(Node({"vars": Node("${env:SHADE}", COMMAND_LINE)}, COMMAND_LINE), Diagnostics())
+    for node in (read_value(text, "--v"), entries(referring)["vars"]):
+        for annotation, problems in (("Optional[str]", 0), ("Any", 0), ("Optional[float]", 1)):
+            found = Diagnostics()
+            value = Checker(found).value(node, annotated.evaluated(annotation), ("module", "v"))
+            assert (len(found.problems), value) == (problems, value if problems else text)
+
+
+@pytest.mark.parametrize(("annotation", "member"), [("Color.RED", "Color.RED"), ("b'a'", "b'a'")])
+def test_a_literal_that_no_file_can_hold_is_refused_in_words(annotation: str, member: str) -> None:
+    found = Diagnostics()
+    literal = annotated.evaluated(f"Optional[Literal[{annotation}, 'x']]")
+    Checker(found).value(read_value("RED", "--v"), literal, ("module", "v"))
+    assert f'allowed: {member} (which no file can hold: set it in Python), "x" or null' in found.problems[0].message
 
 
 def test_what_lightning_takes_is_taken_or_refused_in_words() -> None:

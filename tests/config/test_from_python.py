@@ -57,6 +57,21 @@ def test_vars_are_not_kept_but_their_values_are(tmp_path: Path) -> None:
         load(file)
 
 
+def test_a_typed_value_to_which_nothing_refers_is_a_problem(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.replace("words: [a]", "words: [a], rates: {net: 1}, unused: &a {lr: 1}"))
+    for name in ("vars.epoch", "vars.epoch_s", "vars.unused.lr", "vars.unused"):
+        with pytest.raises(ConfigError, match=rf"{name} is given, but no \$\{{{name}\}} in the configuration refers"):
+            load(file, overrides={name: 2})
+    with pytest.raises(ConfigError, match=r"Did you mean 'vars.epochs'"):
+        load(file, overrides={"vars.epoch": 2})
+    # Also inside of what is referred to, or around it, and by way of another.
+    used = {"vars.rates.net": 2, "trainer.max_steps": "${vars.words.0}", "vars.words": [7]}
+    others = {"trainer.accumulate_grad_batches": "${vars.${vars.which}.net}", "vars.which": "rates"}
+    trainer = load(file, overrides={**used, **others}).trainer
+    assert (trainer.max_steps, trainer.accumulate_grad_batches) == (7, 2)
+
+
 def test_a_pipe_is_a_configuration(tmp_path: Path) -> None:
     import os
     import threading

@@ -46,6 +46,7 @@ from trainer.config.types import (
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError
+from trainer.hyperparameters import construct
 from trainer.logger import Logger
 from trainer.loop.changes_since_checkpoint import allowed_problems
 from trainer.loop.resolved_config import settings_problems
@@ -73,6 +74,8 @@ class ClassSpec(Spec):
     """True where a function that makes such objects is wanted."""
     complete: Callable[..., None] | None = None
     """A function that completes the object; it also gets the values that no file can hold."""
+    from_checkpoint: bool = False
+    """True where the arguments are a checkpoint's, among which are those that are taken by position alone."""
 
     def __repr__(self) -> str:
         return f"{self.cls.__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
@@ -91,7 +94,7 @@ class ClassSpec(Spec):
         if self.is_factory:
             return partial(self.cls, **arguments) if arguments else self.cls
         try:
-            made = self.cls(**arguments)
+            made = construct(self.cls, arguments) if self.from_checkpoint else self.cls(**arguments)
             if not isinstance(made, self.bases):
                 raise TypeError(f"it returned a {type(made).__name__}")
         except TrainerError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ import yaml
 from trainer.arguments import local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, versions
 from trainer.config.check import Checker, ClassSpec
-from trainer.config.files import as_node
+from trainer.config.files import as_node, to_yaml
 from trainer.config.loading import Configuration
 from trainer.config.read import has_spec
 from trainer.config.tree import COMMAND_LINE, Diagnostics
@@ -32,9 +33,10 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     """Have the command work in the run that it means, and yield a line that names it where that is not said.
 
     It is the run whose own configuration is among the files, or, for "last" and "best", of the runs below
-    `default_root_dir` that have a checkpoint the one with the command's name, or, without one, with its module,
-    data, optimizer, lr_scheduler and their values, and its seed: of several that with the fewest other settings of the
-    trainer, of these the newest. Runs that scripts have started have no configuration: of these it is the newest.
+    `default_root_dir` that have a checkpoint the one with the command's name, or, without one, with its module, data,
+    optimizer, lr_scheduler and their values, its seed, and its weights if it names any: of several that with the
+    fewest other settings of the trainer, of these the newest. Runs that scripts have started have no configuration: of
+    these it is the newest.
 
     Raises:
         ConfigError: two runs are meant, or none of those that there are; lists them with what differs.
@@ -67,11 +69,14 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     wanted = yaml.safe_load(configuration.recorded)
     found = {run: [*_differences(configuration, record, wanted)] for run, record in records.items()}
     equal = [one for one, lines in found.items() if name is not None or not lines]
-    run = min(equal, key=lambda one: _other_settings(records[one]["trainer"], wanted["trainer"]), default=None)
+    run = min(equal, key=lambda one: _other_settings(records[one], wanted), default=None)
     if run is None and (command == "fit" or len(found) > 1):
         raise ConfigError(_none_is_equal(configuration, command, found, root))
     run = run or next(iter(found))
     configuration.work_in(run, command)
+    if anew:  # the run keeps its name, and the weights from which it began
+        kept = {key: records[run][key] for key in ("name", "weights") if key in records[run]}
+        configuration.recorded = to_yaml({**kept, **wanted})
     differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
     nearest = f", by the trainer's settings; the newest is {_shown(equal[0])}" if run in equal[1:] else ""
     yield f"--ckpt-path {which} is that of {_shown(run)}{differs or nearest}"
@@ -90,7 +95,7 @@ def _in_named_run(configuration: Configuration, files: Iterable[str], command: s
     if len(runs) != 1:
         return None
     source = configuration.sources.get("default_root_dir")
-    if source is not None and local_path(source.name).absolute().parent == runs[0]:
+    if source is not None and source.folder == runs[0]:
         configuration.trainer["default_root_dir"] = str(runs[0].parent)
     configuration.work_in(runs[0], command)
     return runs[0]
@@ -131,7 +136,7 @@ def _is_run(folder: Path) -> bool:
     """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
     record = _record(folder) if folder in versions(folder.parent) else None
     at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
-    return at_its_place or (folder / CHECKPOINTS).is_dir()
+    return at_its_place or _has_checkpoint(folder)
 
 
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
@@ -144,6 +149,8 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
 
     if settings[0].get("seed") != settings[1].get("seed"):
         yield f"trainer.seed {settings[0].get('seed')!r} there, {settings[1].get('seed')!r} here"
+    if wanted.get("weights") and differ(weights := [one.get("weights") for one in (record, wanted)]):
+        yield f"weights {weights[0]} there, {weights[1]} here"
     for key in ("module", "data", "optimizer", "lr_scheduler"):
         there, here = (_class_and_arguments(one.get(key)) for one in (record, wanted))
         if differ((there[0], here[0])):
@@ -157,8 +164,9 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
                 yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
 
 
-def _other_settings(there: dict[str, Any], here: dict[str, Any]) -> int:
-    """Return the number of the trainer's settings that differ, apart from the folder."""
+def _other_settings(record: dict[str, Any], wanted: dict[str, Any]) -> int:
+    """Return the number of the trainer's settings that differ, apart from the folder; the weights count as one."""
+    there, here = ({**one["trainer"], "weights": one.get("weights")} for one in (record, wanted))
     names = (there.keys() | here.keys()) - {"default_root_dir"}
     values = [[one.get(name, getattr(Settings, name, None)) for one in (there, here)] for name in names]
     return sum(before != now for before, now in values)
@@ -179,6 +187,8 @@ def plain(value: Any, root: str) -> Any:
         return [plain(item, root) for item in value]
     if isinstance(value, Path):
         value = str(value.absolute())
+    if isinstance(value, str):  # /folder:module.Class is /folder/module.py:Class
+        value = re.sub(r"^(/[^:]*):([\w.]+)\.(\w+)$", lambda at: f"{at[1]}/{at[2].replace('.', '/')}.py:{at[3]}", value)
     return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value
 
 

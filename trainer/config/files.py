@@ -182,9 +182,8 @@ def read_value(text: str, option: str) -> Node:
     """Read a value of the command line, or of an environment variable, as YAML. The option is named where it is not."""
     found = Diagnostics()
     tree = _read_yaml(text, COMMAND_LINE, found)
-    if text.strip() in ("", "-") or (
-        PLACEHOLDER.search(text) and (tree is None or _without_values(tree))
-    ):  # no list of null, nor null
+    empty = tree is not None and tree.value is None and text.strip()[:1] in ("", "#")  # a comment, as YAML has it
+    if empty or text.strip() == "-" or (PLACEHOLDER.search(text) and (tree is None or _without_values(tree))):
         tree = Node(text, COMMAND_LINE)
     if tree is None:
         return Node(text, COMMAND_LINE, text, f"{option} {text!r}: {found.problems[0].message}")

@@ -39,6 +39,7 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         arguments = constructor_arguments(module.cls, stored, argument, needed, kinds)
     except CheckpointError:  # none, or of another module, which is said where its weights are loaded
         return []
+    module.from_checkpoint = True
     for name in (name for name in arguments if name in names):
         node, value = module.nodes.get(name), arguments[name]
         if node is not None:

@@ -83,7 +83,7 @@ def read(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: 
     """
     tree = merged(files, overrides, findings)
     before = len(findings.problems)
-    tree = with_references(tree, findings)
+    tree = with_references(tree, findings, [name for name, _ in overrides])
     if len(findings.problems) == before:  # values that are not there would be reported as wrong ones
         _check(tree, findings)
     findings.report()
@@ -121,6 +121,8 @@ def _check(tree: Node, findings: Diagnostics) -> None:
         findings.add(scheduler.source, words)
     for path, node in _class_choices(tree):
         _check_class_name(path, node, findings)
+    for key in (key for key in ("ckpt_path", "weights", "name") if key in given and given[key].value == ""):
+        findings.add(given[key].source, f"{key}: the text is empty, as of a variable that is not set. Leave {key} out.")
     values.path(given.get("ckpt_path"), "ckpt_path", has_to_be_there=True)
     values.path(given.get("weights"), "weights", has_to_be_there=False)
     if "name" in given:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from trainer.config.classes import find_class
 from trainer.config.files import as_node, read_value
-from trainer.config.tree import Diagnostics, Node, OfData, dotted, entries, is_index
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, dotted, entries, is_index
 from trainer.config.types import constructor_parameters
 from trainer.errors import ConfigError, did_you_mean
 from trainer.hyperparameters import as_stored, data_problem
@@ -21,14 +22,21 @@ REFERENCE = re.compile(r"(\$?)\$\{\s*((?:[^${}]|\$\{[^${}]*\})*?)\s*\}")
 ENVIRONMENT = ("env:", "oc.env:")
 
 
-def with_references(tree: Node, findings: Diagnostics) -> Node:
+def with_references(tree: Node, findings: Diagnostics, typed: Iterable[str] = ()) -> Node:
     """Return a configuration of canonical form without references; those that lead nowhere are problems.
 
+    So are `typed` names below `vars` to which nothing refers: they would change nothing.
     A value that is one reference has the type of what it refers to. Within a text, the values are as they were written.
     `${env:NAME}` is read as YAML, and `${env:NAME,default}` has a value for a variable that is not set. References to
     attributes of the data, which are not known before there is the object, stay as `OfData`.
     """
-    return _Resolver(tree, findings).resolved(tree)
+    resolver = _Resolver(tree, findings)
+    found = resolver.resolved(tree)
+    for name in (name for name in typed if name.startswith("vars.")):
+        if not any(f"{a}.".startswith(f"{b}.") for one in resolver.used for a, b in ((one, name), (name, one))):
+            close = did_you_mean(name, resolver.used)
+            findings.add(COMMAND_LINE, f"{name} is given, but no ${{{name}}} in the configuration refers to it.{close}")
+    return found
 
 
 def escaped(value: Any) -> Any:
@@ -47,6 +55,7 @@ class _Resolver:
         self.tree = replace(tree, value={"trainer": Node({}, tree.source), **entries(tree)})
         self.findings = findings
         self.open: list[str] = []
+        self.used: set[str] = set()
 
     def resolved(self, node: Node) -> Node:
         if isinstance(node.value, dict):
@@ -83,6 +92,7 @@ class _Resolver:
     def look_up(self, name: str, node: Node) -> Node | None:
         """Return what a name refers to, itself without references; None, and a problem, where there is nothing."""
         name = REFERENCE.sub(lambda match: self.as_text(match, node), name)
+        self.used.add(name)
         if name.startswith(ENVIRONMENT):
             return self.variable(name.partition(":")[2], node)
         if name in self.open:

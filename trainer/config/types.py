@@ -130,8 +130,9 @@ def classes_in(annotation: Any) -> list[type]:
     """Return the bases `X` of the members `type[X]` of a union."""
     found = []
     for option in options_of(annotation):
-        if get_origin(option) is type:
-            found += [base for base in options_of(get_args(option)[0]) if isinstance(base, type)]
+        if type in (option, get_origin(option)):
+            bases = options_of((get_args(option) or (Any,))[0])
+            found += [object if base is Any else base for base in bases if isinstance(base, type) or base is Any]
     return found
 
 
@@ -250,7 +251,9 @@ _FILES = TypeNames(
         Callable: "a callable (which no file can hold: set it in Python)",
         **dict.fromkeys(MAPPINGS, "a mapping"),
     },
-    json.dumps,
+    lambda one: (
+        json.dumps(one) if type(one) in (*SCALARS, str) else f"{one} (which no file can hold: set it in Python)"
+    ),
     _describe_object,
 )
 
