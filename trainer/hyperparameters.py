@@ -10,8 +10,8 @@ import inspect
 import logging
 import os
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -213,8 +213,8 @@ def entries_of(value: Any) -> dict[str, Any]:
     Raises:
         ConfigError: `value` is something else.
     """
-    if isinstance(value, Mapping):
-        return dict(value.items())
+    if isinstance(value, Mapping):  # those of other classes, as OmegaConf's, become what load_from_checkpoint gives
+        return dict(value) if type(value) is dict else _nested(value)
     if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
         return dict(vars(value))
     raise ConfigError(
@@ -290,34 +290,36 @@ def _bound(owner: type, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
 
 
 def _nested(value: Any) -> Any:
-    """Return dicts as `Hyperparameters`, at any depth, as a configuration's entries are attributes."""
-    if isinstance(value, dict):
+    """Return mappings as `Hyperparameters`, at any depth, as a configuration's entries are attributes."""
+    if isinstance(value, Mapping):
         return Hyperparameters({name: _nested(item) for name, item in value.items()})
-    return [_nested(item) for item in value] if isinstance(value, list) else value
+    is_list = isinstance(value, MutableSequence) and not isinstance(value, (deque, bytearray))
+    return [_nested(item) for item in value] if is_list else value
 
 
 def data_problem(value: Any, where: str) -> str | None:
     """Return the problem of a value that is not data, which names its path inside the hyperparameters; or None.
 
     Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, a timedelta, a dtype or
-    device of torch, and mappings, lists, tuples, sets and dataclasses of data.
+    device of torch, and dicts, lists, tuples, sets and dataclasses of data. Containers of other classes are none: a
+    checkpoint could not make them again.
     """
     if _is_leaf(value):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _fields(value)
-    if isinstance(value, Mapping):
-        if isinstance(value, defaultdict):
-            return f"hyperparameter {where} is a defaultdict, whose values a function makes: give a dict."
-        if not all(_is_leaf(key) or isinstance(key, tuple) for key in value):
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter, Hyperparameters):
+        if not all(_is_leaf(key) or (isinstance(key, tuple) and data_problem(key, where) is None) for key in value):
             return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
         if len({repr(as_stored(key)) for key in value}) < len(value):
             return f"hyperparameter {where} is a dict with keys that a checkpoint stores alike: give it others."
         found = (data_problem(item, f"{where}[{key!r}]") for key, item in value.items())
         return next(filter(None, found), None)
-    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes, bytearray)):
+    is_tuple = isinstance(value, tuple) and (hasattr(value, "_fields") or kind.__module__ == "torch")
+    if is_tuple or kind in (list, tuple, deque, set, frozenset):
         return next(filter(None, (data_problem(item, f"{where}[{i}]") for i, item in enumerate(value))), None)
-    if isinstance(value, (str, int, float)):  # of a class of its own
+    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):  # of a class of its own
         return None
     argument = where.split("[")[0]
     return (
@@ -328,8 +330,8 @@ def data_problem(value: Any, where: str) -> str | None:
 
 
 def _is_leaf(value: Any) -> bool:
-    kinds = (os.PathLike, enum.Enum, datetime.timedelta, range)
-    return is_scalar(value) or isinstance(value, kinds) or _is_of_torch(value)
+    kinds = (type(Path()), PurePosixPath, PureWindowsPath, datetime.timedelta, range)
+    return is_scalar(value) or isinstance(value, enum.Enum) or type(value) in kinds or _is_of_torch(value)
 
 
 def as_stored(value: Any) -> Any:
@@ -354,7 +356,7 @@ def as_stored(value: Any) -> Any:
         return tuple(map(as_stored, value))
     if isinstance(value, (set, frozenset)):
         return sorted(map(as_stored, value), key=repr)
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+    if isinstance(value, (list, deque)):
         return [*map(as_stored, value)]
     return next((kind(value) for kind in (str, bool, int, float) if isinstance(value, kind)), value)
 
@@ -368,7 +370,8 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "path": Path,
-    **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, OrderedDict, Counter, deque, set, frozenset)},
+    **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, set, frozenset)},
+    **{one.__name__: one for one in (OrderedDict, Counter, Hyperparameters, deque)},
     "range": lambda bounds: range(*bounds),
     "Size": lambda sizes: sys.modules["torch"].Size(sizes),
     "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
@@ -411,14 +414,13 @@ def _kind(value: Any) -> list[Any] | None:
     if type(value) in (set, frozenset):
         return [name, None, _kinds_of_items(sorted(value, key=lambda one: repr(as_stored(one))))]
     if isinstance(value, tuple) and type(value) is not tuple:
-        return ["namedtuple", _full_name(type(value)), _kinds_of_items(value)] if hasattr(value, "_fields") else None
+        return ["namedtuple", _full_name(type(value)), _kinds_of_items(value)]
     if isinstance(value, Mapping):
         items, keys = _kinds_of_items(value.values()), _kinds_of_items(value)
-        of_class = name if type(value) in (OrderedDict, Counter) else "dict"
-        return None if items is None and keys is None and of_class == "dict" else [of_class, keys, items]
+        return None if items is None and keys is None and type(value) is dict else [name, keys, items]
     if isinstance(value, (list, tuple, deque)):
         items = _kinds_of_items(value)
-        return None if items is None and type(value) is not deque else [type(value).__name__, None, items]
+        return [name, getattr(value, "maxlen", None), items] if items or type(value) is deque else None
     return None
 
 
@@ -446,7 +448,7 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
         if name in _READ:
-            return _READ[name](value)
+            return deque(value, of_class) if name == "deque" else _READ[name](value)
         if name == "scalar":
             with contextlib.suppress(LookupError):  # of a class that is not known here: the plain value
                 return _class_named(owner, of_class, object)(value)

@@ -8,11 +8,14 @@ import enum
 import json
 import random
 import shutil
-from collections import Counter, OrderedDict, defaultdict, deque
+from array import array
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -45,6 +48,31 @@ class Name(str):
 
 class Count(int):
     pass
+
+
+class Numbers(list[Any]):
+    pass
+
+
+class Unique(set[Any]):
+    pass
+
+
+class Pair(tuple[Any, ...]):
+    pass
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+class Delta(datetime.timedelta):
+    pass
+
+
+class Located:
+    def __fspath__(self) -> str:
+        return "a"
 
 
 class Point(NamedTuple):
@@ -266,9 +294,33 @@ def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
     assert alike(found["value"].scale, 10.0)
 
 
-def test_a_defaultdict_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    Model([defaultdict(list)])
-    assert "the hyperparameters value are no data" in caplog.text
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(defaultdict(list), ChainMap({"a": 1}), UserDict(a=1), UserList([1]), UserString("a"), MappingProxyType({})),
+        *(Numbers([1]), Unique({1}), Pair((1, 2)), Table(a=1), Delta(1), Unique({Numbers}), array("i", [1])),
+        *(np.str_("a"), Located(), {Pair((1, 2)): 3}),
+    ],
+    ids=repr,
+)
+def test_a_container_of_another_class_is_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    Model([value])
+    assert caplog.text.count("the hyperparameters value are no data") == 1
+
+
+def test_a_deque_keeps_its_largest_length() -> None:
+    assert [again(deque([1, Path("a")], maxlen=size)).given.maxlen for size in (None, 2, 5)] == [None, 2, 5]
+
+
+def test_a_configuration_of_a_class_of_its_own_has_the_same_kinds_before_and_after() -> None:
+    given = UserDict(size=3, deep=UserDict(rate=0.5), many=UserList([UserDict(a=1)]))
+    module = Untyped(given)
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(module, DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint("saved")
+    found = Untyped.load_from_checkpoint("saved")
+    assert (found.given.deep.rate, found.given.many[0].a) == (0.5, 1)
+    assert alike(found.hparams, module.hparams)
 
 
 def test_a_long_range_takes_no_time() -> None:
