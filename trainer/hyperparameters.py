@@ -306,9 +306,11 @@ def data_problem(value: Any, where: str) -> str | None:
     """
     if _is_leaf(value):
         return None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = _fields(value)
     kind = type(value)
+    if dataclasses.is_dataclass(kind) and inspect.signature(kind).parameters.keys() == {
+        field.name for field in dataclasses.fields(kind) if field.init
+    }:  # else there is no making it again of its fields, as with an InitVar
+        value, kind = _fields(value), dict
     if kind in (dict, OrderedDict, Counter, Hyperparameters):
         if not all(_is_leaf(key) or (isinstance(key, tuple) and data_problem(key, where) is None) for key in value):
             return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."

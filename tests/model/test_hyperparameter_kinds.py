@@ -70,6 +70,23 @@ class Delta(datetime.timedelta):
     pass
 
 
+@dataclasses.dataclass
+class Initial:
+    width: int = 1
+    more: dataclasses.InitVar[int] = 2
+
+    def __post_init__(self, more: int) -> None:
+        self.sum = self.width + more
+
+
+@dataclasses.dataclass(init=False)
+class Halved:
+    width: float
+
+    def __init__(self, double: float) -> None:
+        self.width = double / 2
+
+
 class Located:
     def __fspath__(self) -> str:
         return "a"
@@ -299,11 +316,11 @@ def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
     [
         *(defaultdict(list), ChainMap({"a": 1}), UserDict(a=1), UserList([1]), UserString("a"), MappingProxyType({})),
         *(Numbers([1]), Unique({1}), Pair((1, 2)), Table(a=1), Delta(1), Unique({Numbers}), array("i", [1])),
-        *(np.str_("a"), Located(), {Pair((1, 2)): 3}),
+        *(np.str_("a"), Located(), {Pair((1, 2)): 3}, Initial(1, 30), Halved(3)),
     ],
     ids=repr,
 )
-def test_a_container_of_another_class_is_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_that_cannot_be_made_again_is_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
     Model([value])
     assert caplog.text.count("the hyperparameters value are no data") == 1
 
