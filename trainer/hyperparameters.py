@@ -321,8 +321,8 @@ def data_problem(value: Any, where: str) -> str | None:
     is_tuple = isinstance(value, tuple) and (hasattr(value, "_fields") or kind.__module__ == "torch")
     if is_tuple or kind in (list, tuple, deque, set, frozenset):
         return next(filter(None, (data_problem(item, f"{where}[{i}]") for i, item in enumerate(value))), None)
-    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):  # of a class of its own
-        return None
+    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic) and not getattr(value, "__dict__", 0):
+        return None  # of a class of its own, without attributes
     argument = where.split("[")[0]
     return (
         f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
@@ -411,7 +411,9 @@ def _kind(value: Any) -> list[Any] | None:
     name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
     if type(value) not in SCALARS and isinstance(value, (str, int, float)) and not is_numpy_number(value):
         return ["scalar", _full_name(type(value)), None]
-    if isinstance(value, (datetime.timedelta, PurePath, range)) or type(value).__module__ == "torch":
+    if isinstance(value, datetime.timedelta):  # a float has not all digits
+        return [name, [value.days, value.seconds, value.microseconds], None]
+    if isinstance(value, (PurePath, range)) or type(value).__module__ == "torch":
         return [name, None, None]
     if type(value) in (set, frozenset):
         return [name, None, _kinds_of_items(sorted(value, key=lambda one: repr(as_stored(one))))]
@@ -449,11 +451,13 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             value = dict(zip(names, _items_as_given(values, items, owner, where), strict=True))
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
+        if name == "timedelta" and of_class is not None:
+            return datetime.timedelta(*of_class)
         if name in _READ:
             return deque(value, of_class) if name == "deque" else _READ[name](value)
         if name == "scalar":
             with contextlib.suppress(LookupError):  # of a class that is not known here: the plain value
-                return _class_named(owner, of_class, object)(value)
+                return type(value).__new__(_class_named(owner, of_class, type(value)), value)
         if name == "enum":
             cls = _class_named(owner, of_class[0], enum.Enum)
             return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
@@ -466,7 +470,7 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
                 object.__setattr__(made, field, item)
             return made
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
             f"which cannot be made again ({error}). Give it: load_from_checkpoint(path, {where}=...)."

@@ -50,6 +50,16 @@ class Count(int):
     pass
 
 
+class Joined(str):
+    def __new__(cls, first: str, second: str = "x") -> Joined:
+        return super().__new__(cls, first + second)
+
+
+class Unit(float):
+    def __init__(self, number: float) -> None:
+        self.unit = "m"
+
+
 class Numbers(list[Any]):
     pass
 
@@ -316,13 +326,25 @@ def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
     [
         *(defaultdict(list), ChainMap({"a": 1}), UserDict(a=1), UserList([1]), UserString("a"), MappingProxyType({})),
         *(Numbers([1]), Unique({1}), Pair((1, 2)), Table(a=1), Delta(1), Unique({Numbers}), array("i", [1])),
-        *(np.str_("a"), Located(), {Pair((1, 2)): 3}, Initial(1, 30), Halved(3)),
+        *(np.str_("a"), Located(), {Pair((1, 2)): 3}, Initial(1, 30), Halved(3), Unit(1)),
     ],
     ids=repr,
 )
 def test_a_value_that_cannot_be_made_again_is_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
     Model([value])
     assert caplog.text.count("the hyperparameters value are no data") == 1
+
+
+def test_scalars_come_back_exactly() -> None:
+    spans = [datetime.timedelta(99999, 0, 1), datetime.timedelta.max, datetime.timedelta(-400000, 0, 7)]
+    assert alike(again([*spans, Joined("a"), Joined("a", "b")]).given, [*spans, Joined("a"), Joined("a", "b")])
+
+
+def test_a_span_of_time_of_an_earlier_version_is_read() -> None:
+    kinds: dict[str, Any] = {"value": ["timedelta", None, None]}
+    assert constructor_arguments(Model, {"value": 1.5}, None, {}, kinds)["value"] == datetime.timedelta(0, 1, 500_000)
+    with pytest.raises(CheckpointError, match="hyperparameter value was a timedelta"):
+        constructor_arguments(Model, {"value": 1e15}, None, {}, kinds)
 
 
 def test_a_deque_keeps_its_largest_length() -> None:
