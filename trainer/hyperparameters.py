@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from types import FrameType
@@ -186,10 +186,11 @@ def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
     """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
 
     `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter, unless it takes
-    `**kwargs`, too, which may name the same values as the arguments of a base class.
+    `**kwargs`, too, which may name the same values as the arguments of a base class: what these do not name is kept
+    as a `UserList` or `UserDict`, which is no data and so is named.
     """
     arguments: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
+    rest: dict[Any, Any] = {}
     found: FrameType | None = frame
     while found is not None:
         code = found.f_code
@@ -200,9 +201,14 @@ def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
             count = code.co_argcount + code.co_kwonlyargcount
             passed = {} if values.keywords is None else dict(values.locals.get(values.keywords, {}))
             named = {name: values.locals[name] for name in code.co_varnames[1:count] if name in values.locals}
+            known = [*arguments.values(), *vars(owner).get("_hparams", {}).values()]
             arguments = {**arguments, **passed, **named}
-            varargs = None if values.keywords else values.varargs
-            rest = {varargs: values.locals[varargs]} if varargs and values.locals.get(varargs) else {}
+            by_position = values.locals.get(values.varargs or "") or ()
+            rest = {values.varargs: by_position} if by_position and not values.keywords else {}
+            if values.keywords and any(all(one is not other for other in known) for one in by_position):
+                rest = {values.varargs: UserList(by_position)}
+            if passed.keys() & code.co_varnames[1 : code.co_posonlyargcount]:
+                rest[values.keywords] = UserDict(passed)
         found = found.f_back
     return arguments | rest
 
@@ -354,12 +360,10 @@ def as_stored(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Mapping):
         return {as_stored(key): as_stored(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(as_stored, value))
     if isinstance(value, (set, frozenset)):
         return sorted(map(as_stored, value), key=repr)
-    if isinstance(value, (list, deque)):
-        return [*map(as_stored, value)]
+    if isinstance(value, (list, tuple, deque)):
+        return (tuple if isinstance(value, tuple) else list)(map(as_stored, value))
     return next((kind(value) for kind in (str, bool, int, float) if isinstance(value, kind)), value)
 
 
@@ -422,10 +426,8 @@ def _kind(value: Any) -> list[Any] | None:
     if isinstance(value, Mapping):
         items, keys = _kinds_of_items(value.values()), _kinds_of_items(value)
         return None if items is None and keys is None and type(value) is dict else [name, keys, items]
-    if isinstance(value, (list, tuple, deque)):
-        items = _kinds_of_items(value)
-        return [name, getattr(value, "maxlen", None), items] if items or type(value) is deque else None
-    return None
+    items = _kinds_of_items(value) if isinstance(value, (list, tuple, deque)) else None
+    return [name, getattr(value, "maxlen", None), items] if items or type(value) is deque else None
 
 
 def _full_name(cls: type) -> str:

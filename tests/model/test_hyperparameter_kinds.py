@@ -24,7 +24,7 @@ from tests.helpers.alike import alike
 from tests.helpers.toy import quiet
 from tests.tiers import Inputs
 from trainer import CheckpointError, DataModule, TrainModule
-from trainer.hyperparameters import constructor_arguments
+from trainer.hyperparameters import construct, constructor_arguments
 
 
 class Color(enum.Enum):
@@ -206,6 +206,42 @@ def test_arguments_by_position_come_back(module: Any) -> None:
     trainer.save_checkpoint("saved")
     loaded = type(module).load_from_checkpoint("saved")
     assert (loaded.given, loaded.hparams) == (module.given, module.hparams)
+
+
+class Sizes(Model):
+    def __init__(self, *sizes: int, rate: float = 0.1, **more: Any) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters()
+
+
+class Twice(Model):
+    def __init__(self, value: Any = 1, /, **more: Any) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *((lambda: Sizes(4, 8), "sizes"), (lambda: Sizes(4, x=3), "sizes"), (lambda: Twice(4, value=5), "more")),
+        *(
+            (lambda: Sizes(rate=3, x=3), None),
+            (lambda: Twice(4, x=5), None),
+            (lambda: PassesAll(4, "b", color=1), None),
+        ),
+    ],
+)
+def test_values_that_no_name_holds_are_named(
+    make: Callable[[], Model], name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    make()
+    assert caplog.text.count("no checkpoint contains them") == (name is not None)
+    assert f"the hyperparameters {name} are" in caplog.text or name is None
+
+
+def test_those_by_position_beside_others_by_name_can_be_given() -> None:
+    found = constructor_arguments(Sizes, {"rate": 0.2, "x": 3}, None, {"sizes": (4, 8)}, {})
+    assert construct(Sizes, found).hparams == {**found, "sizes": [4, 8]}
 
 
 def test_one_by_position_that_was_not_saved_is_given_by_name() -> None:
