@@ -250,7 +250,7 @@ def constructor_arguments(
     signature = inspect.signature(owner)
     if kinds:
         known = {name: kind for name, kind in kinds.items() if name in stored and name not in given}
-        stored = {**stored, **{name: _as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
+        stored = {**stored, **{name: as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
     if argument is not None:
         entries = {**stored, **{name: value for name, value in given.items() if name in stored}}
         others = {name: value for name, value in given.items() if name not in stored}
@@ -276,7 +276,7 @@ def _in_one(entries: dict[str, Any], owner: type, argument: str) -> Any:
     options = options_of(hints_of(owner.__init__, owner).get(argument))  # type: ignore[misc]
     for cls in (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)):
         if entries.keys() <= {field.name for field in dataclasses.fields(cls)}:
-            return _as_given(entries, ["dataclass", _full_name(cls), None], owner, argument)
+            return as_given(entries, ["dataclass", _full_name(cls), None], owner, argument)
     return _nested(entries)
 
 
@@ -307,8 +307,7 @@ def data_problem(value: Any, where: str) -> str | None:
     """Return the problem of a value that is not data, which names its path inside the hyperparameters; or None.
 
     Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, a timedelta, a dtype or
-    device of torch, and dicts, lists, tuples, sets and dataclasses of data. Containers of other classes are none: a
-    checkpoint could not make them again.
+    device of torch, and dicts, lists, tuples, sets and dataclasses of data; but no containers of other classes.
     """
     if _is_leaf(value):
         return None
@@ -374,13 +373,13 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 
 # -- kinds: what a stored value was, where the stored one does not say it ----------------------------------------------
 
-_READ: dict[str, Callable[[Any], Any]] = {
+_READ: dict[str, Callable[..., Any]] = {
     "path": Path,
     **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, set, frozenset)},
     **{one.__name__: one for one in (OrderedDict, Counter, Hyperparameters, deque)},
     "range": lambda bounds: range(*bounds),
     "Size": lambda sizes: sys.modules["torch"].Size(sizes),
-    "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
+    "timedelta": lambda seconds, parts: datetime.timedelta(*(parts or (0, seconds))),
     "dtype": lambda name: _named_in_torch("dtype", name),
     "device": lambda name: _named_in_torch("device", name),
 }
@@ -443,7 +442,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
+def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     """Return a stored value as it was given. Classes are those that the owner's annotations and modules name."""
     try:
         name, of_class, items = kind
@@ -453,10 +452,8 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             value = dict(zip(names, _items_as_given(values, items, owner, where), strict=True))
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
-        if name == "timedelta" and of_class is not None:
-            return datetime.timedelta(*of_class)
         if name in _READ:
-            return deque(value, of_class) if name == "deque" else _READ[name](value)
+            return _READ[name](value, of_class) if name in ("deque", "timedelta") else _READ[name](value)
         if name == "scalar":
             with contextlib.suppress(LookupError):  # of a class that is not known here: the plain value
                 return type(value).__new__(_class_named(owner, of_class, type(value)), value)
@@ -483,7 +480,7 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
 def _items_as_given(items: Iterable[Any], kinds: Any, owner: type, where: str) -> list[Any]:
     kinds = kinds or {}
     return [
-        _as_given(item, kinds[str(position)], owner, where) if str(position) in kinds else item
+        as_given(item, kinds[str(position)], owner, where) if str(position) in kinds else item
         for position, item in enumerate(items)
     ]
 
