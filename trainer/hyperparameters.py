@@ -191,6 +191,7 @@ def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
     """
     arguments: dict[str, Any] = {}
     rest: dict[Any, Any] = {}
+    known = [*vars(owner).get("_hparams", {}).values()]  # values that can be given by name
     found: FrameType | None = frame
     while found is not None:
         code = found.f_code
@@ -201,14 +202,15 @@ def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
             count = code.co_argcount + code.co_kwonlyargcount
             passed = {} if values.keywords is None else dict(values.locals.get(values.keywords, {}))
             named = {name: values.locals[name] for name in code.co_varnames[1:count] if name in values.locals}
-            known = [*arguments.values(), *vars(owner).get("_hparams", {}).values()]
             arguments = {**arguments, **passed, **named}
             by_position = values.locals.get(values.varargs or "") or ()
             rest = {values.varargs: by_position} if by_position and not values.keywords else {}
             if values.keywords and any(all(one is not other for other in known) for one in by_position):
                 rest = {values.varargs: UserList(by_position)}
-            if passed.keys() & code.co_varnames[1 : code.co_posonlyargcount]:
+            places = code.co_varnames[1 : code.co_posonlyargcount]
+            if passed.keys() & places:
                 rest[values.keywords] = UserDict(passed)
+            known += [*passed.values(), *(value for name, value in named.items() if name not in places)]
         found = found.f_back
     return arguments | rest
 
