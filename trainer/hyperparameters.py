@@ -10,8 +10,8 @@ import inspect
 import logging
 import os
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -186,10 +186,12 @@ def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
     """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
 
     `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter, unless it takes
-    `**kwargs`, too, which may name the same values as the arguments of a base class.
+    `**kwargs`, too, which may name the same values as the arguments of a base class: what these do not name is kept
+    as a `UserList` or `UserDict`, which is no data and so is named.
     """
     arguments: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
+    rest: dict[Any, Any] = {}
+    known = [*vars(owner).get("_hparams", {}).values()]  # values that can be given by name
     found: FrameType | None = frame
     while found is not None:
         code = found.f_code
@@ -201,8 +203,14 @@ def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
             passed = {} if values.keywords is None else dict(values.locals.get(values.keywords, {}))
             named = {name: values.locals[name] for name in code.co_varnames[1:count] if name in values.locals}
             arguments = {**arguments, **passed, **named}
-            varargs = None if values.keywords else values.varargs
-            rest = {varargs: values.locals[varargs]} if varargs and values.locals.get(varargs) else {}
+            by_position = values.locals.get(values.varargs or "") or ()
+            rest = {values.varargs: by_position} if by_position and not values.keywords else {}
+            if values.keywords and any(all(one is not other for other in known) for one in by_position):
+                rest = {values.varargs: UserList(by_position)}
+            places = code.co_varnames[1 : code.co_posonlyargcount]
+            if passed.keys() & places:
+                rest[values.keywords] = UserDict(passed)
+            known += [*passed.values(), *(value for name, value in named.items() if name not in places)]
         found = found.f_back
     return arguments | rest
 
@@ -213,8 +221,8 @@ def entries_of(value: Any) -> dict[str, Any]:
     Raises:
         ConfigError: `value` is something else.
     """
-    if isinstance(value, Mapping):
-        return dict(value.items())
+    if isinstance(value, Mapping):  # those of other classes, as OmegaConf's, become what load_from_checkpoint gives
+        return dict(value) if type(value) is dict else _nested(value)
     if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
         return dict(vars(value))
     raise ConfigError(
@@ -244,7 +252,7 @@ def constructor_arguments(
     signature = inspect.signature(owner)
     if kinds:
         known = {name: kind for name, kind in kinds.items() if name in stored and name not in given}
-        stored = {**stored, **{name: _as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
+        stored = {**stored, **{name: as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
     if argument is not None:
         entries = {**stored, **{name: value for name, value in given.items() if name in stored}}
         others = {name: value for name, value in given.items() if name not in stored}
@@ -270,7 +278,7 @@ def _in_one(entries: dict[str, Any], owner: type, argument: str) -> Any:
     options = options_of(hints_of(owner.__init__, owner).get(argument))  # type: ignore[misc]
     for cls in (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)):
         if entries.keys() <= {field.name for field in dataclasses.fields(cls)}:
-            return _as_given(entries, ["dataclass", _full_name(cls), None], owner, argument)
+            return as_given(entries, ["dataclass", _full_name(cls), None], owner, argument)
     return _nested(entries)
 
 
@@ -290,35 +298,38 @@ def _bound(owner: type, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
 
 
 def _nested(value: Any) -> Any:
-    """Return dicts as `Hyperparameters`, at any depth, as a configuration's entries are attributes."""
-    if isinstance(value, dict):
+    """Return mappings as `Hyperparameters`, at any depth, as a configuration's entries are attributes."""
+    if isinstance(value, Mapping):
         return Hyperparameters({name: _nested(item) for name, item in value.items()})
-    return [_nested(item) for item in value] if isinstance(value, list) else value
+    is_list = isinstance(value, MutableSequence) and not isinstance(value, (deque, bytearray))
+    return [_nested(item) for item in value] if is_list else value
 
 
 def data_problem(value: Any, where: str) -> str | None:
     """Return the problem of a value that is not data, which names its path inside the hyperparameters; or None.
 
     Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, a timedelta, a dtype or
-    device of torch, and mappings, lists, tuples, sets and dataclasses of data.
+    device of torch, and dicts, lists, tuples, sets and dataclasses of data; but no containers of other classes.
     """
     if _is_leaf(value):
         return None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = _fields(value)
-    if isinstance(value, Mapping):
-        if isinstance(value, defaultdict):
-            return f"hyperparameter {where} is a defaultdict, whose values a function makes: give a dict."
-        if not all(_is_leaf(key) or isinstance(key, tuple) for key in value):
+    kind = type(value)
+    if dataclasses.is_dataclass(kind) and inspect.signature(kind).parameters.keys() == {
+        field.name for field in dataclasses.fields(kind) if field.init
+    }:  # else there is no making it again of its fields, as with an InitVar
+        value, kind = _fields(value), dict
+    if kind in (dict, OrderedDict, Counter, Hyperparameters):
+        if not all(_is_leaf(key) or (isinstance(key, tuple) and data_problem(key, where) is None) for key in value):
             return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
         if len({repr(as_stored(key)) for key in value}) < len(value):
             return f"hyperparameter {where} is a dict with keys that a checkpoint stores alike: give it others."
         found = (data_problem(item, f"{where}[{key!r}]") for key, item in value.items())
         return next(filter(None, found), None)
-    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes, bytearray)):
+    is_tuple = isinstance(value, tuple) and (hasattr(value, "_fields") or kind.__module__ == "torch")
+    if is_tuple or kind in (list, tuple, deque, set, frozenset):
         return next(filter(None, (data_problem(item, f"{where}[{i}]") for i, item in enumerate(value))), None)
-    if isinstance(value, (str, int, float)):  # of a class of its own
-        return None
+    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic) and not getattr(value, "__dict__", 0):
+        return None  # of a class of its own, without attributes
     argument = where.split("[")[0]
     return (
         f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
@@ -328,8 +339,8 @@ def data_problem(value: Any, where: str) -> str | None:
 
 
 def _is_leaf(value: Any) -> bool:
-    kinds = (os.PathLike, enum.Enum, datetime.timedelta, range)
-    return is_scalar(value) or isinstance(value, kinds) or _is_of_torch(value)
+    kinds = (type(Path()), PurePosixPath, PureWindowsPath, datetime.timedelta, range)
+    return is_scalar(value) or isinstance(value, enum.Enum) or type(value) in kinds or _is_of_torch(value)
 
 
 def as_stored(value: Any) -> Any:
@@ -350,12 +361,10 @@ def as_stored(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Mapping):
         return {as_stored(key): as_stored(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(as_stored, value))
     if isinstance(value, (set, frozenset)):
         return sorted(map(as_stored, value), key=repr)
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [*map(as_stored, value)]
+    if isinstance(value, (list, tuple, deque)):
+        return (tuple if isinstance(value, tuple) else list)(map(as_stored, value))
     return next((kind(value) for kind in (str, bool, int, float) if isinstance(value, kind)), value)
 
 
@@ -366,12 +375,13 @@ def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
 
 # -- kinds: what a stored value was, where the stored one does not say it ----------------------------------------------
 
-_READ: dict[str, Callable[[Any], Any]] = {
+_READ: dict[str, Callable[..., Any]] = {
     "path": Path,
-    **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, OrderedDict, Counter, deque, set, frozenset)},
+    **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, set, frozenset)},
+    **{one.__name__: one for one in (OrderedDict, Counter, Hyperparameters, deque)},
     "range": lambda bounds: range(*bounds),
     "Size": lambda sizes: sys.modules["torch"].Size(sizes),
-    "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
+    "timedelta": lambda seconds, parts: datetime.timedelta(*(parts or (0, seconds))),
     "dtype": lambda name: _named_in_torch("dtype", name),
     "device": lambda name: _named_in_torch("device", name),
 }
@@ -406,20 +416,19 @@ def _kind(value: Any) -> list[Any] | None:
     name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
     if type(value) not in SCALARS and isinstance(value, (str, int, float)) and not is_numpy_number(value):
         return ["scalar", _full_name(type(value)), None]
-    if isinstance(value, (datetime.timedelta, PurePath, range)) or type(value).__module__ == "torch":
+    if isinstance(value, datetime.timedelta):  # a float has not all digits
+        return [name, [value.days, value.seconds, value.microseconds], None]
+    if isinstance(value, (PurePath, range)) or type(value).__module__ == "torch":
         return [name, None, None]
     if type(value) in (set, frozenset):
         return [name, None, _kinds_of_items(sorted(value, key=lambda one: repr(as_stored(one))))]
     if isinstance(value, tuple) and type(value) is not tuple:
-        return ["namedtuple", _full_name(type(value)), _kinds_of_items(value)] if hasattr(value, "_fields") else None
+        return ["namedtuple", _full_name(type(value)), _kinds_of_items(value)]
     if isinstance(value, Mapping):
         items, keys = _kinds_of_items(value.values()), _kinds_of_items(value)
-        of_class = name if type(value) in (OrderedDict, Counter) else "dict"
-        return None if items is None and keys is None and of_class == "dict" else [of_class, keys, items]
-    if isinstance(value, (list, tuple, deque)):
-        items = _kinds_of_items(value)
-        return None if items is None and type(value) is not deque else [type(value).__name__, None, items]
-    return None
+        return None if items is None and keys is None and type(value) is dict else [name, keys, items]
+    items = _kinds_of_items(value) if isinstance(value, (list, tuple, deque)) else None
+    return [name, getattr(value, "maxlen", None), items] if items or type(value) is deque else None
 
 
 def _full_name(cls: type) -> str:
@@ -435,7 +444,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
+def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     """Return a stored value as it was given. Classes are those that the owner's annotations and modules name."""
     try:
         name, of_class, items = kind
@@ -446,10 +455,10 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
         if name in _READ:
-            return _READ[name](value)
+            return _READ[name](value, of_class) if name in ("deque", "timedelta") else _READ[name](value)
         if name == "scalar":
             with contextlib.suppress(LookupError):  # of a class that is not known here: the plain value
-                return _class_named(owner, of_class, object)(value)
+                return type(value).__new__(_class_named(owner, of_class, type(value)), value)
         if name == "enum":
             cls = _class_named(owner, of_class[0], enum.Enum)
             return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
@@ -462,7 +471,7 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
                 object.__setattr__(made, field, item)
             return made
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
             f"which cannot be made again ({error}). Give it: load_from_checkpoint(path, {where}=...)."
@@ -473,7 +482,7 @@ def _as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
 def _items_as_given(items: Iterable[Any], kinds: Any, owner: type, where: str) -> list[Any]:
     kinds = kinds or {}
     return [
-        _as_given(item, kinds[str(position)], owner, where) if str(position) in kinds else item
+        as_given(item, kinds[str(position)], owner, where) if str(position) in kinds else item
         for position, item in enumerate(items)
     ]
 

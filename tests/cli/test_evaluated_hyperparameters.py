@@ -162,6 +162,20 @@ def test_another_module_is_refused_as_before(run: Command) -> None:
     assert "layers.0.bias" in err
 
 
+def test_a_value_that_cannot_be_made_again_is_said_and_the_others_are_taken(command: Command) -> None:
+    inner = "class Outer:\n    class Mode(enum.Enum):\n        A = 1\n\n\n"
+    changed = FILE.replace("class Net", f"{inner}class Net").replace("import torch\n", "import enum\nimport torch\n", 1)
+    changed = changed.replace("act: torch.nn.Module = None", "mode: str = 'A'")
+    Path("scaled.py").write_text(changed.replace("super().__init__()", "super().__init__(); mode = Outer.Mode[mode]"))
+    words = ("--module", "scaled.py:Net", "--data", "scaled.py:Data", "--trainer.accelerator", "cpu")
+    code, _, err = command("fit", *words, "--module.scale", "2", "--trainer.max_epochs", "1")
+    assert code == 0, err
+    code, out, err = command("validate", *words, "--trainer.logger", "false", "--ckpt-path", "runs/version_0")
+    assert code == 0, err
+    assert err.count("note: module.mode is not as in the checkpoint: hyperparameter mode was a enum") == 1
+    assert "scale 2" in " ".join(out.split())
+
+
 class Sized(TrainModule):
     def __init__(self, size: int = 1) -> None:
         super().__init__()

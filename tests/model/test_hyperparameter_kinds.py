@@ -8,11 +8,14 @@ import enum
 import json
 import random
 import shutil
-from collections import Counter, OrderedDict, defaultdict, deque
+from array import array
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -21,7 +24,7 @@ from tests.helpers.alike import alike
 from tests.helpers.toy import quiet
 from tests.tiers import Inputs
 from trainer import CheckpointError, DataModule, TrainModule
-from trainer.hyperparameters import constructor_arguments
+from trainer.hyperparameters import construct, constructor_arguments
 
 
 class Color(enum.Enum):
@@ -45,6 +48,58 @@ class Name(str):
 
 class Count(int):
     pass
+
+
+class Joined(str):
+    def __new__(cls, first: str, second: str = "x") -> Joined:
+        return super().__new__(cls, first + second)
+
+
+class Unit(float):
+    def __init__(self, number: float) -> None:
+        self.unit = "m"
+
+
+class Numbers(list[Any]):
+    pass
+
+
+class Unique(set[Any]):
+    pass
+
+
+class Pair(tuple[Any, ...]):
+    pass
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+class Delta(datetime.timedelta):
+    pass
+
+
+@dataclasses.dataclass
+class Initial:
+    width: int = 1
+    more: dataclasses.InitVar[int] = 2
+
+    def __post_init__(self, more: int) -> None:
+        self.sum = self.width + more
+
+
+@dataclasses.dataclass(init=False)
+class Halved:
+    width: float
+
+    def __init__(self, double: float) -> None:
+        self.width = double / 2
+
+
+class Located:
+    def __fspath__(self) -> str:
+        return "a"
 
 
 class Point(NamedTuple):
@@ -151,6 +206,48 @@ def test_arguments_by_position_come_back(module: Any) -> None:
     trainer.save_checkpoint("saved")
     loaded = type(module).load_from_checkpoint("saved")
     assert (loaded.given, loaded.hparams) == (module.given, module.hparams)
+
+
+class Sizes(Model):
+    def __init__(self, *sizes: int, rate: float = 0.1, **more: Any) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters()
+
+
+class Twice(Model):
+    def __init__(self, value: Any = 1, /, **more: Any) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters()
+
+
+class Deep(First):
+    def __init__(self, depth: int = 2, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *((lambda: Sizes(4, 8), "sizes"), (lambda: Sizes(4, x=3), "sizes"), (lambda: Twice(4, value=5), "more")),
+        *((lambda: Deep(2, 3), "args"), (lambda: Deep(2, 3, 0.5, deep=4), "args")),
+        *(
+            (lambda: Sizes(rate=3, x=3), None),
+            (lambda: Twice(4, x=5), None),
+            (lambda: PassesAll(4, "b", color=1), None),
+        ),
+    ],
+)
+def test_values_that_no_name_holds_are_named(
+    make: Callable[[], Model], name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    make()
+    assert caplog.text.count("no checkpoint contains them") == (name is not None)
+    assert f"the hyperparameters {name} are" in caplog.text or name is None
+
+
+def test_those_by_position_beside_others_by_name_can_be_given() -> None:
+    found = constructor_arguments(Sizes, {"rate": 0.2, "x": 3}, None, {"sizes": (4, 8)}, {})
+    assert construct(Sizes, found).hparams == {**found, "sizes": [4, 8]}
 
 
 def test_one_by_position_that_was_not_saved_is_given_by_name() -> None:
@@ -266,9 +363,45 @@ def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
     assert alike(found["value"].scale, 10.0)
 
 
-def test_a_defaultdict_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    Model([defaultdict(list)])
-    assert "the hyperparameters value are no data" in caplog.text
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(defaultdict(list), ChainMap({"a": 1}), UserDict(a=1), UserList([1]), UserString("a"), MappingProxyType({})),
+        *(Numbers([1]), Unique({1}), Pair((1, 2)), Table(a=1), Delta(1), Unique({Numbers}), array("i", [1])),
+        *(np.str_("a"), Located(), {Pair((1, 2)): 3}, Initial(1, 30), Halved(3), Unit(1)),
+    ],
+    ids=repr,
+)
+def test_a_value_that_cannot_be_made_again_is_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    Model([value])
+    assert caplog.text.count("the hyperparameters value are no data") == 1
+
+
+def test_scalars_come_back_exactly() -> None:
+    spans = [datetime.timedelta(99999, 0, 1), datetime.timedelta.max, datetime.timedelta(-400000, 0, 7)]
+    assert alike(again([*spans, Joined("a"), Joined("a", "b")]).given, [*spans, Joined("a"), Joined("a", "b")])
+
+
+def test_a_span_of_time_of_an_earlier_version_is_read() -> None:
+    kinds: dict[str, Any] = {"value": ["timedelta", None, None]}
+    assert constructor_arguments(Model, {"value": 1.5}, None, {}, kinds)["value"] == datetime.timedelta(0, 1, 500_000)
+    with pytest.raises(CheckpointError, match="hyperparameter value was a timedelta"):
+        constructor_arguments(Model, {"value": 1e15}, None, {}, kinds)
+
+
+def test_a_deque_keeps_its_largest_length() -> None:
+    assert [again(deque([1, Path("a")], maxlen=size)).given.maxlen for size in (None, 2, 5)] == [None, 2, 5]
+
+
+def test_a_configuration_of_a_class_of_its_own_has_the_same_kinds_before_and_after() -> None:
+    given = UserDict(size=3, deep=UserDict(rate=0.5), many=UserList([UserDict(a=1)]))
+    module = Untyped(given)
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(module, DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint("saved")
+    found = Untyped.load_from_checkpoint("saved")
+    assert (found.given.deep.rate, found.given.many[0].a) == (0.5, 1)
+    assert alike(found.hparams, module.hparams)
 
 
 def test_a_long_range_takes_no_time() -> None:

@@ -14,7 +14,7 @@ from trainer.config.loading import Configuration
 from trainer.config.read import Spec
 from trainer.config.tree import COMMAND_LINE, Node, entries
 from trainer.errors import CheckpointError
-from trainer.hyperparameters import constructor_arguments
+from trainer.hyperparameters import as_given, constructor_arguments
 
 
 def take_hyperparameters(configuration: Configuration) -> list[str]:
@@ -34,6 +34,12 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
         stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
         argument = kept.get("arguments", {}).get("module")
+        for name in (name for name in kinds or {} if argument is None and name in stored):
+            try:
+                as_given(stored[name], kinds[name], module.cls, name)
+            except CheckpointError as error:
+                lines.append(f"module.{name} is not as in the checkpoint: {error}")
+                del stored[name]
         names = {*stored} if argument is None else {argument}
         needed = {name: None for name in module.arguments if name not in names}
         arguments = constructor_arguments(module.cls, stored, argument, needed, kinds)
