@@ -84,7 +84,7 @@ class CSVLogger(FileLogger):
         rows = {"rows?": [{str: str}], "row?": {str: str}}  # checkpoints of earlier versions have one row
         kind = {"step?": Integer(-1), **rows, "columns?": [str], "version?": Integer()}
         require(state_dict, kind, "CSVLogger")
-        self.place.number = state_dict.get("version")
+        self.place.restore(state_dict)
         self._resumed = state_dict
 
     # -- hooks ---------------------------------------------------------------------------------------------------------

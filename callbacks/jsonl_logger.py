@@ -54,7 +54,7 @@ class JSONLLogger(FileLogger):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         require(state_dict, {"lines?": Integer(), "version?": Integer()}, "JSONLLogger")
         self._resumed = state_dict
-        self.place.number = state_dict.get("version")
+        self.place.restore(state_dict)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class TensorBoardLogger(Logger):
         kind = {"files?": {str: Integer()}, "version?": Integer(), **of_earlier_versions}
         require(state_dict, kind, "TensorBoardLogger")
         self._kept = state_dict.get("files")
-        self.place.number = state_dict.get("version")
+        self.place.restore(state_dict)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

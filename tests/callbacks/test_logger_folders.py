@@ -16,7 +16,7 @@ FILES = {CSVLogger: "metrics.csv", JSONLLogger: "metrics.jsonl", TensorBoardLogg
 
 def train(kind: Any, save_dir: Path, root: Path, epochs: int, ckpt_path: str | None = None) -> None:
     logger = kind(save_dir / kind.__name__)
-    writer = ModelCheckpoint(dirpath=root)
+    writer = ModelCheckpoint(dirpath=root, save_top_k=-1)
     trainer = quiet(
         max_epochs=epochs, log_every_n_steps=1, logger=logger, callbacks=[writer], enable_checkpointing=True
     )
@@ -32,12 +32,28 @@ def test_a_new_run_does_not_write_over_another(kind: type, tmp_path: Path) -> No
     train(kind, tmp_path, tmp_path / "b", 1)
     assert {path: path.read_bytes() for path in folder.glob(name)} == first
     assert list((folder / "version_1").glob(name))
-    train(kind, tmp_path, tmp_path / "b", 2, ckpt_path=str(next((tmp_path / "b").glob("epoch=*"))))
+    train(kind, tmp_path, tmp_path / "b", 2, ckpt_path="last")
     assert not (folder / "version_2").exists()
     if kind is CSVLogger:
         lines = (folder / "version_1" / name).read_text().splitlines()
         assert [line.partition(",")[0] for line in lines] == ["step", "1", "2", "3", "4"]
     assert {path: path.read_bytes() for path in folder.glob(name)} == first
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_run_from_the_path_of_a_checkpoint_leaves_the_files_of_the_run_that_wrote_it(
+    kind: type, tmp_path: Path
+) -> None:
+    folder, name = tmp_path / kind.__name__, FILES[kind]
+    train(kind, tmp_path, tmp_path / "a", 1)
+    checkpoint = str(next((tmp_path / "a").glob("epoch=*")))
+    train(kind, tmp_path, tmp_path / "a", 3, ckpt_path="last")
+    first = {path: path.read_bytes() for path in folder.glob(name)}
+    for epochs, ckpt_path in (2, checkpoint), (4, "last"):
+        train(kind, tmp_path, tmp_path / "b", epochs, ckpt_path)
+    assert {path: path.read_bytes() for path in folder.glob(name)} == first
+    assert list((folder / "version_1").glob(name))
+    assert not (folder / "version_2").exists()
 
 
 def test_a_folder_is_a_text(tmp_path: Path) -> None:

@@ -323,14 +323,13 @@ def beginning_of(run: Run, checkpoint: StoragePath | None) -> int:
     return time.time_ns()
 
 
-def choose_logger_folders(run: Run) -> None:
+def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
     """Give the loggers of a run that continues no other a folder in which no run has left files. Collective.
 
-    Rank 0 chooses for all. A logger may be on some ranks only: the same one elsewhere has the same place among those of
-    its class.
+    As in `choose_run_dir`, a `fit` from the path of a checkpoint is a new run. Rank 0 chooses for all. A logger may be
+    on some ranks only: the same one elsewhere has the same place among those of its class.
     """
-    if run.resumed_from is not None:
-        return
+    goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit")
     folders: dict[str, LoggerFolder] = {}
     of_class: Counter[str] = Counter()
     for logger in run.loggers:
@@ -338,6 +337,9 @@ def choose_logger_folders(run: Run) -> None:
         of_class[name] += 1
         if logger.place is not None:
             folders[f"{name} {of_class[name]}"] = logger.place
+            logger.place.goes_on = goes_on
+    if goes_on:
+        return
     numbers: dict[str, int | None] = {}
     if run.strategy.processes.is_global_zero:
         for name, folder in folders.items():
