@@ -78,8 +78,8 @@ class MLFlowLogger(Tracker):
         self._run_id: str | None = None
         self._stored: dict[str, list[tuple[int, float]]] | None = None
         """Values that the store has of a resumed run, by name, read when the name is logged first. None: a new run."""
-        self._names: dict[str, str] = {}
-        """The names as the user knows them, by those that MLflow has."""
+        self._renamed: set[str] = set()
+        """Names that MLflow does not take, which the user has been told."""
 
     @property
     def tracking_uri(self) -> str:
@@ -226,11 +226,11 @@ class MLFlowLogger(Tracker):
             self._client.set_tag(self._run_id, f"checkpoint.{alias}", f"checkpoints/{name}")
 
     def _allowed(self, name: str) -> str:
-        """Return a name with the characters that MLflow takes, which no other name has."""
+        """Return a name with the characters that MLflow takes, which no other name has, whichever comes first."""
         allowed = re.sub(r"[^\w/. -]", "_", name, flags=re.ASCII)
-        if self._names.get(allowed, name) != name:
+        if allowed != name:
             allowed = f"{allowed}-{zlib.crc32(name.encode()):08x}"
-        if allowed != name and allowed not in self._names:
-            log.warning("MLFlowLogger: MLflow does not take the name %r: it is %r there", name, allowed)
-        self._names[allowed] = name
+            if name not in self._renamed:
+                log.warning("MLFlowLogger: MLflow does not take the name %r: it is %r there", name, allowed)
+            self._renamed.add(name)
         return allowed

@@ -87,16 +87,22 @@ def test_odd_names_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
             logger.log_metrics({"acc (top 5)": 1.0, "nan": math.nan}, step)
     assert logger._calls is not None
     assert logger._calls.wait(60)
-    assert caplog.text.count("MLflow does not take the name 'acc (top 5)': it is 'acc _top 5_' there") == 1
-    assert logger.experiment.get_run(logger.run_id).data.metrics["acc _top 5_"] == 1.0
+    assert caplog.text.count("MLflow does not take the name 'acc (top 5)': it is 'acc _top 5_-98e7fc46' there") == 1
+    assert logger.experiment.get_run(logger.run_id).data.metrics["acc _top 5_-98e7fc46"] == 1.0
 
 
-def test_names_that_become_one_are_two(caplog: pytest.LogCaptureFixture) -> None:
-    logger = MLFlowLogger(run_id=None)
-    logger.log_metrics({"a:b": 1.0, "a%b": 2.0, "a_b": 3.0}, 1)
-    assert logger._calls is not None
-    assert logger._calls.wait(60)
-    assert sorted(logger.experiment.get_run(logger.run_id).data.metrics.values()) == [1.0, 2.0, 3.0]
+def test_names_that_become_one_are_two() -> None:
+    """Also of a run that goes on, which may log another one first."""
+    run, values = None, {"a:b": 1.0, "a%b": 2.0, "a_b": 3.0}
+    for step, names in enumerate((values, list(values)[::-1])):
+        logger = MLFlowLogger(run_id=run)
+        logger.log_metrics({name: values[name] for name in names}, step)
+        assert logger._calls is not None
+        assert logger._calls.wait(60)
+        run = logger.run_id
+    curves = logger.experiment.get_run(run).data.metrics
+    found = [{point.value for point in logger.experiment.get_metric_history(run, name)} for name in curves]
+    assert sorted(map(sorted, found)) == [[1.0], [2.0], [3.0]]
 
 
 class Infinite(WithHyperparameters):
