@@ -69,16 +69,6 @@ class Logger(Callback):
     def __init__(self) -> None:
         super().__init__()
 
-    def problems(self, config: Any, module: TrainModule, stage: str) -> list[str]:
-        where = None if self.place is None else self.place.where
-        twins = [one for one in config.loggers if one.place is not None and one.place.where == where]
-        if len(twins) < 2 or twins[0] is not self:
-            return []
-        name = type(self).__name__
-        return [
-            f"{len(twins)} {name}s would write the same files: give each a folder of its own, {name}(save_dir=...)."
-        ]
-
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
 

@@ -74,3 +74,20 @@ def test_two_that_would_write_the_same_files_are_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match=f"2 {kind.__name__}s would write the same files: give each a folder"):
         quiet(max_epochs=1, logger=[kind(), kind()]).fit(Toy(), loader(2))
     quiet(max_epochs=1, logger=[kind(), kind("other")]).fit(Toy(), loader(2))
+
+
+SAME: dict[str, Any] = {
+    "a number and its folder": lambda: [CSVLogger("a", "n", 0), CSVLogger("a", "n", "version_0")],
+    "a path and a name": lambda: [TensorBoardLogger("a", "n", 0), TensorBoardLogger("a/n", version=0)],
+    "the run directory": lambda: [CSVLogger(), CSVLogger("runs", version=0)],
+    "a link": lambda: [JSONLLogger("real"), JSONLLogger("link")],
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_one_folder_under_two_names_is_refused(case: str) -> None:
+    Path("real").mkdir()
+    Path("link").symlink_to("real")
+    with pytest.raises(ConfigError, match=r"2 .*Loggers would write the same files: give each a folder"):
+        quiet(max_epochs=1, logger=SAME[case](), default_root_dir="runs").fit(Toy(), loader(2))
+    assert not list(Path("runs").glob("*"))

@@ -33,8 +33,6 @@ class LoggerFolder:
                 local_path(value, argument)  # raises where no file system has such a folder
         self.name, self.version = name, version
         self.sub_dir = None if sub_dir is None else str(local_path(sub_dir, "sub_dir"))
-        self.where = (files, self.given, name, version, self.sub_dir)
-        """All that was given: two loggers of one place write the same files."""
         self.number: int | None = None
         """The version of a run whose folder would be that of an earlier run."""
         self.chosen = self.goes_on = False
