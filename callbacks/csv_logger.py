@@ -84,7 +84,7 @@ class CSVLogger(FileLogger):
         rows = {"rows?": [{str: str}], "row?": {str: str}}  # checkpoints of earlier versions have one row
         kind = {"step?": Integer(-1), **rows, "columns?": [str], "version?": Integer()}
         require(state_dict, kind, "CSVLogger")
-        self.place.number = state_dict.get("version")
+        self.place.restore(state_dict)
         self._resumed = state_dict
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -121,9 +121,10 @@ class CSVLogger(FileLogger):
         columns, rows = _parse(path, self.earlier_lines())
         if continue_from is not None:
             last = self._resumed.get("step", continue_from)
-            columns = self._resumed.get("columns", columns)
+            columns = columns if self._ended else self._resumed.get("columns", columns)
             rows = [(step, row) for step, row in rows if step <= last]
-            if newest := self._resumed.get("rows") or [row for row in [self._resumed.get("row")] if row]:
+            newest = self._resumed.get("rows") or [row for row in [self._resumed.get("row")] if row]
+            if newest and not self._ended:
                 # As they were then: cells that came later come again.
                 rows = [*(one for one in rows if one[0] < last), *((last, row) for row in newest)]
         return _File(path, columns, rows, closes=self._trainer is not None and self._trainer.stage != "fit")

@@ -54,7 +54,7 @@ class JSONLLogger(FileLogger):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         require(state_dict, {"lines?": Integer(), "version?": Integer()}, "JSONLLogger")
         self._resumed = state_dict
-        self.place.number = state_dict.get("version")
+        self.place.restore(state_dict)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -103,15 +103,15 @@ class JSONLLogger(FileLogger):
         return {"paths": paths, **({} if media.captions is None else {"captions": media.captions})}
 
     def open(self, continue_from: int | None) -> _LineFile:
-        lines = self.earlier_lines()
+        lines, later = self.earlier_lines(), list[bytes]()
         assert self.path is not None
         if continue_from is not None:
-            before = self._resumed.get("lines")
-            if before is None:
-                lines = [line for line in lines if continue_from and _step_of(line) <= continue_from]
-            else:
-                lines = lines[:before]
+            before, last = self._resumed.get("lines"), continue_from or -1
+            later = lines[before or 0 :] if before is None or self._ended else []
+            later = [line for line in later if _step_of(line) <= last]
+            lines = lines[: before or 0] + later
         file = _LineFile(self.path, lines)
+        file.again = later
         if not lines:
             for record in self._before:
                 file.put(record)
@@ -126,6 +126,8 @@ class _LineFile:
         self.path = path
         self.lines = len(kept)
         """Lines on disk and in memory."""
+        self.again: list[bytes] = []
+        """Kept lines that may come again: those of what the training did after the checkpoint, before it ended."""
         self._end = sum(map(len, kept))
         self._pending: list[bytes] = []
         self._rewritten: list[bytes] | None = None
@@ -140,8 +142,11 @@ class _LineFile:
         self.write()
 
     def put(self, record: dict[str, Any]) -> None:
-        self._pending.append(json.dumps(_as_json(record), ensure_ascii=False, default=str).encode(errors="replace"))
-        self._pending[-1] += b"\n"
+        line = json.dumps(_as_json(record), ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
+        if line in self.again:
+            self.again.remove(line)
+            return
+        self._pending.append(line)
         self.lines += 1
 
     def write(self, to_disk: bool = False) -> None:

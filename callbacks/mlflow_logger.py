@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -78,8 +79,8 @@ class MLFlowLogger(Tracker):
         self._run_id: str | None = None
         self._stored: dict[str, list[tuple[int, float]]] | None = None
         """Values that the store has of a resumed run, by name, read when the name is logged first. None: a new run."""
-        self._names: dict[str, str] = {}
-        """The names as the user knows them, by those that MLflow has."""
+        self._renamed: set[str] = set()
+        """Names that MLflow does not take, which the user has been told."""
 
     @property
     def tracking_uri(self) -> str:
@@ -198,25 +199,28 @@ class MLFlowLogger(Tracker):
         return any(s == step and (v == value or (math.isnan(v) and math.isnan(value))) for s, v in self._stored[name])
 
     def send_media(self, key: str, media: Media, step: int) -> None:
-        name = self._allowed(key)
+        start = f"{self._allowed(key)}/step-{step}"
         if isinstance(media, Images):
             for number, array in enumerate(media.arrays):
-                self._log_file(f"{name}/step-{step}-{number}.png", png(array))
+                self._log_file(f"{start}-{number}", ".png", png(array))
             if media.captions is not None:
-                self._client.log_dict(self._run_id, {"captions": media.captions}, f"{name}/step-{step}.json")
+                self._log_json(start, {"captions": media.captions})
         elif isinstance(media, Text):
-            self._client.log_text(self._run_id, media.text, f"{name}/step-{step}.txt")
+            self._log_file(start, ".txt", media.text.encode(errors="replace"))
         elif isinstance(media, Histogram):
             counts, edges = media.counts()
-            self._client.log_dict(self._run_id, {"counts": counts, "edges": edges}, f"{name}/step-{step}.json")
+            self._log_json(start, {"counts": counts, "edges": edges})
         elif isinstance(media, Table):
-            table = {"columns": media.columns, "data": media.rows}
-            self._client.log_dict(self._run_id, table, f"{name}/step-{step}.json")
+            self._log_json(start, {"columns": media.columns, "data": media.rows})
 
-    def _log_file(self, path: str, data: bytes) -> None:
-        folder, _, name = path.rpartition("/")
+    def _log_json(self, start: str, values: dict[str, Any]) -> None:
+        self._log_file(start, ".json", json.dumps(values, indent=2, default=str).encode())
+
+    def _log_file(self, start: str, suffix: str, data: bytes) -> None:
+        """Send a file with its sum in the name: what a resumed run repeats is one, two of a key and step are two."""
+        folder, _, name = start.rpartition("/")
         with tempfile.TemporaryDirectory() as temporary:
-            file = Path(temporary) / name
+            file = Path(temporary, f"{name}-{zlib.crc32(data):08x}{suffix}")
             file.write_bytes(data)
             self._client.log_artifact(self._run_id, str(file), folder)
 
@@ -226,11 +230,11 @@ class MLFlowLogger(Tracker):
             self._client.set_tag(self._run_id, f"checkpoint.{alias}", f"checkpoints/{name}")
 
     def _allowed(self, name: str) -> str:
-        """Return a name with the characters that MLflow takes, which no other name has."""
+        """Return a name with the characters that MLflow takes, which no other name has, whichever comes first."""
         allowed = re.sub(r"[^\w/. -]", "_", name, flags=re.ASCII)
-        if self._names.get(allowed, name) != name:
+        if allowed != name:
             allowed = f"{allowed}-{zlib.crc32(name.encode()):08x}"
-        if allowed != name and allowed not in self._names:
-            log.warning("MLFlowLogger: MLflow does not take the name %r: it is %r there", name, allowed)
-        self._names[allowed] = name
+            if name not in self._renamed:
+                log.warning("MLFlowLogger: MLflow does not take the name %r: it is %r there", name, allowed)
+            self._renamed.add(name)
         return allowed

@@ -140,7 +140,7 @@ class TensorBoardLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         self.flush()
-        own = {} if self._file is None else _sizes(path for path in self._files() if path not in self._before)
+        own = {} if self._file is None else self._sizes(path for path in self._files() if path not in self._before)
         return {"files": {**(self._kept or {}), **own}, **self.place.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class TensorBoardLogger(Logger):
         kind = {"files?": {str: Integer()}, "version?": Integer(), **of_earlier_versions}
         require(state_dict, kind, "TensorBoardLogger")
         self._kept = state_dict.get("files")
-        self.place.number = state_dict.get("version")
+        self.place.restore(state_dict)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -164,8 +164,8 @@ class TensorBoardLogger(Logger):
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._writes:
             self._opened()
-            for name, size in _sizes(self._before).items():
-                path, kept = self._opened().path.with_name(name), (self._kept or {}).get(name, 0)
+            for name, size in self._sizes(self._before).items():
+                path, kept = self._opened().path.parent / name, (self._kept or {}).get(name, 0)
                 if kept == 0:
                     path.unlink(missing_ok=True)
                 elif kept < size:
@@ -227,7 +227,7 @@ class TensorBoardLogger(Logger):
             _wait_until_after(before[-1])
         resumed = self._kept is not None or (trainer is not None and trainer.run.resumed_from is not None)
         self._before = self._files()
-        self._kept = _sizes(self._before) if self._kept is None else self._kept
+        self._kept = self._sizes(self._before) if self._kept is None else self._kept
         file = _EventFile(folder, self._suffix, purges=bool(before and self._suffix and not resumed))
         if _flat(self._hyperparameters) and not (resumed and self._kept):
             _write_hyperparameters(file, self._hyperparameters)
@@ -236,9 +236,22 @@ class TensorBoardLogger(Logger):
         return file
 
     def _files(self) -> list[Path]:
-        """Return the files of the training."""
+        """Return the files of the training, also in the folders that `SummaryWriter.add_scalars` makes for its curves.
+
+        Other folders may be those of other runs, and what a checkpoint names may lie elsewhere.
+        """
         folder = self.place.folder(self._run_dir)
-        return [] if folder is None else sorted(folder.glob(f"events.out.tfevents.*{TRAINING}"))
+        if folder is None:
+            return []
+        known = {Path(), *(Path(name).parent for name in self._kept or ())}
+        own: dict[str, Any] = getattr(self._writer, "all_writers", None) or {}
+        known.update(Path(one).relative_to(folder) for one in own)
+        inside = [folder / one for one in known if not {"/", ".."} & {*one.parts}]
+        return sorted(file for one in inside for file in one.glob(f"events.out.tfevents.*{TRAINING}"))
+
+    def _sizes(self, files: Iterable[Path]) -> dict[str, int]:
+        folder = self.place.folder(self._run_dir)
+        return {} if folder is None else {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 class _EventFile:
@@ -297,10 +310,6 @@ class _EventFile:
         self._pending.seek(0)
         self._pending.truncate()
         self._failed = False
-
-
-def _sizes(files: Iterable[Path]) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in files}
 
 
 def _wait_until_after(name: str) -> None:

@@ -69,16 +69,6 @@ class Logger(Callback):
     def __init__(self) -> None:
         super().__init__()
 
-    def problems(self, config: Any, module: TrainModule, stage: str) -> list[str]:
-        where = None if self.place is None else self.place.where
-        twins = [one for one in config.loggers if one.place is not None and one.place.where == where]
-        if len(twins) < 2 or twins[0] is not self:
-            return []
-        name = type(self).__name__
-        return [
-            f"{len(twins)} {name}s would write the same files: give each a folder of its own, {name}(save_dir=...)."
-        ]
-
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
 
@@ -286,6 +276,8 @@ class FileLogger(Logger):
     _file: Any = None
     _resumed: Mapping[str, Any] = {}
     """The state of the checkpoint that the run resumes from."""
+    _ended = False
+    """Whether the run had ended with that checkpoint: rows of its step that came later are those of evaluations."""
     _flushed_at = 0.0
 
     def open(self, continue_from: int | None) -> Any:
@@ -361,7 +353,10 @@ class FileLogger(Logger):
         self._resumed = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        from trainer.loop.run_directory import noted_end  # which imports loggers
+
         if self._writes:
+            self._ended = (noted_end(trainer.run_dir) or {}).get("step") == trainer.global_step
             self._open(continue_from=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:

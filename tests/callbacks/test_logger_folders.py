@@ -16,7 +16,7 @@ FILES = {CSVLogger: "metrics.csv", JSONLLogger: "metrics.jsonl", TensorBoardLogg
 
 def train(kind: Any, save_dir: Path, root: Path, epochs: int, ckpt_path: str | None = None) -> None:
     logger = kind(save_dir / kind.__name__)
-    writer = ModelCheckpoint(dirpath=root)
+    writer = ModelCheckpoint(dirpath=root, save_top_k=-1)
     trainer = quiet(
         max_epochs=epochs, log_every_n_steps=1, logger=logger, callbacks=[writer], enable_checkpointing=True
     )
@@ -32,12 +32,28 @@ def test_a_new_run_does_not_write_over_another(kind: type, tmp_path: Path) -> No
     train(kind, tmp_path, tmp_path / "b", 1)
     assert {path: path.read_bytes() for path in folder.glob(name)} == first
     assert list((folder / "version_1").glob(name))
-    train(kind, tmp_path, tmp_path / "b", 2, ckpt_path=str(next((tmp_path / "b").glob("epoch=*"))))
+    train(kind, tmp_path, tmp_path / "b", 2, ckpt_path="last")
     assert not (folder / "version_2").exists()
     if kind is CSVLogger:
         lines = (folder / "version_1" / name).read_text().splitlines()
         assert [line.partition(",")[0] for line in lines] == ["step", "1", "2", "3", "4"]
     assert {path: path.read_bytes() for path in folder.glob(name)} == first
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_run_from_the_path_of_a_checkpoint_leaves_the_files_of_the_run_that_wrote_it(
+    kind: type, tmp_path: Path
+) -> None:
+    folder, name = tmp_path / kind.__name__, FILES[kind]
+    train(kind, tmp_path, tmp_path / "a", 1)
+    checkpoint = str(next((tmp_path / "a").glob("epoch=*")))
+    train(kind, tmp_path, tmp_path / "a", 3, ckpt_path="last")
+    first = {path: path.read_bytes() for path in folder.glob(name)}
+    for epochs, ckpt_path in (2, checkpoint), (4, "last"):
+        train(kind, tmp_path, tmp_path / "b", epochs, ckpt_path)
+    assert {path: path.read_bytes() for path in folder.glob(name)} == first
+    assert list((folder / "version_1").glob(name))
+    assert not (folder / "version_2").exists()
 
 
 def test_a_folder_is_a_text(tmp_path: Path) -> None:
@@ -58,3 +74,45 @@ def test_two_that_would_write_the_same_files_are_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match=f"2 {kind.__name__}s would write the same files: give each a folder"):
         quiet(max_epochs=1, logger=[kind(), kind()]).fit(Toy(), loader(2))
     quiet(max_epochs=1, logger=[kind(), kind("other")]).fit(Toy(), loader(2))
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])
+@pytest.mark.parametrize("settings", [{}, {"every_n_train_steps": 2}], ids=["after validation", "before it"])
+def test_a_run_that_goes_on_after_its_end_keeps_the_rows_of_evaluations(kind: Any, settings: Any) -> None:
+    class Tested(Toy):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", 7.0)
+
+    def trainer(epochs: int) -> Any:
+        saves = {"enable_checkpointing": True, "callbacks": ModelCheckpoint(**settings)}
+        return quiet(max_epochs=epochs, logger=kind(), log_every_n_steps=1, **saves)
+
+    first = trainer(2)
+    first.fit(Tested(), loader(2), loader(1))
+    first.test(Tested(), loader(1))
+    file = first.run_dir / FILES[kind]
+    before = file.read_text().splitlines()
+    second = trainer(3)
+    second.fit(Tested(), loader(2), loader(1), ckpt_path="last")
+    assert second.run_dir == first.run_dir
+    assert "7.0" in before[-1]
+    after = file.read_text().splitlines()
+    assert after[: len(before)] == before
+    assert len(after) == len(before) + (2 if kind is CSVLogger else 3)
+
+
+SAME: dict[str, Any] = {
+    "a number and its folder": lambda: [CSVLogger("a", "n", 0), CSVLogger("a", "n", "version_0")],
+    "a path and a name": lambda: [TensorBoardLogger("a", "n", 0), TensorBoardLogger("a/n", version=0)],
+    "the run directory": lambda: [CSVLogger(), CSVLogger("runs", version=0)],
+    "a link": lambda: [JSONLLogger("real"), JSONLLogger("link")],
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_one_folder_under_two_names_is_refused(case: str) -> None:
+    Path("real").mkdir()
+    Path("link").symlink_to("real")
+    with pytest.raises(ConfigError, match=r"2 .*Loggers would write the same files: give each a folder"):
+        quiet(max_epochs=1, logger=SAME[case](), default_root_dir="runs").fit(Toy(), loader(2))
+    assert not list(Path("runs").glob("*"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import builtins
 import logging
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.callbacks.test_tensorboard import Crash
 from tests.callbacks.test_wandb_logger import Draws, WithHyperparameters
@@ -62,7 +64,9 @@ def test_a_resumed_run_is_the_same_run_with_each_step_once(store: str) -> None:
     last = run.data.tags["checkpoint.best"]
     assert {file.path for file in client.list_artifacts(run_id, last)} >= {f"{last}/model.safetensors"}
     files = [file.path for folder in ("samples", "note", "weights") for file in client.list_artifacts(run_id, folder)]
-    assert {"samples/step-8-1.png", "samples/step-8.json", "note/step-4.txt", "weights/step-8.json"} <= set(files)
+    wanted = {"samples/step-8-1.png", "samples/step-8.json", "note/step-4.txt", "weights/step-8.json"}
+    assert wanted <= {re.sub(r"-[0-9a-f]{8}\.", ".", file) for file in files}
+    assert len([file for file in files if "/step-8-1-" in file]) == 1
     assert client.list_artifacts(run_id, "table")
 
 
@@ -87,16 +91,34 @@ def test_odd_names_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
             logger.log_metrics({"acc (top 5)": 1.0, "nan": math.nan}, step)
     assert logger._calls is not None
     assert logger._calls.wait(60)
-    assert caplog.text.count("MLflow does not take the name 'acc (top 5)': it is 'acc _top 5_' there") == 1
-    assert logger.experiment.get_run(logger.run_id).data.metrics["acc _top 5_"] == 1.0
+    assert caplog.text.count("MLflow does not take the name 'acc (top 5)': it is 'acc _top 5_-98e7fc46' there") == 1
+    assert logger.experiment.get_run(logger.run_id).data.metrics["acc _top 5_-98e7fc46"] == 1.0
 
 
-def test_names_that_become_one_are_two(caplog: pytest.LogCaptureFixture) -> None:
-    logger = MLFlowLogger(run_id=None)
-    logger.log_metrics({"a:b": 1.0, "a%b": 2.0, "a_b": 3.0}, 1)
+def test_names_that_become_one_are_two() -> None:
+    """Also of a run that goes on, which may log another one first."""
+    run, values = None, {"a:b": 1.0, "a%b": 2.0, "a_b": 3.0}
+    for step, names in enumerate((values, list(values)[::-1])):
+        logger = MLFlowLogger(run_id=run)
+        logger.log_metrics({name: values[name] for name in names}, step)
+        assert logger._calls is not None
+        assert logger._calls.wait(60)
+        run = logger.run_id
+    curves = logger.experiment.get_run(run).data.metrics
+    found = [{point.value for point in logger.experiment.get_metric_history(run, name)} for name in curves]
+    assert sorted(map(sorted, found)) == [[1.0], [2.0], [3.0]]
+
+
+def test_media_of_one_key_and_step_are_files_of_their_own() -> None:
+    logger = MLFlowLogger(artifact_location="./artifacts")
+    for value in (0.0, 0.5, 1.0):
+        logger.log_text("a", f"it is {value}", step=1)
+        logger.log_image("a", torch.full((1, 2, 2), value), 1)
+        logger.log_table("a", columns=["x"], data=[[value]], step=1)
     assert logger._calls is not None
     assert logger._calls.wait(60)
-    assert sorted(logger.experiment.get_run(logger.run_id).data.metrics.values()) == [1.0, 2.0, 3.0]
+    files = [Path(file.path).suffix for file in logger.experiment.list_artifacts(logger.run_id, "a")]
+    assert sorted(files) == [".json"] * 3 + [".png"] * 3 + [".txt"] * 3
 
 
 class Infinite(WithHyperparameters):

@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,36 @@ def test_other_files_of_the_folder_stay_after_a_resume() -> None:
     assert [step for step, _ in found["train_loss"]] == list(range(1, 25))
     assert found["mine"] == [(100, 2.0)]
     assert len(found["val_loss"]) == 3 + 1  # that of `test_step`
+
+
+def test_the_curves_of_add_scalars_survive_a_crash() -> None:
+    """Each is in a folder of its own; the folder of another run beside them is left alone."""
+    steps = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: trainer.logger.experiment.add_scalars(
+            "both", {"a": trainer.global_step, "b/c": 0}, trainer.global_step
+        )
+    )
+
+    def run(crash_at: int | None) -> None:
+        crash = [] if crash_at is None else [Crash(crash_at)]
+        trainer = quiet(
+            max_steps=8,
+            logger=TensorBoardLogger("log"),
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(every_n_train_steps=2), steps, *crash],
+        )
+        with suppress(RuntimeError):
+            trainer.fit(Toy(), loader(8), ckpt_path="last")
+
+    run(3)
+    foreign = Path("log/version_1/events.out.tfevents.1.host.1.0.training")
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"mine")
+    run(7)
+    run(None)
+    for name in ("both_a", "both_b/c"):
+        assert [step for step, _ in curves(f"log/{name}")["both"]] == list(range(1, 9))
+    assert foreign.read_bytes() == b"mine"
 
 
 def test_hyperparameters_once() -> None:

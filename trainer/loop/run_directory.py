@@ -323,14 +323,16 @@ def beginning_of(run: Run, checkpoint: StoragePath | None) -> int:
     return time.time_ns()
 
 
-def choose_logger_folders(run: Run) -> None:
+def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
     """Give the loggers of a run that continues no other a folder in which no run has left files. Collective.
 
-    Rank 0 chooses for all. A logger may be on some ranks only: the same one elsewhere has the same place among those of
-    its class.
+    As in `choose_run_dir`, a `fit` from the path of a checkpoint is a new run. Rank 0 chooses for all. A logger may be
+    on some ranks only: the same one elsewhere has the same place among those of its class.
+
+    Raises:
+        ConfigError: two would write the same files.
     """
-    if run.resumed_from is not None:
-        return
+    goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit")
     folders: dict[str, LoggerFolder] = {}
     of_class: Counter[str] = Counter()
     for logger in run.loggers:
@@ -338,14 +340,23 @@ def choose_logger_folders(run: Run) -> None:
         of_class[name] += 1
         if logger.place is not None:
             folders[f"{name} {of_class[name]}"] = logger.place
+            logger.place.goes_on = goes_on
     numbers: dict[str, int | None] = {}
+    places: dict[Any, list[str]] = {}
     if run.strategy.processes.is_global_zero:
         for name, folder in folders.items():
-            if folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
+            if not goes_on and folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
                 folder.begin(run.session.run_dir)
             numbers[name] = folder.number
-    numbers = run.strategy.processes.broadcast_object(numbers)
-    for name, folder in folders.items():
+            place = os.path.realpath(folder.log_dir(run.session.run_dir) or "")
+            places.setdefault((folder.files, place), []).append(name)
+    numbers, places = run.strategy.processes.broadcast_object((numbers, places))
+    for twins in places.values():
+        if len(twins) > 1:
+            kind = twins[0].split()[0]
+            fix = f"give each a folder of its own, {kind}(save_dir=...)."
+            raise ConfigError(f"{len(twins)} {kind}s would write the same files: {fix}")
+    for name, folder in () if goes_on else folders.items():
         folder.number, folder.chosen = numbers.get(name), True
 
 

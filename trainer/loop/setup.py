@@ -131,7 +131,7 @@ def start_run(
             cleanup.callback(stop_listening, run)
             run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
-            choose_logger_folders(run)
+            choose_logger_folders(run, ckpt_path)
             run.seed_processes(choose_seed(run, checkpoint))
             prepare_data(run, data, checkpoint)
             build_module(run, checkpoint, cleanup, weights)

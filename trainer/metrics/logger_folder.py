@@ -33,11 +33,9 @@ class LoggerFolder:
                 local_path(value, argument)  # raises where no file system has such a folder
         self.name, self.version = name, version
         self.sub_dir = None if sub_dir is None else str(local_path(sub_dir, "sub_dir"))
-        self.where = (files, self.given, name, version, self.sub_dir)
-        """All that was given: two loggers of one place write the same files."""
         self.number: int | None = None
         """The version of a run whose folder would be that of an earlier run."""
-        self.chosen = False
+        self.chosen = self.goes_on = False
 
     @property
     def depends_on_files(self) -> bool:
@@ -47,6 +45,11 @@ class LoggerFolder:
     def state(self) -> dict[str, int]:
         """Return what a checkpoint keeps, by which a resumed run finds the folder again."""
         return {} if self.number is None else {"version": self.number}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Find the folder of a checkpoint's run again, unless this is another run."""
+        if self.goes_on:
+            self.number = state.get("version")
 
     def begin(self, run_dir: Path | None) -> None:
         """Choose the folder of a new run, in which no earlier run has left files."""
