@@ -370,7 +370,7 @@ def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
         *(Numbers([1]), Unique({1}), Pair((1, 2)), Table(a=1), Delta(1), Unique({Numbers}), array("i", [1])),
         *(np.str_("a"), Located(), {Pair((1, 2)): 3}, Initial(1, 30), Halved(3), Unit(1)),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_value_that_cannot_be_made_again_is_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
     Model([value])
