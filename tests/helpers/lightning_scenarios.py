@@ -1394,7 +1394,7 @@ SCENARIOS = [
         notes_saves,
         {"max_epochs": 3},
         checkpoint(every_n_train_steps=3, save_top_k=-1, save_last="link"),
-        differs={"saved": "copy of the newest checkpoint"},
+        differs={"saved": "copy of the newest checkpoint", "noted": "rehearsal of a checkpoint"},
     ),
     Scenario(
         "saves with a copy",

@@ -339,7 +339,7 @@ def test_a_program_trains_as_by_hand(problems: dict[str, list[str]], name: str) 
 def test_the_fixed_programs_have_each_block() -> None:
     blocks = [one for program in FIXED.values() for one in program.all()]
     assert all(program.fits() for program in FIXED.values())
-    own = {kind for slot in SLOTS["Loop"] for kind in BLOCKS[slot]}  # loops on processes have fixed programs of their own
+    own = {kind for slot in SLOTS["Loop"] for kind in BLOCKS[slot]}  # loops on processes are another list
     assert {type(one) for one in blocks} - own == {kind for kinds in BLOCKS.values() for kind in kinds} - own
     stops = [one for one in blocks if isinstance(one, Stop)]
     assert {stop.place for stop in stops} == set(PASSED)
