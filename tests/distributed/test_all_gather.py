@@ -26,8 +26,6 @@ def test_leaves_are_visited_by_sorted_keys_and_the_structure_stays() -> None:
     visited: list[Any] = []
     mapped = map_sorted(lambda path, leaf: visited.append((path, leaf)) or leaf, data)
     assert visited == [
-        ("[7]['c']", 5),
-        ("[7]['z']", 4),
         ("['a'][0]", 3),
         ("['a'][1]", "words"),
         ("['b'][0]", 1),
@@ -36,6 +34,8 @@ def test_leaves_are_visited_by_sorted_keys_and_the_structure_stays() -> None:
         ("['d']['m']", 9),
         ("['d']['n']", 8),
         ("['o']['q']", 6),
+        ("[7]['c']", 5),
+        ("[7]['z']", 4),
     ]
     assert mapped == data
     assert [*mapped] == [*data]

@@ -16,6 +16,7 @@ from trainer.loop.callback_list import CallbackList
 from trainer.loop.callback_states import callbacks_by_state_key
 from trainer.loop.no_trace import keep_users
 from trainer.loop.run import Run
+from trainer.module import TrainModule
 from trainer.seed import isolated_rng
 
 log = logging.getLogger("trainer")
@@ -78,12 +79,25 @@ def _rehearsed_state(run: Run) -> dict[str, Any]:
         for one in run.hooks.callbacks:
             hook = CallbackList([one], module.trainer, module, run.phase).on_save_checkpoint
             tried(f"on_save_checkpoint of {type(one).__name__}", hook, shown)
-    weights = dict(module.named_parameters(remove_duplicate=False))
-    state["model"] = {name: one for name, one in state["model"].items() if name not in weights and _is_known(one)}
+    state["model"] = _beside_weights(module, state["model"])
     if failed:
         words = "failed in the rehearsal of a checkpoint; the first save calls it again: %s"
         log.info(words, printable("; ".join(failed)))
     return state
+
+
+def check_buffers_storable(module: TrainModule) -> None:
+    """Check that a checkpoint can hold a module's buffers, before a strategy sends them to other processes.
+
+    Raises:
+        CheckpointError: it cannot; the message names the entry.
+    """
+    serialize(_beside_weights(module, module.state_dict()), "model")
+
+
+def _beside_weights(module: TrainModule, entries: dict[str, Any]) -> dict[str, Any]:
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    return {name: one for name, one in entries.items() if name not in weights and _is_known(one)}
 
 
 def _is_known(value: Any) -> bool:

@@ -61,6 +61,7 @@ from trainer.loop.run_directory import (
     refuse_weights_alone,
 )
 from trainer.loop.save_pretrained import gather_to_save
+from trainer.loop.save_rehearsal import check_buffers_storable
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
 from trainer.loop.terminal import columns_of, wrapped
 from trainer.loop.training_state import (
@@ -280,6 +281,8 @@ def build_module(
     if training:
         run.record_facts({"module": facts_of_module(module, strategy.precision)})
         check_torchmetrics(module)
+        if run.checkpoint_callbacks:
+            check_buffers_storable(module)
     if checkpoint is not None:
         if not training:
             checkpoint["model"] = evaluated_weights(checkpoint)
