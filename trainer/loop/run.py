@@ -218,10 +218,8 @@ class Run:
     ends = False
     """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
     saved then is the end of the training."""
-    had_ended = False
-    """True if a run is started again that had ended as a whole, at the step of its checkpoint."""
-    is_over = False
-    """True if nothing is left to train of such a run: its checkpoints and logs stay as they are."""
+    is_over = had_ended = False
+    """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     bad_steps: BadSteps | None = None
