@@ -277,7 +277,7 @@ class FileLogger(Logger):
     _resumed: Mapping[str, Any] = {}
     """The state of the checkpoint that the run resumes from."""
     _ended = False
-    """True: the run had ended with that checkpoint. Rows of its step that came later are those of evaluations."""
+    """Whether the run had ended with that checkpoint: rows of its step that came later are those of evaluations."""
     _flushed_at = 0.0
 
     def open(self, continue_from: int | None) -> Any:
@@ -353,8 +353,10 @@ class FileLogger(Logger):
         self._resumed = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        from trainer.loop.run_directory import noted_end  # which imports loggers
+
         if self._writes:
-            self._ended = trainer.run.had_ended
+            self._ended = (noted_end(trainer.run_dir) or {}).get("step") == trainer.global_step
             self._open(continue_from=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:

@@ -218,7 +218,7 @@ class Run:
     ends = False
     """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
     saved then is the end of the training."""
-    is_over = had_ended = False
+    is_over = False
     """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""

@@ -359,7 +359,6 @@ def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: 
     step, last_step, max_epochs = run.progress.step, run.settings.max_steps, run.config.max_epochs
     ended = run.strategy.processes.broadcast_object(noted_end(run.session.run_dir))
     ended = ended if ended is not None and ended["step"] == step else None
-    run.had_ended = ended is not None
     epochs = run.progress.epoch if ended is None else ended["epochs"]
     early = [reason for callback in run.callbacks if (reason := callback.reason_to_stop()) is not None]
     if last_step is not None and -1 < last_step <= step:
