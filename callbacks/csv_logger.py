@@ -121,10 +121,9 @@ class CSVLogger(FileLogger):
         columns, rows = _parse(path, self.earlier_lines())
         if continue_from is not None:
             last = self._resumed.get("step", continue_from)
-            columns = columns if self._ended else self._resumed.get("columns", columns)
+            columns = self._resumed.get("columns", columns)
             rows = [(step, row) for step, row in rows if step <= last]
-            newest = self._resumed.get("rows") or [row for row in [self._resumed.get("row")] if row]
-            if newest and not self._ended:
+            if newest := self._resumed.get("rows") or [row for row in [self._resumed.get("row")] if row]:
                 # As they were then: cells that came later come again.
                 rows = [*(one for one in rows if one[0] < last), *((last, row) for row in newest)]
         return _File(path, columns, rows, closes=self._trainer is not None and self._trainer.stage != "fit")

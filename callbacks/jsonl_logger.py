@@ -103,15 +103,15 @@ class JSONLLogger(FileLogger):
         return {"paths": paths, **({} if media.captions is None else {"captions": media.captions})}
 
     def open(self, continue_from: int | None) -> _LineFile:
-        lines, later = self.earlier_lines(), list[bytes]()
+        lines = self.earlier_lines()
         assert self.path is not None
         if continue_from is not None:
-            before, last = self._resumed.get("lines"), continue_from or -1
-            later = lines[before or 0 :] if before is None or self._ended else []
-            later = [line for line in later if _step_of(line) <= last]
-            lines = lines[: before or 0] + later
+            before = self._resumed.get("lines")
+            if before is None:
+                lines = [line for line in lines if continue_from and _step_of(line) <= continue_from]
+            else:
+                lines = lines[:before]
         file = _LineFile(self.path, lines)
-        file.again = later
         if not lines:
             for record in self._before:
                 file.put(record)
@@ -126,8 +126,6 @@ class _LineFile:
         self.path = path
         self.lines = len(kept)
         """Lines on disk and in memory."""
-        self.again: list[bytes] = []
-        """Kept lines that may come again: those of what the training did after the checkpoint, before it ended."""
         self._end = sum(map(len, kept))
         self._pending: list[bytes] = []
         self._rewritten: list[bytes] | None = None
@@ -142,11 +140,8 @@ class _LineFile:
         self.write()
 
     def put(self, record: dict[str, Any]) -> None:
-        line = json.dumps(_as_json(record), ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
-        if line in self.again:
-            self.again.remove(line)
-            return
-        self._pending.append(line)
+        self._pending.append(json.dumps(_as_json(record), ensure_ascii=False, default=str).encode(errors="replace"))
+        self._pending[-1] += b"\n"
         self.lines += 1
 
     def write(self, to_disk: bool = False) -> None:

@@ -276,8 +276,6 @@ class FileLogger(Logger):
     _file: Any = None
     _resumed: Mapping[str, Any] = {}
     """The state of the checkpoint that the run resumes from."""
-    _ended = False
-    """Whether the run had ended with that checkpoint: rows of its step that came later are those of evaluations."""
     _flushed_at = 0.0
 
     def open(self, continue_from: int | None) -> Any:
@@ -353,10 +351,7 @@ class FileLogger(Logger):
         self._resumed = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        from trainer.loop.run_directory import noted_end  # which imports loggers
-
         if self._writes:
-            self._ended = (noted_end(trainer.run_dir) or {}).get("step") == trainer.global_step
             self._open(continue_from=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:

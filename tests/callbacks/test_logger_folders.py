@@ -76,31 +76,6 @@ def test_two_that_would_write_the_same_files_are_refused(kind: Any) -> None:
     quiet(max_epochs=1, logger=[kind(), kind("other")]).fit(Toy(), loader(2))
 
 
-@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])
-@pytest.mark.parametrize("settings", [{}, {"every_n_train_steps": 2}], ids=["after validation", "before it"])
-def test_a_run_that_goes_on_after_its_end_keeps_the_rows_of_evaluations(kind: Any, settings: Any) -> None:
-    class Tested(Toy):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("test_loss", 7.0)
-
-    def trainer(epochs: int) -> Any:
-        saves = {"enable_checkpointing": True, "callbacks": ModelCheckpoint(**settings)}
-        return quiet(max_epochs=epochs, logger=kind(), log_every_n_steps=1, **saves)
-
-    first = trainer(2)
-    first.fit(Tested(), loader(2), loader(1))
-    first.test(Tested(), loader(1))
-    file = first.run_dir / FILES[kind]
-    before = file.read_text().splitlines()
-    second = trainer(3)
-    second.fit(Tested(), loader(2), loader(1), ckpt_path="last")
-    assert second.run_dir == first.run_dir
-    assert "7.0" in before[-1]
-    after = file.read_text().splitlines()
-    assert after[: len(before)] == before
-    assert len(after) == len(before) + (2 if kind is CSVLogger else 3)
-
-
 SAME: dict[str, Any] = {
     "a number and its folder": lambda: [CSVLogger("a", "n", 0), CSVLogger("a", "n", "version_0")],
     "a path and a name": lambda: [TensorBoardLogger("a", "n", 0), TensorBoardLogger("a/n", version=0)],
