@@ -371,7 +371,6 @@ ASSIGNED_BY_THE_LOOP = {
     },
     "loop.evaluation": {"watchdog.heartbeats", "metrics.batch", "evaluated"},
     "loop.batch_statistics": {"watchdog.heartbeats"},
-    "loop.setup": {"had_ended"},
     "loop.manual": {"metrics.batch"},
 }
 """By file: attributes of parts of a run that are assigned to at every step or batch, where a call would cost time."""
