@@ -247,7 +247,11 @@ class TensorBoardLogger(Logger):
         own: dict[str, Any] = getattr(self._writer, "all_writers", None) or {}
         known.update(Path(one).relative_to(folder) for one in own)
         inside = [folder / one for one in known if not {"/", ".."} & {*one.parts}]
-        return sorted(file for one in inside for file in one.glob(f"events.out.tfevents.*{TRAINING}"))
+        found = sorted(file for one in inside for file in one.glob(f"events.out.tfevents.*{TRAINING}"))
+        # They are cut: a link, to a file or a folder, may lead to files of others.
+        return [
+            file for file in found if file.is_file() and file.resolve() == folder.resolve() / file.relative_to(folder)
+        ]
 
     def _sizes(self, files: Iterable[Path]) -> dict[str, int]:
         folder = self.place.folder(self._run_dir)

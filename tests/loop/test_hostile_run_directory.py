@@ -69,6 +69,17 @@ def test_links_in_a_run_directory_are_replaced_and_never_followed(tmp_path: Path
     assert not (run_dir / "metrics.csv").is_symlink()
 
 
+def test_a_link_among_the_event_files_is_not_followed(tmp_path: Path) -> None:
+    run_dir = train(tmp_path / "runs").run_dir
+    victim = tmp_path / "victim"
+    (event_file,) = run_dir.glob("events.*.training")
+    victim.write_bytes(event_file.read_bytes() + b"precious")
+    event_file.unlink()
+    event_file.symlink_to(victim)
+    train(tmp_path / "runs", 2, ckpt_path="last")
+    assert victim.read_bytes().endswith(b"precious")
+
+
 @pytest.mark.parametrize("kind", ["link", "dangling link", "second name", "pipe"])
 def test_a_lock_that_is_no_plain_file_is_refused_with_a_message(kind: str, tmp_path: Path) -> None:
     run_dir = train(tmp_path / "runs").run_dir
