@@ -179,7 +179,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_weights_only = save_weights_only
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self._retention = Retention(monitor is not None, self.mode, save_top_k, self.save_last)
-        self._folder: StoragePath | None = None
+        self._folder = None
         self._writer: BackgroundWriter | None = None
         self._writes = 0
         self._sent: list[str] = []  # keys of the exchanges of background writes
@@ -681,8 +681,7 @@ class ModelCheckpoint(Checkpoint):
         # What this one had to leave out, earlier ones may have.
         obsolete = [one for one in self._obsolete if one != name and LEFT_OUT not in info]
         # Of several callbacks in one folder, "best" is of the first with a monitor, and "last" can be trained on.
-        others: list[Any] = [one for one in trainer.checkpoint_callbacks if hasattr(one, "_folder")]
-        beside = [one for one in others if one._folder == self._folder]
+        beside = [one for one in trainer.checkpoint_callbacks if one._folder == self._folder]
         leads = next((c for c in beside if c.monitor is not None and c.save_top_k), None) is self
         aside = "weights_only" in info and not all(c.save_weights_only for c in beside)
         last = None if name in self.nonfinite or aside else name

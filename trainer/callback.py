@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.checkpoint.disk import WriteError
+    from trainer.checkpoint.storage import StoragePath
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -333,6 +334,9 @@ class Checkpoint(Callback):
     """The value by which the best checkpoint is chosen. None: there is no best one."""
     save_weights_only: bool = False
     """True if no training can go on from its checkpoints."""
+    save_top_k: int = 0
+    """Number of the best checkpoints that are kept; -1 for all."""
+    _folder: StoragePath | None = None
 
     @property
     def best_model_path(self) -> str:
