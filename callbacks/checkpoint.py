@@ -908,8 +908,12 @@ class ModelCheckpoint(Checkpoint):
         if later:
             words = "written since the checkpoint of step %d, perhaps by another run, and therefore not replaced: %s"
             log.warning(words, self._restored_step, first_of(later))
-        self.kept = {name: value for name, value in own.items() if name not in later}
-        self.last = state_dict["last"] if state_dict["last"] in self.kept else None
+        # A run that goes back knows what it wrote in that step after the checkpoint that it goes back to.
+        there = {
+            name: one for name, one in self.kept.items() if self._is_own(self._in_folder(name), self._restored_step)
+        }
+        self.kept = {name: value for name, value in own.items() if name not in later} | there
+        self.last = next((name for name in (self.last, state_dict["last"]) if name in self.kept), None)
         self.nonfinite = [name for name in state_dict.get("nonfinite", ()) if name in self.kept]
         if self.last is not None:
             # Those after which the run was resumed from the last finite one, which does not know of them.

@@ -430,3 +430,13 @@ class BadOnce(Two):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * math.nan if (self.current_epoch, batch_idx) == (2, 1) else loss
+
+
+def test_who_writes_after_the_checkpoint_to_which_a_run_goes_back_knows_it(tmp_path: Path) -> None:
+    savers = [ModelCheckpoint(filename=f"{name}-{{step}}", every_n_train_steps=7) for name in "ab"]
+    callbacks = [*savers, BadStepGuard("rewind", z_score=None)]
+    trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=callbacks, default_root_dir=tmp_path)
+    trainer.fit(BadOnce(), loader(3))
+    assert trainer.global_step == 8
+    there = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir() if path.is_dir())
+    assert there == ["a-step=8", "b-step=8"]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
 from trainer import Callback, DataModule, Trainer, TrainModule
-from trainer.callbacks import CSVLogger, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from trainer.callbacks import CSVLogger, EarlyStopping, EMAWeightAveraging, JSONLLogger, ModelCheckpoint
 
 BATCHES = 8
 """Validation batches of a process (of rank 1 of uneven data: 3 more)."""
@@ -53,8 +53,9 @@ class Net(TrainModule):
         self.values[0] += float(value)
         self.log("of_validation", self.of_validation)
         self.log("val_loss", value)
-        self.validated().append((self.global_step, batch_idx))
-        if self.at == (self.global_step, batch_idx) and self.trainer.is_global_zero:
+        number = batch_idx + BATCHES * dataloader_idx
+        self.validated().append((self.global_step, number))
+        if self.at == (self.global_step, number) and self.trainer.is_global_zero:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def configure_optimizers(self) -> Any:
@@ -282,7 +283,7 @@ def train(folder: Path, kind: str, interval: float, at: tuple[int, int] | None, 
         default_root_dir=folder,
         enable_checkpointing=True,
         callbacks=callbacks,
-        logger=[CSVLogger()],
+        logger=[CSVLogger(), JSONLLogger()],
     )
     data: Any = training, [validation, validation] if kind == "two" else validation
     data = [Counted(*data)] if kind == "objects" else data
@@ -292,7 +293,7 @@ def train(folder: Path, kind: str, interval: float, at: tuple[int, int] | None, 
         return module, None
     trainer.fit(module, *data, ckpt_path="last")
     weights = [value.clone() for value in trainer.full_state_dict(everywhere=True).values()]
-    rows = (folder / "version_0" / "metrics.csv").read_text()
+    rows = [(folder / "version_0" / f"metrics.{kind}").read_text() for kind in ("csv", "jsonl")]
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     # Of several processes the state of rank 0 is kept.
     counted = (
@@ -326,6 +327,7 @@ def check(found: Any, expected: Any) -> None:
         ("plain", 2, (6, 0)),
         ("average", 1.0, (8, 1)),
         ("two", 2, (4, 1)),
+        ("two", 1.0, (8, BATCHES + 1)),  # the values of the first loader come again
         ("objects", 1.0, (8, 1)),
     ],
 )

@@ -159,16 +159,19 @@ def evaluate(
             hooks.epoch_start()
             if leaving is not None:
                 leaving.begin()
+            found: list[tuple[ReducedMetrics, list[dict[str, float]]]] = []
             for dataloader_idx, (name, loader) in enumerate(loaders.items()):
                 scope.loader = name if len(loaders) > 1 else ""
                 deque(run_batches(run, hooks, loader, dataloader_idx, max_batches, leaving), maxlen=0)
                 if leaving is not None and leaving.left:
                     run.strategy.release_gathered()
                     return []
-                read(metrics.read_epoch(scope), [results[dataloader_idx]])
+                found.append((metrics.read_epoch(scope), [results[dataloader_idx]]))
                 if len(loaders) > 1:
                     metrics.reset_computed()
-            read(metrics.read_overall(scope), [])
+            # Not before all loaders are done: an evaluation that is left comes again.
+            for values, to in (*found, (metrics.read_overall(scope), [])):
+                read(values, to)
         run.strategy.release_gathered()
         if run.strategy.processes.world_size > 1:
             metrics.fill_empty_lists()

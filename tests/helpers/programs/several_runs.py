@@ -255,7 +255,11 @@ def left_in(folder: Path, program: Any) -> dict[str, Any]:
     for place in ("version_*", "second"):
         for name in ("metrics.csv", "metrics.jsonl"):
             if files := sorted((path.stat().st_mtime_ns, path) for path in folder.glob(f"{place}/**/{name}")):
-                found[f"{place} {name}"] = files[-1][1].read_text().splitlines()
+                lines = files[-1][1].read_text().splitlines()
+                is_json = name.endswith("jsonl")  # where the order of names says nothing
+                found[f"{place} {name}"] = [
+                    json.dumps(json.loads(one), sort_keys=True) if is_json else one for one in lines
+                ]
     if "tensorboard" in program.loggers.kinds:
         found["tensorboard"] = _tensorboard(run_dir)
     return found
