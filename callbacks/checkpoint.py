@@ -212,7 +212,7 @@ class ModelCheckpoint(Checkpoint):
         """True if the run goes on in the run directory of its checkpoint."""
         self.saved_step = -1
         self._saved_place: tuple[int, int] | None = None
-        """The place in that step at which this process has written the newest one, if it has written one."""
+        """The place in that step at which the newest one was written, if there is one."""
         self._last_time = time.monotonic()
         self._time_is_up = False
         """A checkpoint is due by `train_time_interval`, until one is written."""
@@ -367,6 +367,8 @@ class ModelCheckpoint(Checkpoint):
         folders = [own if one.dirpath is None else as_storage_path(one.dirpath) for one in trainer.checkpoint_callbacks]
         if origin is None:
             return
+        if self.saved_step == trainer.global_step:
+            self._saved_place = _place(trainer.progress)
         if origin.parent in folders:
             if self._is_owed(trainer):
                 self._save(trainer)
@@ -396,7 +398,7 @@ class ModelCheckpoint(Checkpoint):
         if trainer.stage != "fit" or trainer.sanity_checking:
             return
         refuse_missing_monitors(trainer.run)
-        if self._is_due_after_validation(trainer):
+        if self._is_due_after_validation(trainer, trainer.validation_due()):
             self._step_of_due = trainer.global_step
             self._save(trainer)
 
@@ -465,13 +467,13 @@ class ModelCheckpoint(Checkpoint):
                 by_epoch and (self.save_on_train_epoch_end is not False or validated)
             )
         if validated:
-            return self._is_due_after_validation(trainer)
+            return self._is_due_after_validation(trainer, inside=True)
         return self._step_is_due(progress.step) and not self._waits(trainer)
 
-    def _is_due_after_validation(self, trainer: Trainer) -> bool:
-        """Whether a checkpoint is due at the end of the validation of this step; not where the epoch ends."""
-        inside = self.save_on_train_epoch_end is not True and trainer.validation_due()
-        due = self._step_is_due(trainer.global_step) or (inside and self._epoch_is_due(trainer.current_epoch))
+    def _is_due_after_validation(self, trainer: Trainer, inside: bool) -> bool:
+        """Whether a checkpoint is due at the end of the validation of this step, `inside` of an epoch or at its end."""
+        by_epoch = inside and self.save_on_train_epoch_end is not True and self._epoch_is_due(trainer.current_epoch)
+        due = self._step_is_due(trainer.global_step) or by_epoch
         return due and trainer.progress.batch != trainer.num_training_batches
 
     def _is_up_now(self, trainer: Trainer) -> bool:

@@ -24,7 +24,7 @@ from tests.helpers.processes import run_distributed, start_python
 from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
-from trainer.callbacks import BadStepGuard, ModelCheckpoint
+from trainer.callbacks import BadStepGuard, EarlyStopping, ModelCheckpoint
 from trainer.checkpoint.disk import this_machine
 from trainer.checkpoint.manifest import is_committed, verify_checkpoint
 from trainer.errors import CheckpointError
@@ -270,17 +270,20 @@ class End(Callback):
 
 @pytest.mark.parametrize("resumed_from", ["last", "a/step=4"])
 @pytest.mark.parametrize("written", [1, 2])
+@pytest.mark.parametrize("due", [{"every_n_train_steps": 4}, {"every_n_epochs": 1}], ids=["steps", "validations"])
 def test_what_a_second_callback_had_not_written_of_a_step_is_written_by_the_resumed_run(
-    resumed_from: str, written: int, tmp_path: Path
+    due: dict[str, Any], resumed_from: str, written: int, tmp_path: Path
 ) -> None:
     def both() -> list[Callback]:
-        every = {"a": {"every_n_train_steps": 2}, "b": {"every_n_train_steps": 4, "save_top_k": -1}}
+        first = {"every_n_train_steps": 2, "monitor": "val_loss" if "every_n_epochs" in due else None}
+        every: dict[str, Any] = {"a": first, "b": {**due, "save_top_k": -1}}
         return [ModelCheckpoint(dirpath=tmp_path / name, filename="{step}", **one) for name, one in every.items()]
 
     def run(*more: Callback, ckpt_path: str | None = None) -> None:
         callbacks = [*more, *both()]
-        trainer = quiet(max_epochs=1, enable_checkpointing=True, callbacks=callbacks, default_root_dir=tmp_path)
-        trainer.fit(Toy(), loader(8), ckpt_path=ckpt_path)
+        options = {"max_epochs": 1, "val_check_interval": 4, "default_root_dir": tmp_path}
+        trainer = quiet(enable_checkpointing=True, callbacks=callbacks, **options)
+        trainer.fit(Toy(), loader(8), loader(1) if "every_n_epochs" in due else None, ckpt_path=ckpt_path)
 
     if not (child := os.fork()):
         try:
@@ -440,3 +443,28 @@ def test_who_writes_after_the_checkpoint_to_which_a_run_goes_back_knows_it(tmp_p
     assert trainer.global_step == 8
     there = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir() if path.is_dir())
     assert there == ["a-step=8", "b-step=8"]
+
+
+class Stops(Callback):
+    """Sends SIGTERM after step 2."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_checkpoint_of_a_stop_gets_the_value_by_which_the_resumed_run_ends(tmp_path: Path) -> None:
+    def run(*more: Callback) -> ModelCheckpoint:
+        saving = ModelCheckpoint(monitor="val_loss", filename="{step}", every_n_train_steps=3)
+        ends = EarlyStopping("val_loss", stopping_threshold=1e9)
+        options = {"max_epochs": 2, "val_check_interval": 2, "default_root_dir": tmp_path}
+        trainer = quiet(enable_checkpointing=True, callbacks=[*more, ends, saving], **options)
+        trainer.fit(Toy(), loader(4), loader(1), ckpt_path="last")
+        return saving
+
+    with pytest.raises(SystemExit):
+        run(Stops())
+    saving = run()
+    assert list(saving.kept) == ["step=2"]
+    assert saving.best_model_path == saving.last_model_path
+    assert saving.best_model_score is not None
