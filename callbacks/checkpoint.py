@@ -915,6 +915,8 @@ class ModelCheckpoint(Checkpoint):
             name: one for name, one in self.kept.items() if self._is_own(self._in_folder(name), self._restored_step)
         }
         self.kept = {name: value for name, value in own.items() if name not in later} | there
+        if there.keys() - own.keys():
+            self.saved_step = int(self._restored_step)
         self.last = next((name for name in (self.last, state_dict["last"]) if name in self.kept), None)
         self.nonfinite = [name for name in state_dict.get("nonfinite", ()) if name in self.kept]
         if self.last is not None:

@@ -445,6 +445,23 @@ def test_who_writes_after_the_checkpoint_to_which_a_run_goes_back_knows_it(tmp_p
     assert there == ["a-step=8", "b-step=8"]
 
 
+class CountsUp(BadOnce):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", float(self.global_step))
+
+
+def test_a_validation_that_comes_again_after_going_back_replaces_its_checkpoint(tmp_path: Path) -> None:
+    first = ModelCheckpoint(filename="a-{step}", every_n_train_steps=7)
+    best = ModelCheckpoint(monitor="seen", mode="max", save_top_k=3, save_weights_only=True, filename="b-{step}")
+    callbacks = [first, best, BadStepGuard("rewind", z_score=None)]
+    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 1, "default_root_dir": tmp_path}
+    trainer = quiet(enable_checkpointing=True, callbacks=callbacks, **options)
+    trainer.fit(CountsUp(), loader(3), loader(1))
+    assert trainer.global_step == 8
+    there = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir() if path.is_dir())
+    assert there == ["a-step=8", "b-step=6", "b-step=7", "b-step=8"]
+
+
 class Stops(Callback):
     """Sends SIGTERM after step 2."""
 
