@@ -510,6 +510,8 @@ class Trainer:
                     self._count(run, window, refused=True)
                     if not self._validate_inside_epoch(run):
                         return
+                    if run.stops() and self._stops_after(run, windows, waiting):
+                        return
                     continue
                 else:
                     outputs, data, self._losses = self._train_step(run, window)
@@ -532,11 +534,16 @@ class Trainer:
                     run.bad_steps.drop_values()
                 if run.validation_interval is not None and not self._validate_inside_epoch(run):
                     return
-                if (run.stops() or progress.step >= run.last_step) and self._leaves_epoch(run, windows):
-                    if waiting and not exit_code(run.stop_reason):
-                        self._step_waiting_schedulers(run)
+                if (run.stops() or progress.step >= run.last_step) and self._stops_after(run, windows, waiting):
                     return
         self._end_epoch(run)
+
+    def _stops_after(self, run: Run, windows: Iterator[list[Batch]], waiting: bool) -> bool:
+        """Stop after a window, unless it was the epoch's last one; return True if the run stops."""
+        leaves = self._leaves_epoch(run, windows)
+        if leaves and waiting and not exit_code(run.stop_reason):
+            self._step_waiting_schedulers(run)
+        return leaves
 
     def _start_epoch(self, run: Run) -> None:
         """Call the first hook of an epoch, and restore the random numbers of a resumed run."""

@@ -462,6 +462,16 @@ def test_a_validation_that_comes_again_after_going_back_replaces_its_checkpoint(
     assert there == ["a-step=8", "b-step=6", "b-step=7", "b-step=8"]
 
 
+def test_the_validation_after_a_batch_that_is_left_out_can_stop_the_run(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(filename="a-{step}", every_n_train_steps=7)
+    ends = EarlyStopping("seen", mode="max", patience=1, min_delta=2.5)  # 2, 5, 7
+    callbacks = [ends, saving, BadStepGuard("rewind", z_score=None)]
+    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2, "default_root_dir": tmp_path}
+    trainer = quiet(enable_checkpointing=True, callbacks=callbacks, **options)
+    trainer.fit(CountsUp(), loader(3), loader(1))
+    assert trainer.global_step == 7
+
+
 class Stops(Callback):
     """Sends SIGTERM after step 2."""
 

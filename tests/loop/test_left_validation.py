@@ -14,13 +14,21 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
 from trainer import Callback, DataModule, Trainer, TrainModule
-from trainer.callbacks import CSVLogger, EarlyStopping, EMAWeightAveraging, JSONLLogger, ModelCheckpoint
+from trainer.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    EMAWeightAveraging,
+    JSONLLogger,
+    ModelCheckpoint,
+    TensorBoardLogger,
+)
 
 BATCHES = 8
 """Validation batches of a process (of rank 1 of uneven data: 3 more)."""
@@ -55,6 +63,8 @@ class Net(TrainModule):
         self.log("val_loss", value)
         number = batch_idx + BATCHES * dataloader_idx
         self.validated().append((self.global_step, number))
+        for logger in [] if self.trainer.sanity_checking else self.loggers:
+            logger.log_text("seen", f"{number} at {self.global_step}")  # type: ignore[union-attr]
         if self.at == (self.global_step, number) and self.trainer.is_global_zero:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -283,7 +293,7 @@ def train(folder: Path, kind: str, interval: float, at: tuple[int, int] | None, 
         default_root_dir=folder,
         enable_checkpointing=True,
         callbacks=callbacks,
-        logger=[CSVLogger(), JSONLLogger()],
+        logger=[CSVLogger(), JSONLLogger(), TensorBoardLogger()],
     )
     data: Any = training, [validation, validation] if kind == "two" else validation
     data = [Counted(*data)] if kind == "objects" else data
@@ -293,7 +303,9 @@ def train(folder: Path, kind: str, interval: float, at: tuple[int, int] | None, 
         return module, None
     trainer.fit(module, *data, ckpt_path="last")
     weights = [value.clone() for value in trainer.full_state_dict(everywhere=True).values()]
-    rows = [(folder / "version_0" / f"metrics.{kind}").read_text() for kind in ("csv", "jsonl")]
+    rows: list[Any] = [(folder / "version_0" / f"metrics.{kind}").read_text() for kind in ("csv", "jsonl")]
+    events = EventAccumulator(str(folder / "version_0"), size_guidance={"tensors": 0}).Reload()
+    rows.append([(one.step, [*one.tensor_proto.string_val]) for one in events.Tensors("seen/text_summary")])
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     # Of several processes the state of rank 0 is kept.
     counted = (

@@ -35,6 +35,7 @@ class Leaving:
         self.run = run
         self.left = False
         self._rng = rng_state(run.strategy.device)
+        self._logged = {id(logger): logger.state_dict() for logger in run.loggers}
         self._restore: list[Restore] = [*keep_states(run, looks_inside=True)]
         buffers = [buffer for buffer in run.module.buffers() if is_dense(buffer)]
         many = sum(buffer.nbytes for buffer in buffers) > _MOST
@@ -91,6 +92,7 @@ class Leaving:
         for restore in self._restore:
             restore()
         set_rng_state(self._rng, self.run.strategy.device)
+        self.run.logged_before = self._logged  # media of the validation come again, too
 
     def _few_weights(self) -> list[torch.Tensor]:
         """Return copies of a few values of each weight, or of this process's part of it, without a synchronization."""

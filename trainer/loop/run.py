@@ -207,6 +207,8 @@ class Run:
     incomplete within a window; between backward and the optimizer's step; and after that."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
+    logged_before: Mapping[int, dict[str, Any]] = {}
+    """The states of the loggers, by id, from before the validation that was left."""
     validation_interval: int | None = None
     """Micro-batches between two validations inside this epoch; None: no validation inside it."""
     in_epoch = False

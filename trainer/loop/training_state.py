@@ -471,7 +471,9 @@ def save_state(
         # What the callbacks that write checkpoints keep depends on what is found.
         writing = [id(callback) for callback in run.checkpoint_callbacks]
         callbacks = {
-            key: c.state_dict() for key, c in callbacks_by_state_key(run.callbacks).items() if id(c) not in writing
+            key: run.logged_before.get(id(c)) or c.state_dict()
+            for key, c in callbacks_by_state_key(run.callbacks).items()
+            if id(c) not in writing
         }
         schedulers = [config.scheduler.state_dict() for config in run.scheduler_configs]
         looked_at = {**tensors, "schedulers": schedulers, "callbacks": callbacks}
