@@ -413,10 +413,9 @@ class ModelCheckpoint(Checkpoint):
         self._finish_write(trainer)
         # That of this step may be from before the validation by which a callback stopped the run.
         before = trainer.stop_reason is not None and self._saved_place not in (None, _place(trainer.progress))
-        stale = before or self.saved_step != trainer.global_step
-        if stale and trainer.global_step > 0 and (self.save_last or self.save_top_k):
+        if trainer.global_step > 0 and (self.save_last or self.save_top_k):
             self._unsaved = None
-            self._save(trainer, renew=True)
+            self._save(trainer, renew=before)
             self._finish_write(trainer)
         if self.saved_step == trainer.global_step:
             self._unsaved = None

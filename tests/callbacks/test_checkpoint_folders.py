@@ -480,13 +480,15 @@ class Stops(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_checkpoint_of_a_stop_gets_the_value_by_which_the_resumed_run_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("epochs", [1, 2])  # two: EarlyStopping ends the run
+def test_a_checkpoint_of_a_stop_gets_the_value_by_which_the_resumed_run_ends(epochs: int, tmp_path: Path) -> None:
     def run(*more: Callback) -> ModelCheckpoint:
         saving = ModelCheckpoint(monitor="val_loss", filename="{step}", every_n_train_steps=3)
         ends = EarlyStopping("val_loss", stopping_threshold=1e9)
-        options = {"max_epochs": 2, "val_check_interval": 2, "default_root_dir": tmp_path}
-        trainer = quiet(enable_checkpointing=True, callbacks=[*more, ends, saving], **options)
-        trainer.fit(Toy(), loader(4), loader(1), ckpt_path="last")
+        options: dict[str, Any] = {"max_epochs": epochs, "val_check_interval": 2, "default_root_dir": tmp_path}
+        callbacks = [*more, *([ends] * (epochs - 1)), saving]
+        trainer = quiet(enable_checkpointing=True, callbacks=callbacks, **options)
+        trainer.fit(Toy(), loader(2 * epochs), loader(1), ckpt_path="last")
         return saving
 
     with pytest.raises(SystemExit):
