@@ -241,11 +241,10 @@ def stages_of(size: ModelSize, layout: Layout, setup: Setup) -> list[Stage]:
     ends, found = cut_blocks(sizes, layout.pipeline), []
     for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         is_last = end == len(sizes)
-        before = [] if number else size.before
-        tied, after = (size.tied, size.after) if is_last else ([], [])
-        parts = [_parts(weights, layout, setup) for weights in (before, tied if number else [], after)]
-        blocks = [_parts(block, layout, setup) for block in size.blocks[start:end]]
-        found.append(Stage(number, is_last, replace(size, before=parts[0] + parts[1], blocks=blocks, after=parts[2])))
+        before = size.tied if number and is_last else [] if number else size.before
+        groups = (before, size.after if is_last else [], *size.blocks[start:end])
+        own, after, *blocks = (_parts(weights, layout, setup) for weights in groups)
+        found.append(Stage(number, is_last, replace(size, before=own, blocks=blocks, after=after)))
     return found
 
 

@@ -89,13 +89,14 @@ def fitting(
     Args:
         setup: of the layout in which each process is a reader; layouts with fewer readers have more micro-batches.
     """
-    from trainer.strategies import FSDPStrategy
+    from trainer.strategy import available_strategies
 
+    kind: Any = available_strategies()["fsdp"]
     found, needed = [], []
     for options in _splits(model, size, setup):
         reduced: tuple[dict[str, Any], ...] = ({}, {"accumulate_unsharded": False})
         for more, checkpointing in product(reduced, sorted({model.checkpointing, True})):
-            strategy = FSDPStrategy(**options, **more)
+            strategy = kind(**options, **more)
             if strategy.problems(precision, "cuda", setup.processes):
                 break
             layout, computed = layout_of(strategy), replace(model, checkpointing=checkpointing)
