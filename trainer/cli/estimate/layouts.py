@@ -66,6 +66,11 @@ def planned_window(arguments: Mapping[str, Any]) -> int:
     return window if isinstance(window, int) else 1
 
 
+def takes(kind: type[Strategy], *options: str) -> bool:
+    """Return True for a class of strategies that takes these options."""
+    return signature(kind).parameters.keys() >= {*options}
+
+
 def strategy_rows() -> dict[str, Layout]:
     """Return the layouts of all strategies; the label of a layout names every strategy that has it."""
     from trainer.strategy import available_strategies
@@ -73,7 +78,7 @@ def strategy_rows() -> dict[str, Layout]:
     names: dict[Layout, list[str]] = {}
     for name, kind in sorted(available_strategies().items()):
         for options in ({}, *VARIANTS):
-            if options.keys() <= signature(kind).parameters.keys():
+            if takes(kind, *options):
                 words = [value if isinstance(value, str) else option for option, value in options.items()]
                 names.setdefault(layout_of(kind(**options)), []).append(" ".join([name, *words]))
     return {", ".join(several): layout for layout, several in names.items()}
@@ -91,7 +96,7 @@ def fitting(
     """
     from trainer.strategy import available_strategies
 
-    kind: Any = available_strategies()["fsdp"]
+    kind: Any = next(kind for kind in available_strategies().values() if takes(kind, "tensor_parallel"))
     found, needed = [], []
     for options in _splits(model, size, setup):
         reduced: tuple[dict[str, Any], ...] = ({}, {"accumulate_unsharded": False})
