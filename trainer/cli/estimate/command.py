@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import print_fitted
@@ -49,11 +50,11 @@ def run(arguments: list[str]) -> int:
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
     _check(given, bool(given.config or overrides))
-    from trainer.cli.estimate.module import examine, examine_hugging_face, is_hugging_face
+    foreign = len(given.config) == 1 and _is_hugging_face(given.config[0])
+    configuration = None if given.params or foreign else _configuration(given, overrides, findings)
+    from trainer.cli.estimate.module import examine, examine_hugging_face
     from trainer.precision import resolve_precision
 
-    foreign = len(given.config) == 1 and is_hugging_face(given.config[0])
-    configuration = None if given.params or foreign else _configuration(given, overrides, findings)
     _fill_in(given, {} if configuration is None else configuration.trainer)
     precision = resolve_precision(given.precision)
     given.precision = precision.name
@@ -197,12 +198,22 @@ def _input_of_number(given: argparse.Namespace) -> EstimateInput:
     return EstimateInput("", ModelSize(parts[:1] if table else [], [parts[1:2]] * layers, parts[2:]))
 
 
+def _is_hugging_face(path: str) -> bool:
+    """Return True for the config.json of a Hugging Face model."""
+    try:
+        return "model_type" in json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Configuration:
-    from trainer.config.loading import load
     from trainer.config.read import read
 
     if given.precision is not None:
         overrides.append(("trainer.precision", Node(given.precision, COMMAND_LINE)))
     # The training need not run on this machine.
     overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
-    return load(read(given.config, overrides, findings), findings)
+    tree = read(given.config, overrides, findings)
+    from trainer.config.loading import load
+
+    return load(tree, findings)

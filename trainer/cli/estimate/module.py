@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,14 +82,6 @@ def examine(configuration: Configuration, precision: Precision) -> EstimateInput
     shape = _shape(module, [configuration.module.arguments, module.hparams])
     batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
     return EstimateInput(type(module).__name__, size, shape | ({"batch": batch} if type(batch) is int else {}), notes)
-
-
-def is_hugging_face(path: str) -> bool:
-    """Return True for the config.json of a Hugging Face model."""
-    try:
-        return "model_type" in json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def examine_hugging_face(path: str, precision: Precision) -> EstimateInput:
