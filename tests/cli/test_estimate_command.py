@@ -94,7 +94,7 @@ def test_a_table_of_the_strategies(command: Command, devices: str, device: str) 
     assert code == 0
     assert f"on each of {devices} processes" in out
     (line,) = (line.split() for line in out.splitlines() if "fsdp, xla_fsdp" in line)
-    assert line[-4] == device
+    assert line[-3] == device
     assert "activations of a transformer are not counted: give --hidden --sequence --batch" in out
 
 

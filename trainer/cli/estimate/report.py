@@ -11,15 +11,15 @@ from trainer.cli.columns import fitted_lines
 from trainer.cli.estimate.module import NEEDED, EstimateInput
 from trainer.model.memory import Memory, Transformer, elements_of
 
-COLUMNS = ("weights", "gradients", "master_weights", "optimizer", "device", "activations", "temporary", "host")
-FIRST_TO_GO = (2, 3, 1, 4, 8, 7)
+COLUMNS = ("weights", "gradients", "master_weights", "optimizer", "device", "temporary", "host", "activations")
+FIRST_TO_GO = (2, 3, 1, 4, 7, 6)
 """The numbers of the columns of a table that a narrow terminal leaves out, in that order; the sum stays."""
 LEGEND = """\
 weights: parameters and buffers. master weights: float32 copies of weights in low precision.
 device: the sum in the memory of the device once the gradients exist, without the figures in brackets.
-activations: an estimate of what the forward keeps for the backward, in addition.
+~more: an estimate of what is needed in addition at times: gathered weights, low-precision copies, buckets, logits.
 host: the memory of the host for each process; it holds the figures in brackets.
-~more: an estimate of what is needed in addition at times: gathered weights, low-precision copies, buckets, logits."""
+activations: an estimate of what the forward keeps for the backward, in addition."""
 SHOWN = 20
 """Layouts that are printed."""
 
@@ -33,10 +33,11 @@ def report(
 ) -> str:
     """Return a table of the strategies, and the lines around it."""
     machines = f" ({given.devices} on each of {given.num_nodes} machines)" if given.num_nodes > 1 else ""
-    bytes_of = {label: {name: getattr(memory, name) or 0 for name in COLUMNS} for label, memory in rows.items()}
+    columns = COLUMNS if model else COLUMNS[:-1]
+    bytes_of = {label: {name: getattr(memory, name) for name in columns} for label, memory in rows.items()}
     # Not by "~more": DeepSpeed's buckets take 2 GB with the smallest model, too.
     unit, size = _unit(max(value for row in bytes_of.values() for name, value in row.items() if name != "temporary"))
-    names = ["~more" if name == "temporary" else name.replace("_", " ") for name in COLUMNS]
+    names = ["~more" if name == "temporary" else name.replace("_", " ") for name in columns]
     cells = [[f"on each of {given.devices * given.num_nodes} processes{machines}", *names]]
     for label, row in bytes_of.items():
         texts = {name: f"{value / size:,.2f}" for name, value in row.items()}
@@ -85,7 +86,8 @@ def _page(found: EstimateInput, given: Namespace, model: Transformer | None, lin
     about = f"activations of a transformer are not counted: give {' '.join(missing)}"
     if model is not None:
         mlp = f"{f'{model.experts} experts' if model.experts else 'MLP'} of {model.intermediate}"
-        about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}, {model.heads} heads, {mlp}, "
+        heads = f", {model.heads} heads" if "heads" in found.shape else ""
+        about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}{heads}, {mlp}, "
         about += f"vocabulary {model.vocabulary or 'unknown'}, micro-batches of {model.batch} x {model.sequence} tokens"
         about += ", activation checkpointing" if model.checkpointing else ""
     return "\n".join([words, options, about, "", *lines, *(f"note: {note}" for note in found.notes)]) + "\n"
