@@ -109,11 +109,11 @@ def test_the_estimate_of_a_split_model(command: Command, net: Path) -> None:
     write_config(net, tensor_parallel=2, pipeline_parallel=4)
     code, out, err = command("estimate", "--config", "run.yaml", "--devices", "16", "--json")
     assert code == 0, err
-    rows = json.loads(out)["processes"]["16"]
+    rows = json.loads(out)["strategies"]
     (own,) = (row for row in rows if row["label"].startswith("fsdp as given"))
     assert own["device"] == expected(tensor=2, sharing=2, pipeline=4)
     # A stage of a split model keeps less than the full model.
     shape = ("--hidden", "128", "--sequence", "16", "--batch", "1")
     _, out, _ = command("estimate", "--config", "run.yaml", "--devices", "16", *shape, "--json")
-    kept = {row["label"]: row["activations"] for row in json.loads(out)["processes"]["16"]}
+    kept = {row["label"]: row["activations"] for row in json.loads(out)["strategies"]}
     assert 0 < kept.pop("fsdp as given") < min(kept.values())
