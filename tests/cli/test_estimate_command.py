@@ -48,6 +48,10 @@ class Looks(Big):
     def configure_optimizers(self):
         raise ValueError("no data here")
 
+class Closes(Big):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
 class Empty(Big):
     def configure_model(self): ...
 
