@@ -151,6 +151,7 @@ def test_float64_has_no_rows_of_deepspeed(command: Command) -> None:
         ("--params 7e9 --gpus 8", "--gpus and --memory go together"),
         ("--params 7e9 --gpus 8 --memory 80", "the memory with its unit: --gpus 64 --memory 80G"),
         ("--params 7e9 --gpus 8 --memory 80G", "give --hidden --heads --sequence --layers too"),
+        ("--config wrong.json --module.width 3", "unknown key 'model_type'"),
         ("--config wrong.json --gpus 8 --memory 80G --sequence 4k", "transformers cannot build this model"),
         ("--config no.yaml", "no.yaml"),
     ],

@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
     _check(given, bool(given.config or overrides))
-    foreign = len(given.config) == 1 and _is_hugging_face(given.config[0])
+    foreign = len(given.config) == 1 and not overrides and _is_hugging_face(given.config[0])
     configuration = None if given.params or foreign else _configuration(given, overrides, findings)
     from trainer.cli.estimate.module import examine, examine_hugging_face
     from trainer.precision import resolve_precision
