@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks._report import surroundings
 from trainer import Callback, Trainer, TrainModule
 from trainer.cli.estimate.layouts import layout_of
-from trainer.model.memory import Memory, ModelSize, Setup, Weight, estimate_memory, number_sizes
+from trainer.cli.estimate.module import count
+from trainer.model.memory import ADAMW, Memory, Setup, estimate_memory, number_sizes
 from trainer.precision import resolve_precision
 from trainer.strategy import resolve_strategy
 
@@ -183,10 +184,10 @@ def estimated(row: str, blocks: int, precision: str, processes: int) -> Memory:
     with torch.device("meta"):
         model = Model(blocks)
         model.configure_model()
-    weights = [Weight(p.numel(), p.shape[0]) for p in model.parameters()]
-    setup = Setup(processes, number_sizes(resolve_precision(precision)), bucket=BUCKET)
+    numbers = resolve_precision(precision)
+    setup = Setup(processes, number_sizes(numbers), bucket=BUCKET)
     layout = layout_of(resolve_strategy(ROWS[row](), processes)[0])
-    return estimate_memory(layout, ModelSize(weights, block=BLOCK), setup)
+    return estimate_memory(layout, count(model, numbers, [], ADAMW), setup)
 
 
 def main(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from tests.helpers.processes import ROOT, fork_python
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SHORTER = "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 3"
 
-QUICK = {"plan", "--help", "--print-config", "--print", "--dry-run", "checkpoint", "config", "env", "estimate", "init"}
+QUICK = {"--help", "--print-config", "--print", "--dry-run", "checkpoint", "config", "env", "estimate", "init"}
 QUICK |= {"runs", "plot", "help", "schema", "completion", "migrate"}
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
 from tests.helpers.counted_collectives import CountCollectives
-from tests.helpers.decoder import Decoder
+from tests.helpers.decoder import Architecture, Decoder
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
@@ -21,7 +21,6 @@ from tests.tiers import selected
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.errors import ConfigError
-from trainer.model.parallel_cost import Architecture
 from trainer.precision import PRECISIONS, resolve_precision
 from trainer.strategies import STRATEGIES
 

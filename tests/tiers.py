@@ -34,7 +34,6 @@ SLOW = (
     "cli/test_export_hugging_face.py",
     "cli/test_init_command.py",
     "cli/test_launch_command.py",
-    "cli/test_plan_command.py",
     "config/test_added_names.py",
     "data/test_lengths.py",
     "data/test_sampler_state.py",

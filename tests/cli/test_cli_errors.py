@@ -472,7 +472,7 @@ def test_names_of_accelerators_and_of_arguments_are_checked_without_torch(comman
 
 def test_what_is_missing_is_shown_by_an_example(command: Command) -> None:
     """Whatever command and subcommand the parser of argparse finds incomplete."""
-    lines = [["plan"], ["plot"], ["migrate"], ["completion"], ["runs"], ["runs", "ls"]]
+    lines = [["plot"], ["migrate"], ["completion"], ["runs"], ["runs", "ls"]]
     for line in [*lines, *(["checkpoint", name] for name in ("ls", "show", "verify", "export", "import"))]:
         code, out, err = command(*line)
         assert (code, out) == (2, "")

@@ -342,7 +342,9 @@ NOT_WRITTEN = "error: the output could not be written: No space left on device\n
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
-@pytest.mark.parametrize("words", ["help", "--version", "env", "schema", "completion bash", "fit --help", "plan -h"])
+@pytest.mark.parametrize(
+    "words", ["help", "--version", "env", "schema", "completion bash", "fit --help", "estimate -h"]
+)
 def test_output_that_cannot_be_written_is_an_error_in_words(
     words: str, unbuffered: bool, cannot_write: CannotWrite
 ) -> None:
@@ -496,7 +498,7 @@ def test_shells_offer_no_option_that_a_run_refuses(command: Command, name: str) 
             assert not any(words in err for words in ("unknown option", "has no argument")), (option, err)
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "runs", "config", "doctor", "estimate", "init", "launch", "plan"])
+@pytest.mark.parametrize("name", ["checkpoint", "runs", "config", "doctor", "estimate", "init", "launch"])
 def test_shells_offer_the_options_of_a_command(command: Command, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     offered = {word: options_of(name, word) for word in SECOND_WORDS.get(name, [""])}
     made: list[Any] = []
@@ -555,7 +557,6 @@ def test_a_typo_is_answered_without_torch(project: Path) -> None:
         "fit --dry-run --config runn.yaml": missing,
         "checkpoint show nowhere": "there is no checkpoint or folder 'nowhere'",
         "config --from nowhere.json --output new.yaml": "nowhere.json",
-        "estimate --params 7B --strategy fsdpp": "unknown strategy 'fsdpp'. Did you mean 'fsdp'?",
         "estimate --params 7B --precision bf17": "unknown precision 'bf17'. Did you mean",
         "help modelcheckpoint": "Did you mean 'ModelCheckpoint'?",
     }

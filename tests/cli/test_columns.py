@@ -31,7 +31,7 @@ SHOWN = [
     "runs ls runs --metric train_loss --sort -step",
     "checkpoint ls runs",
     "estimate --params 7e9",
-    "plan --params 7b --gpus 16 --memory 80G --seq 8k",
+    "estimate --params 7e9 --gpus 16 --memory 80G --sequence 8k --layers 32 --hidden 4096 --heads 32",
     "init --list",
     "config --list",
     "help ModelCheckpoint",

@@ -10,19 +10,17 @@ import pytest
 
 from tests.helpers.project import Command
 from trainer.cli.doctor.results import gib
-from trainer.model.memory import DtypeSizes
-from trainer.model.parallel_cost import Architecture, Layout, Work, process_memory, stages_of
+from trainer.model.pipeline_stages import cut_blocks
 
 NET = """\
-from tests.helpers.decoder import Decoder
-from trainer.model.parallel_cost import Architecture
+from tests.helpers.decoder import Architecture, Decoder
 
 
 class Net(Decoder):
     def __init__(self, layers: int = 16):
         super().__init__(Architecture(layers, 128, heads=8, vocabulary=512, kv_heads=8, head_dim=16, intermediate=256))
 """
-MODEL = Architecture(16, 128, heads=8, vocabulary=512, kv_heads=8, head_dim=16, intermediate=256)
+LAYERS, HIDDEN, MLP, TABLE = 16, 128, 256, 512 * 128
 LARGE = ("--config", "run.yaml", "--dry-run", "--world-size", "1024", "--nproc-per-node", "8", "--no-data")
 
 
@@ -38,40 +36,40 @@ def write_config(folder: Path, window: int = 32, **strategy: Any) -> None:
     (folder / "run.yaml").write_text(json.dumps({"module": "net.py:Net", "trainer": trainer}))
 
 
-def expected(layout: Layout) -> int:
+def expected(tensor: int, sharing: int, pipeline: int) -> int:
     """Return the bytes of weights, gradients and optimizer of the largest stage."""
-    work = Work(sequence=16, micro_batch=1, window=32, numbers=DtypeSizes(4, 4))
-    found = []
-    for stage in stages_of(MODEL, layout.pipeline):
-        memory = process_memory(MODEL, layout, work, stage)
-        tensors = 9 * stage.blocks + int(stage.first) + 2 * int(stage.last)
+    split, norms = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * MLP, 2 * HIDDEN
+    sizes = [split + norms] * LAYERS
+    sizes[0] += TABLE
+    sizes[-1] += HIDDEN + TABLE
+    ends, found = cut_blocks(sizes, pipeline), []
+    for start, end in zip([0, *ends], ends, strict=False):
+        first, last = start == 0, end == LAYERS
+        elements = (end - start) * (split // tensor + norms) + (first + last) * TABLE // tensor + last * HIDDEN
         # AdamW counts the steps of each tensor.
-        found.append(memory.parameters + memory.gradients + memory.optimizer + 4 * tensors)
+        found.append(4 * 4 * elements // sharing + 4 * (9 * (end - start) + first + 2 * last))
     return max(found)
 
 
 @pytest.mark.parametrize(
-    ("layout", "mesh"),
+    ("readers", "context", "tensor", "pipeline", "mesh"),
     [
-        (Layout(shards=16, tensor=8, pipeline=8), "8 stages x 16 readers x 1 context x 8 tensor"),
-        (Layout(shards=8, tensor=2, context=8, pipeline=8), "8 stages x 8 readers x 8 context x 2 tensor"),
-        (Layout(shards=128, tensor=8), "1 stages x 128 readers x 1 context x 8 tensor"),
+        (16, 1, 8, 8, "8 stages x 16 readers x 1 context x 8 tensor"),
+        (8, 8, 2, 8, "8 stages x 8 readers x 8 context x 2 tensor"),
+        (128, 1, 8, 1, "1 stages x 128 readers x 1 context x 8 tensor"),
     ],
 )
-def test_a_thousand_processes(command: Command, net: Path, layout: Layout, mesh: str) -> None:
-    write_config(
-        net,
-        tensor_parallel=layout.tensor,
-        context_parallel=layout.context,
-        pipeline_parallel=layout.pipeline,
-    )
+def test_a_thousand_processes(
+    command: Command, net: Path, readers: int, context: int, tensor: int, pipeline: int, mesh: str
+) -> None:
+    write_config(net, tensor_parallel=tensor, context_parallel=context, pipeline_parallel=pipeline)
     code, out, _ = command("fit", *LARGE)
     assert code == 0, out
     assert f"mesh: {mesh}" in out
     (memory,) = (line for line in out.splitlines() if "memory" in line)
     # With 128 readers there are fewer rows than shards, and some processes hold one more than their share.
-    assert layout.shards > 16 or f": {gib(expected(layout))}, at times" in memory
-    assert ("8 stages, 32 micro-batches: each stage waits 18% of the time" in out) == (layout.pipeline > 1)
+    assert readers > 16 or f": {gib(expected(tensor, readers * context, pipeline))}, at times" in memory
+    assert ("8 stages, 32 micro-batches: each stage waits 18% of the time" in out) == (pipeline > 1)
 
 
 def test_a_window_that_is_shorter_than_the_pipeline_is_a_warning(command: Command, net: Path) -> None:
@@ -111,11 +109,11 @@ def test_the_estimate_of_a_split_model(command: Command, net: Path) -> None:
     write_config(net, tensor_parallel=2, pipeline_parallel=4)
     code, out, err = command("estimate", "--config", "run.yaml", "--devices", "16", "--json")
     assert code == 0, err
-    rows = json.loads(out)["processes"]["16"]
+    rows = json.loads(out)["strategies"]
     (own,) = (row for row in rows if row["label"].startswith("fsdp as given"))
-    assert own["device"] == expected(Layout(shards=2, tensor=2, pipeline=4))
-    # The one figure of activations for all layouts says of which it is not true.
-    shape = ("--layers", "16", "--hidden", "128", "--sequence", "16", "--batch", "1")
-    code, out, err = command("estimate", "--config", "run.yaml", "--devices", "16", *shape)
-    assert code == 0, err
-    assert "note: the activations are those of an unsplit model" in out
+    assert own["device"] == expected(tensor=2, sharing=2, pipeline=4)
+    # A stage of a split model keeps less than the full model.
+    shape = ("--hidden", "128", "--sequence", "16", "--batch", "1")
+    _, out, _ = command("estimate", "--config", "run.yaml", "--devices", "16", *shape, "--json")
+    kept = {row["label"]: row["activations"] for row in json.loads(out)["strategies"]}
+    assert 0 < kept.pop("fsdp as given") < min(kept.values())

@@ -1,8 +1,9 @@
-"""`trainer estimate`: from a number of parameters, and from a configuration without memory."""
+"""`trainer estimate`: from a number of parameters, and from a configuration without memory; the layouts that fit."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from tests.helpers.processes import run_python
 from tests.helpers.project import Command
+from trainer.precision import PRECISIONS
+from trainer.strategies import FSDPStrategy
 
 NETS = """
 import torch
@@ -45,6 +48,10 @@ class Looks(Big):
     def configure_optimizers(self):
         raise ValueError("no data here")
 
+class Closes(Big):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
 class Empty(Big):
     def configure_model(self): ...
 
@@ -66,43 +73,33 @@ def estimated(command: Command, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def row(found: dict[str, Any], processes: int, word: str) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = found["processes"][str(processes)]
+def row(found: dict[str, Any], word: str) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = found["strategies"]
     return next(row for row in rows if word in row["label"])
 
 
 # -- from a number -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--params", "7B", "--zero"]])
-def test_help_and_the_table_of_the_paper_need_no_torch(arguments: list[str]) -> None:
+def test_help_needs_no_torch() -> None:
     result = run_python(
         "import sys\nfor name in ('torch', 'numpy', 'pydantic'):\n    sys.modules[name] = None\n"
         "from trainer.__main__ import main\nsys.exit(main())\n",
         "estimate",
-        *arguments,
+        "--help",
     )
     result.check()
     assert result.stdout
 
 
-def test_the_table_of_the_zero_paper_with_and_without_master_weights(command: Command) -> None:
-    code, out, _ = command("estimate", "--params", "7e9", "--devices", "4", "--zero")
+@pytest.mark.parametrize(("devices", "device"), [("1", "112.00"), ("4", "28.00")])
+def test_a_table_of_the_strategies(command: Command, devices: str, device: str) -> None:
+    code, out, _ = command("estimate", "--params", "7e9", "--devices", devices, "--precision", "bf16")
     assert code == 0
-    lines = {line[:26].strip(): line[26:].split() for line in out.splitlines()}
-    assert lines["without master weights"] == ["84.00", "42.00", "31.50", "21.00"]
-    assert lines["all"] == ["112.00", "49.00", "38.50", "28.00"]
-
-
-def test_a_table_for_every_number_of_devices(command: Command) -> None:
-    code, out, _ = command("estimate", "--params", "7e9", "--devices", "1", "4", "--precision", "bf16")
-    assert code == 0
-    assert "on each of 1 processes" in out
-    assert "on each of 4 processes" in out
-    lines = [line.split() for line in out.splitlines() if "fsdp, xla_fsdp" in line]
-    assert [line[-3] for line in lines] == ["112.00", "28.00"]
-    assert "activations are not counted" in out
-    assert "--layers" in out
+    assert f"on each of {devices} processes" in out
+    (line,) = (line.split() for line in out.splitlines() if "fsdp, xla_fsdp" in line)
+    assert line[-3] == device
+    assert "activations of a transformer are not counted: give --hidden --sequence --batch" in out
 
 
 @pytest.mark.parametrize(("text", "number"), [("7e9", 7_000_000_000), ("7B", 7_000_000_000), ("350M", 350_000_000)])
@@ -116,34 +113,28 @@ def test_the_unit_is_that_of_the_model_not_of_buckets(command: Command) -> None:
     assert "2,000.00" in printed  # of DeepSpeed's bucket
 
 
-def test_frozen_parameters_have_no_gradients(command: Command) -> None:
-    found = row(estimated(command, "--params", "8e9", "--trainable", "20e6", "--devices", "1"), 1, "ddp")
-    assert (found["weights"], found["gradients"]) == (32 * 10**9, 80 * 10**6)
-
-
 def test_machines_and_the_hybrid_layout(command: Command) -> None:
     found = estimated(command, "--params", "8e9", "--devices", "4", "--num-nodes", "2")
-    assert row(found, 8, "HYBRID")["weights"] == 8 * 10**9
-    assert row(found, 8, "fsdp, xla_fsdp")["weights"] == 4 * 10**9
+    assert row(found, "HYBRID")["weights"] == 8 * 10**9
+    assert row(found, "fsdp, xla_fsdp")["weights"] == 4 * 10**9
 
 
 def test_activations_are_an_estimate_and_say_their_assumptions(command: Command) -> None:
-    sizes = ["--layers", "32", "--hidden", "4096", "--sequence", "2048", "--batch", "1"]
-    code, out, _ = command("estimate", "--params", "7e9", *sizes, "--precision", "bf16-mixed")
+    sizes = ["--layers", "32", "--hidden", "4096", "--sequence", "2048", "--batch", "1", "--precision", "bf16-mixed"]
+    code, out, _ = command("estimate", "--params", "6442450944", *sizes)  # 12 width^2 a layer: an MLP of 4 widths
     assert code == 0
-    assert "activations, an estimate: 9.66 GB" in out
-    assert "fused attention, no dropout" in out
-    few = estimated(command, "--params", "7e9", *sizes, "--checkpointing")["activations"]
-    assert few < 0.1 * estimated(command, "--params", "7e9", *sizes)["activations"]
+    assert "a transformer of 32 layers, width 4096" in out
+    assert "MLP of 16384, vocabulary unknown, micro-batches of 1 x 2048 tokens" in out
+    kept = row(estimated(command, "--params", "6442450944", *sizes), "ddp")["activations"]
+    assert kept == 32 * 36 * 2048 * 4096 + 6 * 2048 * 4096
+    few = row(estimated(command, "--params", "6442450944", *sizes, "--checkpointing"), "ddp")["activations"]
+    assert few < 0.1 * kept
 
 
-def test_one_strategy(command: Command) -> None:
-    found = estimated(command, "--params", "7e9", "--strategy", "deepspeed_stage_2")
-    assert [row["label"] for row in found["processes"]["8"]] == [
-        "deepspeed, deepspeed_stage_2",
-        "deepspeed_stage_2_offload",
-    ]
-    assert len(estimated(command, "--params", "7e9", "--strategy", "fsdp")["processes"]["8"]) == 4
+def test_float64_has_no_rows_of_deepspeed(command: Command) -> None:
+    for precision, has_rows in (("64-true", False), ("32-true", True)):
+        found = estimated(command, "--params", "7e9", "--precision", precision)
+        assert any("deepspeed" in row["label"] for row in found["strategies"]) == has_rows
 
 
 @pytest.mark.parametrize(
@@ -154,15 +145,19 @@ def test_one_strategy(command: Command) -> None:
         ("--params seven", "write 7e9, 7B or 350M"),
         ("--params 0", "write 7e9, 7B or 350M"),
         ("--parms 7e9", "Did you mean '--params'?"),
-        ("--params 7e9 --strategy deepspeed_stage_4", "Did you mean 'deepspeed_stage_"),
         ("--params 7e9 --precision bf15", "unknown precision 'bf15'"),
-        ("--params 7e9 --optimizer adamww", "Did you mean 'AdamW'?"),
         ("--params 7e9 --devices 0", "give a number from 1"),
-        ("--params 7e9 --trainable 8e9", "more than --params"),
+        ("--params 7e9 --vocabulary 900000 --hidden 4096", "two tables of --vocabulary"),
+        ("--params 7e9 --gpus 8", "--gpus and --memory go together"),
+        ("--params 7e9 --gpus 8 --memory 80", "the memory with its unit: --gpus 64 --memory 80G"),
+        ("--params 7e9 --gpus 8 --memory 80G", "give --hidden --heads --sequence --layers too"),
+        ("--config wrong.json --module.width 3", "unknown key 'model_type'"),
+        ("--config wrong.json --gpus 8 --memory 80G --sequence 4k", "transformers cannot build this model"),
         ("--config no.yaml", "no.yaml"),
     ],
 )
-def test_mistakes_name_the_fix(command: Command, arguments: str, message: str) -> None:
+def test_mistakes_name_the_fix(command: Command, project: Path, arguments: str, message: str) -> None:
+    (project / "wrong.json").write_text('{"model_type": "nonsense"}')
     code, out, err = command("estimate", *arguments.split())
     assert (code, out) == (2, "")
     assert message in err
@@ -178,13 +173,13 @@ def test_a_configuration_is_counted_without_memory(command: Command) -> None:
     )
     code, out, err = command("estimate", "--config", "run.yaml")
     assert code == 0, err
-    assert "Big: 100,130,000 parameters in 3 tensors, 30,000 of them frozen" in out
-    assert "100,000 of them trained by no optimizer, 1 tied; 28 bytes of buffers" in out
+    assert "Big: 100,130,000 parameters, 30,000 of them frozen" in out
+    assert "100,000 of them trained by no optimizer; 28 bytes of buffers" in out
     assert "SGD (1 numbers for each parameter)" in out
     assert "on each of 2 processes" in out
     assert "\n* ddp, single_device, xla " in out
 
-    found = row(estimated(command, "--config", "run.yaml"), 2, "ddp")
+    found = row(estimated(command, "--config", "run.yaml"), "ddp")
     assert found["weights"] == 4 * 100_130_000 + 28
     assert found["gradients"] == 4 * 100_100_000
     assert found["optimizer"] == 4 * 100_000_000
@@ -192,13 +187,9 @@ def test_a_configuration_is_counted_without_memory(command: Command) -> None:
 
 @pytest.mark.usefixtures("nets")
 def test_values_of_the_configuration_can_be_changed(command: Command) -> None:
-    found = estimated(
-        command, "--module", "nets.py:Big", "--module.width", "10", "--devices", "3", "--optimizer", "adam"
-    )
+    found = estimated(command, "--module", "nets.py:Big", "--module.width", "10", "--devices", "3")
     assert found["parameters"] == 10 * 10 + 10 * 10 + 30
-    assert found["optimizer"]["per_element"] == 2
-    # The optimizer is named on the command line, so all parameters that train are assumed to be in it.
-    assert row(found, 3, "ddp")["optimizer"] == 4 * 2 * 200 + 4 * 2
+    assert row(found, "ddp")["optimizer"] == 4 * 100
 
 
 @pytest.mark.usefixtures("nets")
@@ -219,7 +210,9 @@ def test_what_cannot_be_asked_is_assumed_and_said(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize(("name", "message"), [("Empty", "has no parameters"), ("Lazy", "lazy layers")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("Empty", "Empty has lazy layers, or no parameters"), ("Lazy", "Lazy has lazy layers")]
+)
 def test_modules_that_cannot_be_counted(command: Command, name: str, message: str) -> None:
     code, _, err = command("estimate", "--module", f"nets.py:{name}")
     assert code == 2
@@ -232,4 +225,148 @@ def test_the_sizes_of_a_transformer_are_found_in_the_module(command: Command) ->
     found = estimated(command, "--config", str(root / "examples" / "gpt" / "config.yaml"), "--devices", "1")
     assert found["parameters"] == 363_840
     tokens, width, layers = 64 * 16, 96, 3
-    assert found["activations"] == layers * tokens * width * 16 * 4 + tokens * 256 * 4
+    kept = layers * tokens * width * 16 * 4 + tokens * (2 * width + 256) * 4
+    assert row(found, "ddp")["activations"] == kept
+
+
+# -- the layouts that fit ----------------------------------------------------------------------------------------------
+
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+GPUS = ("--gpus", "64", "--memory", "80G", "--sequence", "32k")
+SMALL = ("--layers", "8", "--hidden", "2048", "--heads", "16", "--sequence", "4k")
+
+
+@pytest.fixture
+def llama(project: Path) -> str:
+    pytest.importorskip("transformers")
+    (project / "config.json").write_text(json.dumps(LLAMA_70B))
+    return "config.json"
+
+
+def test_layouts_are_complete_and_sorted_by_what_they_send(command: Command, llama: str) -> None:
+    found = estimated(command, "--config", llama, *GPUS)
+    assert found["parameters"] == 70_553_706_496
+    layouts = found["layouts"]
+    assert len(layouts) >= 20
+    assert layouts == sorted(layouts, key=lambda one: (one["between"], one["sent"], one["memory"]))
+    assert len({json.dumps(one["strategy"]) for one in layouts}) == len(layouts)
+    for one in layouts:
+        assert found["least"] <= one["memory"] <= 72e9
+        strategy = FSDPStrategy(**one["strategy"])
+        assert strategy.problems(PRECISIONS["bf16-mixed"], "cuda", 64) == []
+        split = strategy.layout
+        assert split.tensor <= 8
+        assert one["window"] == split.processes
+        assert one["bubble"] == pytest.approx((split.pipeline - 1) / (one["window"] + split.pipeline - 1))
+        hybrid = one["strategy"].get("device_mesh", [64 // split.processes])
+        assert math.prod(hybrid) * split.processes == 64
+        assert 0 < one["between"] <= one["sent"]
+
+
+def test_layouts_are_printed_with_the_options_of_the_strategy(command: Command, llama: str) -> None:
+    code, out, _ = command("estimate", "--config", llama, *GPUS)
+    assert code == 0
+    assert "LlamaForCausalLM: 70,553,706,496 parameters" in out
+    assert "a transformer of 80 layers, width 8192, 64 heads, MLP of 28672, vocabulary 128256" in out
+    rows = [line for line in out.splitlines() if "_parallel=" in line]
+    assert len(rows) == 20
+    assert " more that fit: --json" in out
+    first = estimated(command, "--config", llama, *GPUS)["layouts"][0]
+    assert all(f"{name}={value}" in rows[0] for name, value in first["strategy"].items())
+    assert ("recomputing" in rows[0]) == first["checkpointing"]
+
+
+def test_nothing_fits(command: Command) -> None:
+    given = ("--params", "70e9", "--gpus", "8", "--memory", "16G", *SMALL)
+    code, out, _ = command("estimate", *given)
+    assert code == 1
+    assert "no layout fits: the smallest needs" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "degrees"),
+    [
+        ((), {"tensor": {1, 2, 4, 8}, "pipeline": {1, 2, 4, 8}, "context": {1, 2, 4, 8}}),
+        (("--devices", "4"), {"tensor": {1, 2, 4}}),
+        (("--heads", "12"), {"tensor": {1, 2, 4}}),
+        (("--kv-heads", "2"), {"tensor": {1, 2}}),
+        (("--layers", "2"), {"pipeline": {1, 2}}),
+        (("--sequence", "6"), {"context": {1, 2}}),
+        (("--precision", "16-mixed"), {"tensor": {1}, "pipeline": {1}}),
+        (("--precision", "mxfp8"), {"tensor": {1}}),
+    ],
+)
+def test_only_layouts_that_the_model_and_the_strategy_allow(
+    command: Command, more: tuple[str, ...], degrees: dict[str, set[int]]
+) -> None:
+    given = ("--params", "500M", "--gpus", "8", "--memory", "80G", *SMALL, *more)
+    found = [FSDPStrategy(**one["strategy"]).layout for one in estimated(command, *given)["layouts"]]
+    for name, wanted in degrees.items():
+        assert {getattr(split, name) for split in found} == wanted
+
+
+def test_less_memory_makes_a_layout_recompute(command: Command) -> None:
+    given = ("--params", "500M", "--gpus", "2", *SMALL, "--batch", "8", "--accumulate", "2")
+    for memory, checkpointing in (("80G", False), ("12G", True)):
+        layouts = estimated(command, *given, "--memory", memory)["layouts"]
+        (plain,) = (one for one in layouts if not one["strategy"])
+        assert plain["checkpointing"] == checkpointing
+
+
+def test_experts_are_split_in_layouts_of_a_mixture(command: Command, llama: str) -> None:
+    sizes = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 3584, "num_local_experts": 8}
+    mixtral = {**LLAMA_70B, "model_type": "mixtral", **sizes, "num_attention_heads": 8, "num_experts_per_tok": 2}
+    Path(llama).write_text(json.dumps(mixtral))
+    given = ("--config", llama, "--gpus", "64", "--memory", "80G", "--sequence", "8k")
+    assert "8 experts of 3584" in command("estimate", *given)[1]
+    splits = [FSDPStrategy(**one["strategy"]).layout for one in estimated(command, *given)["layouts"]]
+    assert {split.expert for split in splits} == {1, 2, 4, 8}
+    assert all(8 % (split.tensor * split.expert) == 0 for split in splits if split.expert > 1)
+
+
+def _configs() -> list[tuple[str, dict[str, Any]]]:
+    small = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "num_hidden_layers": 4}
+    keys = {**small, "num_key_value_heads": 2, "intermediate_size": 96}
+    return [
+        ("LlamaConfig", keys),
+        ("GPT2Config", {"n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 128, "n_positions": 16}),
+        ("MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 128}),
+        ("OPTConfig", {**small, "ffn_dim": 96, "max_position_embeddings": 16, "word_embed_proj_dim": 64}),
+        ("MixtralConfig", {**keys, "num_local_experts": 4}),
+        ("Llama4TextConfig", {**keys, "num_local_experts": 4, "intermediate_size_mlp": 96, "head_dim": 16}),
+        ("Ernie4_5_MoeConfig", {**keys, "moe_num_experts": 4, "moe_layer_start_index": 1, "moe_intermediate_size": 24}),
+        ("MiniMaxConfig", {**keys, "num_local_experts": 4, "layer_types": ["full_attention", "linear_attention"] * 2}),
+    ]
+
+
+@pytest.mark.parametrize(("name", "sizes"), _configs(), ids=[name for name, _ in _configs()])
+def test_parameters_are_those_of_the_model(command: Command, project: Path, name: str, sizes: dict[str, Any]) -> None:
+    """Whatever its layers are: shared experts, dense first layers, tables of positions, recurrence."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config = getattr(transformers, name)(**sizes)
+    config.save_pretrained(project)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    given = ("--config", "config.json", "--gpus", "4", "--memory", "80G", "--sequence", "16")
+    found = estimated(command, *given)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert found["layouts"]
+
+
+def test_plan_names_the_command_that_took_its_place(command: Command) -> None:
+    code, _, err = command("plan", "--params", "7b")
+    assert code == 2
+    assert "trainer estimate --gpus N --memory SIZE" in err
+    assert len(err.splitlines()) == 1

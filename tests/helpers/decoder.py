@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +10,27 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention, silu
 
 from trainer import TrainModule
-from trainer.model.parallel_cost import Architecture
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a decoder: an embedding, equal blocks of attention and an MLP with norms, a norm, and a head."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    gated: bool = True
+    """True: the MLP has three layers (gate, up, down), else two."""
+    tied: bool = False
+    """True if the head has the weights of the embedding."""
+    experts: int = 1
+    experts_per_token: int = 1
+    shared: int = 0
+    """Width of the experts of a mixture that compute every token, all together."""
 
 
 def _norm(of: Architecture) -> nn.Module:

@@ -8,23 +8,20 @@ import pytest
 import torch
 
 from trainer.cli.estimate.layouts import layout_of, strategy_rows
-from trainer.cli.estimate.module import NOT_PROBED, named_states, probe
-from trainer.errors import ConfigError
+from trainer.cli.estimate.module import probe
 from trainer.model.memory import (
     ADAMW,
     DtypeSizes,
+    Layout,
     Memory,
     ModelSize,
     OptimizerStates,
     Setup,
-    StatePartitioning,
     Transformer,
     Weight,
-    activations,
+    block_activations,
     estimate_memory,
     number_sizes,
-    supports_precision,
-    zero_table,
 )
 from trainer.precision import PRECISIONS
 from trainer.strategies import STRATEGIES
@@ -45,6 +42,13 @@ def table(elements: int, processes: int, precision: str, buffers: int = 0, **mor
 # -- published tables --------------------------------------------------------------------------------------------------
 
 
+def zero_table(elements: int, processes: int) -> list[Memory]:
+    """Return mixed-precision Adam without ZeRO and with stages 1, 2 and 3: 2, 2, 4 and 8 bytes for each parameter."""
+    size = ModelSize([Weight(elements, elements)], states=OptimizerStates("Adam", 2))
+    setup = Setup(processes, DtypeSizes(4, 2))
+    return [estimate_memory(Layout(stage, master_weights=True), size, setup) for stage in range(4)]
+
+
 def test_the_table_of_tutorials_and_the_master_weights_that_it_forgets() -> None:
     """7 billion parameters on 4 GPUs: 84, 42, 31.5 and 21 GB in tutorials, without the master weights."""
     columns = zero_table(7 * GB, 4)
@@ -63,13 +67,10 @@ def test_figure_1_of_the_zero_paper() -> None:
 def test_activations_of_a_layer_are_those_of_the_megatron_paper() -> None:
     """34sbh with fp16 and dropout (arXiv:2205.05198, table 2, without the scores)."""
     s, b, h = 2048, 4, 6144
-    half = DtypeSizes(2, 2)
-    assert activations(Transformer(1, h, s, b, dropout=True), half) == 34 * s * b * h
-    assert activations(Transformer(10, h, s, b), half) == 10 * 32 * s * b * h
-    # The inputs of all layers, and all activations of one.
-    checkpointed = Transformer(10, h, s, b, dropout=True, checkpointing=True)
-    assert activations(checkpointed, half) == 10 * 2 * s * b * h + 34 * s * b * h
-    assert activations(Transformer(1, h, s, b, vocabulary=100), half) == 32 * s * b * h + s * b * 100 * 6
+    half = Setup(1, DtypeSizes(2, 2))
+    for dropout in (True, False):
+        model = Transformer(h, s, b, 48, 48, h // 48, 4 * h, dropout=dropout)
+        assert block_activations(model, Layout(), half) == (34 if dropout else 32) * s * b * h
 
 
 # -- precisions, strategies, optimizers --------------------------------------------------------------------------------
@@ -86,53 +87,42 @@ def test_every_strategy_has_a_row() -> None:
     offload = {"offload_optimizer": True, "offload_weights": True}
     rows = strategy_rows()
     assert rows == {
-        "ddp, single_device, xla": StatePartitioning(),
-        "deepspeed, deepspeed_stage_2": StatePartitioning(2, master_weights=True),
-        "deepspeed_stage_1": StatePartitioning(1, master_weights=True),
-        "deepspeed_stage_2_offload": StatePartitioning(2, master_weights=True, offload_optimizer=True),
-        "deepspeed_stage_3": StatePartitioning(3, master_weights=True),
-        "deepspeed_stage_3_offload": StatePartitioning(3, master_weights=True, **offload),
-        "fsdp, xla_fsdp": StatePartitioning(3),
-        "fsdp SHARD_GRAD_OP": StatePartitioning(3, keep_gathered=True),
-        "fsdp HYBRID_SHARD": StatePartitioning(3, by_machine=True),
-        "fsdp cpu_offload": StatePartitioning(3, **offload),
+        "ddp, single_device, xla": Layout(),
+        "deepspeed, deepspeed_stage_2": Layout(2, master_weights=True),
+        "deepspeed_stage_1": Layout(1, master_weights=True),
+        "deepspeed_stage_2_offload": Layout(2, master_weights=True, offload_optimizer=True),
+        "deepspeed_stage_3": Layout(3, master_weights=True),
+        "deepspeed_stage_3_offload": Layout(3, master_weights=True, **offload),
+        "fsdp, xla_fsdp": Layout(3),
+        "fsdp SHARD_GRAD_OP": Layout(3, keep_gathered=True),
+        "fsdp HYBRID_SHARD": Layout(3, by_machine=True),
+        "fsdp cpu_offload": Layout(3, **offload),
     }
     assert set(STRATEGIES) <= set(", ".join(rows).split(", "))
 
 
 def test_the_layout_of_options_and_of_a_strategy_of_the_user() -> None:
-    assert layout_of(FSDPStrategy("HYBRID_SHARD", device_mesh=(4, 2))) == StatePartitioning(
-        3, by_machine=True, shards=2
-    )
-    assert layout_of(FSDPStrategy(reshard_after_forward=False)) == StatePartitioning(3, keep_gathered=True)
-    assert layout_of(FSDPStrategy("SHARD_GRAD_OP", reshard_after_forward=True)) == StatePartitioning(3)
+    assert layout_of(FSDPStrategy("HYBRID_SHARD", device_mesh=(4, 2))) == Layout(3, by_machine=True, readers=2)
+    assert layout_of(FSDPStrategy(reshard_after_forward=False)) == Layout(3, keep_gathered=True)
+    assert layout_of(FSDPStrategy("SHARD_GRAD_OP", reshard_after_forward=True)) == Layout(3)
 
     class Own(Strategy):
         shards_state = True
 
-    assert (layout_of(Strategy()), layout_of(Own())) == (StatePartitioning(), StatePartitioning(3))
+    assert (layout_of(Strategy()), layout_of(Own())) == (Layout(), Layout(3))
 
 
 @pytest.mark.parametrize(
     ("name", "per_element", "per_tensor"),
-    [("adamw", 2, 4), ("NAdam", 2, 8), ("adagrad", 1, 4), ("rmsprop", 1, 4), ("SGD", 0, 0), ("muon", 1, 0)],
+    [("AdamW", 2, 4), ("NAdam", 2, 8), ("Adagrad", 1, 4), ("RMSprop", 1, 4), ("SGD", 0, 0), ("Muon", 1, 0)],
 )
 def test_the_states_of_torchs_optimizers(name: str, per_element: float, per_tensor: int) -> None:
-    found = named_states(name)
-    assert (found.per_element, found.per_tensor) == (per_element, per_tensor)
-
-
-@pytest.mark.parametrize("name", [name for name in vars(torch.optim) if isinstance(vars(torch.optim)[name], type)])
-def test_every_optimizer_of_torch_has_states_or_is_no_choice(name: str) -> None:
-    if name in ("Optimizer", *NOT_PROBED):
-        with pytest.raises(ConfigError, match="unknown optimizer"):
-            named_states(name)
-    else:
-        assert named_states(name).name == name
+    found = probe(vars(torch.optim)[name]([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1))
+    assert found == OptimizerStates(name, per_element, per_tensor)
 
 
 def test_adamw_is_assumed_with_the_states_that_it_has() -> None:
-    assert named_states("AdamW") == ADAMW
+    assert probe(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, 2))])) == ADAMW
 
 
 def test_options_of_an_optimizer_count() -> None:
@@ -173,12 +163,12 @@ def test_what_is_offloaded_counts_on_the_host() -> None:
 
 def test_frozen_weights_have_no_gradient_and_idle_ones_no_state() -> None:
     weights = [Weight(100, 10), Weight(1000, 10, trainable=False, optimized=False), Weight(10, 10, optimized=False)]
-    memory = estimate_memory(StatePartitioning(), ModelSize(weights), Setup(1, DtypeSizes(4, 4)))
+    memory = estimate_memory(Layout(), ModelSize(weights), Setup(1, DtypeSizes(4, 4)))
     assert (memory.weights, memory.gradients, memory.optimizer) == (4440, 440, 804)
 
 
 def test_rows_that_do_not_divide_are_filled_up() -> None:
-    memory = estimate_memory(StatePartitioning(3), ModelSize([Weight(15, 3)]), Setup(2, DtypeSizes(4, 4)))
+    memory = estimate_memory(Layout(3), ModelSize([Weight(15, 3)]), Setup(2, DtypeSizes(4, 4)))
     assert memory.weights == 4 * 2 * 5
 
 
@@ -187,8 +177,3 @@ def test_a_window_keeps_full_gradients_with_fsdp() -> None:
     fsdp = "fsdp"
     assert several[fsdp].temporary - one[fsdp].temporary == 4 * 8000
     assert several["deepspeed_stage_2"] == one["deepspeed_stage_2"]
-
-
-def test_deepspeed_has_no_float64() -> None:
-    assert supports_precision(StatePartitioning(3), "64-true")
-    assert not supports_precision(StatePartitioning(3, master_weights=True), "64-true")

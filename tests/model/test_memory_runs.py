@@ -20,14 +20,16 @@ from trainer import Callback, Trainer, TrainModule
 from trainer.cli.estimate.layouts import layout_of
 from trainer.model.memory import (
     PERSISTENT,
+    Layout,
     Memory,
     ModelSize,
     Setup,
     Transformer,
     Weight,
-    activations,
     estimate_memory,
+    kept_activations,
     number_sizes,
+    stages_of,
 )
 from trainer.precision import PRECISIONS
 from trainer.strategies import STRATEGIES
@@ -148,8 +150,10 @@ def test_activations_of_the_example_transformer_are_about_the_estimate(precision
     held = nbytes(tensor for address, tensor in kept.items() if address not in weights)
     if precision == "bf16-mixed":
         held -= sum(2 * part.weight.numel() for part in net.modules() if isinstance(part, torch.nn.Linear))
-    model = Transformer(layers, hidden, sequence, batch, vocabulary=vocabulary)
-    assert held == pytest.approx(activations(model, number_sizes(PRECISIONS[precision])), rel=0.1)
+    model = Transformer(hidden, sequence, batch, 4, 4, hidden // 4, 4 * hidden, vocabulary)
+    setup = Setup(1, number_sizes(PRECISIONS[precision]))
+    (stage,) = stages_of(ModelSize([], [[Weight(1, 1)]] * layers), Layout(), setup)
+    assert held == pytest.approx(kept_activations(model, Layout(), setup, stage), rel=0.1)
 
 
 def on_each_rank(names: tuple[str, ...], precision: str) -> list[Parts]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import shlex
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import SingleProcess
     from trainer.loop.resolved_config import ResolvedConfig
     from trainer.loop.run import Run
-    from trainer.strategy import Strategy
+    from trainer.model.memory import Layout
     from trainer.trainer import Trainer
 
 EXAMPLES = """\
@@ -153,7 +152,7 @@ def _checks(
         yield CheckResult("FAIL", "trainer", str(error))
         return
     config = trainer.config
-    unused = copy.deepcopy(strategy) if layout_of(strategy).splits_models else strategy
+    layout = layout_of(strategy)
     if problems:
         # The problems are reported; the checks below use the strategy of one process.
         config.strategy.processes = strategy.processes
@@ -161,9 +160,9 @@ def _checks(
         config = replace(config, strategy=strategy, device_type=device_type, num_processes=world)
         yield CheckResult("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
         yield from _layout(configuration, config, world, per_machine)
-        yield from _bubble(configuration, strategy)
+        yield from _bubble(configuration, layout)
     yield from _data(configuration, config, trainer.adopt, look=not given.no_data)
-    yield from _memory(given, configuration, unused, per_machine)
+    yield from _memory(given, configuration, strategy.name, layout, per_machine)
 
 
 def _trainer(configuration: Configuration) -> Trainer:
@@ -204,12 +203,12 @@ def _layout(
     yield from (CheckResult("OK", "module", note) for note in notes)
 
 
-def _bubble(configuration: Configuration, strategy: Strategy) -> Iterator[CheckResult]:
+def _bubble(configuration: Configuration, layout: Layout) -> Iterator[CheckResult]:
     """Report how long the stages of a pipeline wait for each other."""
-    from trainer.cli.estimate.layouts import layout_of, planned_window
+    from trainer.cli.estimate.layouts import planned_window
     from trainer.model.pipeline_stages import bubble
 
-    stages, window = layout_of(strategy).pipeline, planned_window(configuration.trainer)
+    stages, window = layout.pipeline, planned_window(configuration.trainer)
     if stages > 1:
         text = f"{stages} stages, {window} micro-batches: each stage waits {bubble(stages, window):.0%} of the time"
         fix = f"Set accumulate_grad_batches to {4 * stages}, with smaller micro-batches."
@@ -304,45 +303,29 @@ def steps(loader: BatchLoader, window: int, processes: SingleProcess) -> Iterato
 
 
 def _memory(
-    given: argparse.Namespace, configuration: Configuration, strategy: Strategy, per_machine: int
+    given: argparse.Namespace, configuration: Configuration, name: str, layout: Layout, per_machine: int
 ) -> Iterator[CheckResult]:
     """Report the memory of each process, by the formulas of `trainer estimate`."""
-    from trainer.cli.estimate.layouts import layout_of, planned_window
+    from trainer.cli.estimate.layouts import planned_window
     from trainer.cli.estimate.module import examine
-    from trainer.model.memory import Setup, activations, estimate_memory, number_sizes, supports_precision
+    from trainer.model.memory import Setup, estimate_memory, number_sizes
     from trainer.precision import resolve_precision
 
-    numbers = resolve_precision(configuration.trainer.get("precision", "32-true"))
-    layout = layout_of(strategy)
-    if not supports_precision(layout, numbers.name):
-        yield CheckResult("WARN", "memory", f"there is no arithmetic for {strategy.name}.", "Try it on one machine.")
-        return
+    precision = resolve_precision(configuration.trainer.get("precision", "32-true"))
+    setup = Setup(given.world_size, number_sizes(precision), per_machine, planned_window(configuration.trainer))
     try:
-        found = examine(configuration, None)
+        found = examine(configuration, precision)
+        model = found.transformer(checkpointing=bool(configuration.trainer.get("activation_checkpointing")))
+        memory = estimate_memory(layout, found.size, setup, model)
     except (ConfigError, ValueError) as error:
         yield CheckResult("FAIL", "memory", str(error))
         return
-    setup = Setup(given.world_size, number_sizes(numbers), per_machine, planned_window(configuration.trainer))
-    model = found.transformer(checkpointing=bool(configuration.trainer.get("activation_checkpointing")))
-    where = strategy.name
-    if layout.splits_models:
-        from trainer.cli.estimate.stages import largest_stage
-
-        try:
-            largest = largest_stage(configuration, strategy, layout, found.size, setup, model, numbers)
-        # The layout's check has said why; torch's wrapping of the module may raise anything.
-        except Exception:
-            yield CheckResult("WARN", "memory", "not computed, since the module cannot be split in this way.")
-            return
-        where, memory, kept = f"{where}, stage {largest.stage}", largest.memory, largest.activations
-    else:
-        memory = estimate_memory(layout, found.size, setup)
-        kept = None if model is None else activations(model, number_sizes(numbers))
+    where = f"{name}, stage {memory.stage}" if layout.pipeline > 1 else name
+    kept = memory.activations
     words = "activations not counted" if kept is None else f"about {gib(kept)} of activations"
-    total = memory.device + memory.temporary + (kept or 0)
     text = f"{where}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
     text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
-    too_much = given.device_memory is not None and total > given.device_memory * 2**30
+    too_much = given.device_memory is not None and memory.total > given.device_memory * 2**30
     text += f": more than {given.device_memory:g} GiB" if too_much else ""
     typed = ["--config", *given.config] if given.config else []
     typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]

@@ -17,11 +17,7 @@ COMMANDS = {
     "predict": ("trainer.cli.predict", "write a module's predictions"),
     "estimate": (
         "trainer.cli.estimate.command",
-        "say how much memory a training will need on each process, for every strategy",
-    ),
-    "plan": (
-        "trainer.cli.plan.command",
-        "rank the ways to split a model over GPUs: data, tensor, context, pipeline, expert parallel",
+        "say how much memory a training will need on each process, for every strategy, or which layouts fit",
     ),
     "tune": (
         "trainer.cli.tune.command",
@@ -61,6 +57,7 @@ OTHERS_WORDS = {
     "create": "init",
     "export": "'checkpoint export'",
     "estimate-memory": "estimate",
+    "plan": "'trainer estimate --gpus N --memory SIZE'",
     "merge-weights": "'checkpoint export'",
     "to-fsdp2": "'config --from FILE'",
 }

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 
 @contextmanager
-def fake_process_group(world_size: int, per_machine: int, rank: int = 0) -> Iterator[None]:
-    """Act as one of `world_size` processes, `per_machine` on each machine. Collectives return undefined values.
+def fake_process_group(world_size: int, per_machine: int) -> Iterator[None]:
+    """Act as the first of `world_size` processes, `per_machine` on each machine. Collectives return undefined values.
 
     No process is started and no port opened. There must be no process group; the fake one is destroyed at the end.
     """
@@ -20,18 +20,18 @@ def fake_process_group(world_size: int, per_machine: int, rank: int = 0) -> Iter
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank % per_machine,
+        "RANK": 0,
+        "LOCAL_RANK": 0,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": per_machine,
-        "GROUP_RANK": rank // per_machine,
+        "GROUP_RANK": 0,
         "GROUP_WORLD_SIZE": world_size // per_machine,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 1,
         "TORCHELASTIC_RUN_ID": "dry-run",
     }
     with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield
         finally:

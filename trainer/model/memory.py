@@ -1,17 +1,19 @@
-"""Estimate the memory of a training run on each process by arithmetic on the numbers of parameters.
+"""Estimate the memory of a training run on each process by arithmetic on the sizes of its weights.
 
-Sources: the states are sharded as in ZeRO (Rajbhandari et al., https://arxiv.org/abs/1910.02054, sections 3
-and 5): 2 bytes for each parameter, 2 for its gradient, and for Adam in mixed precision 12 for the float32 master
-weight, the momentum and the variance. Activations are those of a transformer (Korthikanti et al.,
-https://arxiv.org/abs/2205.05198, sections 4 and 5).
+Sources: the states are sharded as in ZeRO (Rajbhandari et al., https://arxiv.org/abs/1910.02054, sections 3 and 5).
+Activations are those of a transformer (Korthikanti et al., https://arxiv.org/abs/2205.05198, sections 4 and 5).
+docs/planning.md derives the formulas; tests/strategies/test_parallel_cost.py compares them with real steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.errors import ConfigError
+from trainer.model.pipeline_stages import cut_blocks
 
 if TYPE_CHECKING:
     from trainer.precision import Precision
@@ -32,18 +34,20 @@ class Weight:
     trainable: bool = True
     optimized: bool = True
     """True if an optimizer updates the weight."""
-    shards: int | None = None
-    """Processes over which the weight is sharded; None: those of the partitioning."""
+    is_matrix: bool = False
+    """True for the matrix of a layer or table, which tensor parallelism splits."""
+    experts: int = 0
+    """Experts along the first dimension, in a weight that holds all experts of a layer."""
+    shards: int = 1
+    """Processes over which FSDP shards the weight."""
 
 
 @dataclass(frozen=True)
 class DtypeSizes:
-    """Sizes of a precision's numbers."""
+    """Bytes of a precision's numbers: in stored weights, gradients and states, and in the forward and backward."""
 
     stored: int
-    """Bytes of a number in weights, gradients and optimizer states of torch's strategies."""
     computed: int
-    """Bytes of a number in the forward and backward."""
 
 
 def number_sizes(precision: Precision) -> DtypeSizes:
@@ -65,18 +69,60 @@ class OptimizerStates:
 ADAMW = OptimizerStates("AdamW", 2, 4)
 
 
+def elements_of(weights: Iterable[Weight]) -> int:
+    """Return the elements of all these weights."""
+    return sum(weight.elements for weight in weights)
+
+
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a module on which its memory depends."""
+    """The weights of a module, or of a stage of it."""
 
-    weights: Sequence[Weight]
+    before: Sequence[Weight]
+    """Weights before the blocks, and all weights of a module without blocks."""
+    blocks: Sequence[Sequence[Weight]] = ()
+    """Weights that FSDP gathers together."""
+    after: Sequence[Weight] = ()
+    tied: Sequence[Weight] = ()
+    """Weights of `before` that are used after the blocks too."""
     states: OptimizerStates = ADAMW
     buffers: int = 0
     """Bytes of buffers, replicated on every process."""
-    block: int = 0
-    """Elements of the largest block that is gathered at once; 0: not known."""
-    outside_blocks: int = 0
-    """Elements outside all blocks, which stay gathered."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All weights."""
+        return [*self.before, *(weight for block in self.blocks for weight in block), *self.after]
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes on which the activations of a transformer with fused attention depend, and the bytes that it sends."""
+
+    hidden: int
+    sequence: int
+    batch: int
+    """Samples of a micro-batch on one process."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the MLP, or of an expert."""
+    vocabulary: int = 0
+    gated: bool = False
+    """True: the MLP has three layers (gate, up, down), else two."""
+    experts: int = 0
+    experts_per_token: int = 1
+    shared: int = 0
+    """Width of the experts of a mixture that compute every token, all together."""
+    dropout: bool = False
+    checkpointing: bool = False
+    """Store only the input of each layer; recompute the rest."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.sequence * self.batch
 
 
 @dataclass(frozen=True)
@@ -91,11 +137,18 @@ class Setup:
     """Micro-batches of a step."""
     bucket: int = 500_000_000
     """Elements of DeepSpeed's gradient bucket: its `reduce_bucket_size`."""
+    norms_stored: bool = True
+    """True if norms read numbers as they are stored: autocast runs them in float32 on GPUs, and on CPUs it does not."""
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of a number that a norm reads, and keeps."""
+        return self.numbers.stored if self.norms_stored else self.numbers.computed
 
 
 @dataclass(frozen=True)
-class StatePartitioning:
-    """The states that a strategy shards over the processes, and those that it offloads to the host."""
+class Layout:
+    """The states that a strategy shards over the processes or offloads to the host, and how it splits a model."""
 
     stage: int = 0
     """0: nothing is sharded; 1: optimizer states; 2: gradients too; 3: weights too, by FSDP as by ZeRO-3."""
@@ -103,10 +156,12 @@ class StatePartitioning:
     """DeepSpeed: compute with weights in low precision, and keep float32 copies for the optimizer."""
     by_machine: bool = False
     """Shard over the processes of one machine only."""
-    shards: int | None = None
-    """Number of processes to shard over; None: all, or those of one machine."""
+    readers: int | None = None
+    """Readers to shard over; None: all, or those of one machine."""
     keep_gathered: bool = False
     """Keep weights gathered from the forward to the backward."""
+    reduce_each: bool = False
+    """Reduce the gradients of each micro-batch (`accumulate_unsharded=False`)."""
     offload_weights: bool = False
     offload_optimizer: bool = False
     tensor: int = 1
@@ -114,11 +169,18 @@ class StatePartitioning:
     context: int = 1
     pipeline: int = 1
     expert: int = 1
+    keys: bool = False
+    """True: context parallelism gathers keys, also where heads could be exchanged."""
 
-    @property
-    def splits_models(self) -> bool:
-        """Whether several processes hold one model together."""
-        return self.tensor * self.context * self.pipeline * self.expert > 1
+    def all_readers(self, setup: Setup) -> int:
+        """Return the number of models that read different samples."""
+        return setup.processes // (self.tensor * self.context * self.pipeline)
+
+    def sharing(self, setup: Setup) -> int:
+        """Return the processes over which a weight is sharded: readers, and the parts of their sequences."""
+        all_readers, per_machine = self.all_readers(setup), setup.per_machine if self.by_machine else None
+        here = max(1, (per_machine or setup.processes) // (self.tensor * self.context))
+        return self.context * (self.readers or min(all_readers, here))
 
 
 @dataclass
@@ -126,139 +188,202 @@ class Memory:
     """Bytes on one process."""
 
     weights: int
-    """Parameters and buffers."""
     gradients: int
     master_weights: int
-    """float32 copies of low-precision weights."""
     optimizer: int
     temporary: int = 0
-    """Estimate of temporary memory: gathered weights, copies in low precision, buckets."""
+    """Estimate of temporary memory: gathered weights, copies in low precision, buckets, logits."""
     host: int = 0
     """Bytes of host memory."""
     offloaded: list[str] = field(default_factory=list)
     """Names of the fields above that are on the host, and count as `host` instead of `device`."""
+    activations: int | None = None
+    """Bytes kept for backwards; None: the sizes of the model are not known."""
+    stage: int = 0
+    """The stage of a pipeline."""
 
     @property
     def device(self) -> int:
-        """Bytes on the device between backward and step, without temporary memory."""
+        """Bytes on the device between backward and step, without temporary memory and activations."""
         names = {"weights", "gradients", "master_weights", "optimizer"} - set(self.offloaded)
         return sum(getattr(self, name) for name in names)
 
+    @property
+    def total(self) -> int:
+        """All bytes on the device."""
+        return self.device + self.temporary + (self.activations or 0)
 
-def estimate_memory(partitioning: StatePartitioning, size: ModelSize, setup: Setup) -> Memory:
-    """Return the memory of the process with the largest shards, when all gradients are allocated.
 
-    Exact for torch's strategies, except for temporary memory. DeepSpeed's optimizer states are float32, and so are the
-    copies of the weights that it updates, even of float32 weights.
+class Stage(NamedTuple):
+    """A part of a pipeline; the full model without one."""
+
+    number: int
+    is_last: bool
+    size: ModelSize
+    """The weights with which a process of the stage computes."""
+
+
+def stages_of(size: ModelSize, layout: Layout, setup: Setup) -> list[Stage]:
+    """Return the stages, of which the largest has as few parameters as possible, as `FSDPStrategy` makes them.
+
+    Raises:
+        ConfigError: there are too few processes or blocks.
     """
+    model, most = layout.tensor * layout.context * layout.pipeline, len(size.blocks)
+    if setup.processes % model or layout.pipeline > max(1, most):
+        raise ConfigError(
+            f"a model split over {model} processes, {layout.pipeline} stages, needs a multiple of {model} processes "
+            f"and as many blocks as stages; there are {setup.processes} processes and {most} blocks."
+        )
+    sizes = [elements_of(block) for block in size.blocks] or [0]
+    sizes[0] += elements_of(size.before)
+    sizes[-1] += elements_of([*size.tied, *size.after])
+    ends, found = cut_blocks(sizes, layout.pipeline), []
+    for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        is_last = end == len(sizes)
+        before = size.tied if number and is_last else [] if number else size.before
+        groups = (before, size.after if is_last else [], *size.blocks[start:end])
+        own, after, *blocks = (_parts(weights, layout, setup) for weights in groups)
+        found.append(Stage(number, is_last, replace(size, before=own, blocks=blocks, after=after)))
+    return found
+
+
+def _parts(weights: Sequence[Weight], layout: Layout, setup: Setup) -> list[Weight]:
+    """Return the parts of weights with which the first process of a stage computes."""
+    sharing, found = layout.sharing(setup), []
+    for weight in weights:
+        parts = layout.tensor * layout.expert if weight.experts else layout.tensor if weight.is_matrix else 1
+        elements, rows = weight.elements // parts, weight.rows // parts if weight.experts else weight.rows
+        shards = sharing // layout.expert if weight.experts else sharing
+        found.append(replace(weight, elements=elements, rows=min(rows, elements), shards=shards))
+    return found
+
+
+def estimate_memory(layout: Layout, size: ModelSize, setup: Setup, model: Transformer | None = None) -> Memory:
+    """Return the memory of the process with the largest shards, of the stage that needs most.
+
+    Exact for torch's strategies, except for temporary memory and activations. DeepSpeed's optimizer states are float32,
+    and so are the copies of the weights that it updates, even of float32 weights.
+    """
+    found = []
+    for stage in stages_of(size, layout, setup):
+        memory = stage_memory(layout, stage.size, setup)
+        memory.stage = stage.number
+        if model is not None:
+            memory.activations = kept_activations(model, layout, setup, stage)
+            logits = model.tokens * model.vocabulary * max(4, setup.numbers.computed) if stage.is_last else 0
+            repeated = block_activations(model, layout, setup) if model.checkpointing else 0
+            memory.temporary += max(logits, repeated)
+        found.append(memory)
+    return max(found, key=lambda memory: memory.total)
+
+
+def stage_memory(layout: Layout, size: ModelSize, setup: Setup) -> Memory:
+    """Return the memory of a stage, when all gradients are allocated."""
     trainable = [weight for weight in size.weights if weight.trainable]
     optimized = [weight for weight in trainable if weight.optimized]
-    number = min(setup.numbers.computed, 4) if partitioning.master_weights else setup.numbers.stored
-    updated = _elements(optimized, partitioning, setup, 1)
+    number = min(setup.numbers.computed, 4) if layout.master_weights else setup.numbers.stored
+    updated = _elements(optimized, layout, setup, 1)
     memory = Memory(
-        weights=number * _elements(size.weights, partitioning, setup, 3) + size.buffers,
-        gradients=number * _elements(trainable, partitioning, setup, 2),
-        master_weights=4 * updated if partitioning.master_weights else 0,
-        optimizer=round((4 if partitioning.master_weights else number) * size.states.per_element * updated)
-        + size.states.per_tensor * (min(len(optimized), 1) if partitioning.master_weights else len(optimized)),
+        weights=number * _elements(size.weights, layout, setup, 3) + size.buffers,
+        gradients=number * _elements(trainable, layout, setup, 2),
+        master_weights=4 * updated if layout.master_weights else 0,
+        optimizer=round((4 if layout.master_weights else number) * size.states.per_element * updated)
+        + size.states.per_tensor * (min(len(optimized), 1) if layout.master_weights else len(optimized)),
     )
-    if partitioning.master_weights:
-        memory.temporary = _zero_temporary(partitioning, size, setup, 4 * updated)
-    else:
-        memory.temporary = _torch_temporary(partitioning, size, setup, trainable)
-    if partitioning.offload_optimizer:
+    temporary = _zero_temporary if layout.master_weights else _torch_temporary
+    memory.temporary = temporary(layout, size, setup, trainable, updated)
+    if layout.offload_optimizer:
         # ZeRO's optimizer step on the host reads the gradients there, in float32.
-        if partitioning.master_weights:
-            memory.offloaded += ["master_weights", "optimizer"]
-            memory.host += memory.optimizer + memory.master_weights + 4 * updated
-        else:
-            memory.offloaded += ["gradients", "optimizer"]
-            memory.host += memory.optimizer + memory.gradients
-    if partitioning.offload_weights:
+        memory.offloaded += ["master_weights" if layout.master_weights else "gradients", "optimizer"]
+        gradients = memory.master_weights + 4 * updated if layout.master_weights else memory.gradients
+        memory.host += memory.optimizer + gradients
+    if layout.offload_weights:
         memory.offloaded.append("weights")
         memory.host += memory.weights - size.buffers
         memory.temporary += size.buffers
     return memory
 
 
-def supports_precision(partitioning: StatePartitioning, precision: str) -> bool:
-    """Return False for a precision that the partitioning does not support: DeepSpeed has no float64."""
-    return not (partitioning.master_weights and precision == "64-true")
-
-
-def _elements(weights: Iterable[Weight], partitioning: StatePartitioning, setup: Setup, sharded_from: int) -> int:
+def _elements(weights: Iterable[Weight], layout: Layout, setup: Setup, sharded_from: int) -> int:
     """Return the elements of these weights on one process, padded, if they are sharded from this stage on."""
-    if partitioning.stage < sharded_from:
-        return sum(weight.elements for weight in weights)
-    parts = partitioning.shards or (partitioning.by_machine and setup.per_machine) or setup.processes
-    if partitioning.master_weights:
+    if layout.stage < sharded_from:
+        return elements_of(weights)
+    if layout.master_weights:
         # DeepSpeed flattens the parameters and shards the flat buffer.
-        return math.ceil(sum(weight.elements for weight in weights) / parts)
-    return sum(
-        math.ceil(weight.rows / (weight.shards or parts)) * (weight.elements // max(weight.rows, 1))
-        for weight in weights
-    )
+        return math.ceil(elements_of(weights) / layout.sharing(setup))
+    return sum(shard_of(weight) for weight in weights)
 
 
-def _torch_temporary(partitioning: StatePartitioning, size: ModelSize, setup: Setup, trainable: list[Weight]) -> int:
-    numbers, full = setup.numbers, sum(weight.elements for weight in size.weights)
-    if partitioning.stage < 3:
+def shard_of(weight: Weight) -> int:
+    """Return the elements of the largest shard of a weight."""
+    return math.ceil(weight.rows / weight.shards) * (weight.elements // max(weight.rows, 1))
+
+
+def _torch_temporary(layout: Layout, size: ModelSize, setup: Setup, trainable: list[Weight], updated: int) -> int:
+    numbers, full = setup.numbers, elements_of(size.weights)
+    if layout.stage < 3:
         # Autocast's copies of the weights, which live until the end of the backward.
         return numbers.computed * full if numbers.computed != numbers.stored else 0
     # The current block, the next block (prefetched), and the gradient of the previous block.
-    gathered = numbers.computed * (full if partitioning.keep_gathered else size.outside_blocks + 3 * size.block)
-    # FSDP keeps full gradients until the last micro-batch, unless `accumulate_unsharded=False`.
-    in_window = max(numbers.stored, 4) * sum(weight.elements for weight in trainable) if setup.window > 1 else 0
-    return gathered + in_window
+    blocks = [elements_of(block) for block in size.blocks]
+    in_use = 3 * max(blocks, default=0) - sum(blocks) + (full if blocks else 0)
+    padding = (sum(shard_of(one) * one.shards - one.elements for one in block) for block in size.blocks)
+    gathered = numbers.computed * ((full if layout.keep_gathered else min(full, in_use)) + max(padding, default=0))
+    # FSDP keeps full gradients until the last micro-batch.
+    waiting = sum(weight.elements for weight in trainable if weight.shards > 1)
+    return gathered + (max(numbers.stored, 4) * waiting if setup.window > 1 and not layout.reduce_each else 0)
 
 
-def _zero_temporary(partitioning: StatePartitioning, size: ModelSize, setup: Setup, gradients: int) -> int:
-    """Return the temporary bytes of ZeRO. `gradients`: bytes of the shard's gradients in float32, read by the step."""
+def _zero_temporary(layout: Layout, size: ModelSize, setup: Setup, trainable: list[Weight], updated: int) -> int:
+    """Return the temporary bytes of ZeRO, whose step reads the gradients of its shard in float32."""
     number = min(setup.numbers.computed, 4)
-    bucket, in_step = number * setup.bucket, 0 if partitioning.offload_optimizer else gradients
-    if partitioning.stage < 3:
+    bucket, in_step = number * setup.bucket, 0 if layout.offload_optimizer else 4 * updated
+    if layout.stage < 3:
         return max(in_step, bucket)
     small = sum(weight.elements for weight in size.weights if weight.elements <= PERSISTENT)
-    return number * (small + 2 * size.block) + bucket + min(in_step, 4 * SUB_GROUP)
+    block = max((elements_of(block) for block in size.blocks), default=0)
+    return number * (small + 2 * block) + bucket + min(in_step, 4 * SUB_GROUP)
 
 
-def zero_table(elements: int, processes: int) -> list[Memory]:
-    """Return bytes per process of mixed-precision Adam without ZeRO and with stages 1, 2 and 3 (the paper's section 3).
-
-    Per parameter: 2 for a weight, 2 for its gradient, 4 for its master copy, 8 for the optimizer's states.
-    """
-    size = ModelSize([Weight(elements, elements)], OptimizerStates("Adam", 2))
-    stages = [StatePartitioning(stage, master_weights=True) for stage in range(4)]
-    return [estimate_memory(partitioning, size, Setup(processes, DtypeSizes(4, 2))) for partitioning in stages]
+# -- activations -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Transformer:
-    """Sizes of a transformer: equal layers of fused attention and a four times wider MLP."""
-
-    layers: int
-    hidden: int
-    sequence: int
-    batch: int
-    """Samples of a micro-batch on one process."""
-    vocabulary: int = 0
-    dropout: bool = False
-    checkpointing: bool = False
-    """Store only the input of each layer; recompute the rest."""
+def kept_activations(model: Transformer, layout: Layout, setup: Setup, stage: Stage) -> int:
+    """Estimate the bytes that the forwards of all micro-batches in flight keep for their backwards."""
+    computed, in_flight = setup.numbers.computed, min(setup.window, layout.pipeline - stage.number)
+    inputs = model.tokens // layout.context * model.hidden * computed
+    of_block = inputs if model.checkpointing else block_activations(model, layout, setup)
+    # The last norm's input and output, and the logarithms of the probabilities, in float32; others: the message sent.
+    head = model.tokens * (model.hidden * (setup.norm_bytes + computed) + model.vocabulary * max(4, computed))
+    return in_flight * (len(stage.size.blocks) * of_block + (head if stage.is_last else inputs))
 
 
-def activations(model: Transformer, numbers: DtypeSizes) -> int:
-    """Estimate the bytes of activations that one micro-batch stores for its backward, on each process.
+def block_activations(model: Transformer, layout: Layout, setup: Setup) -> int:
+    """Estimate the bytes that a block keeps: the inputs of layers, of norms, of the attention and of the MLP."""
+    queries, keys = model.heads * model.head_dim, exchanged_keys(model, layout) * model.head_dim
+    # Queries, keys, values, and the attention's output.
+    attention, mask = 2 * queries + 2 * keys, 0
+    if layout.context > 1 and by_heads(model, layout):
+        attention += queries  # the output, in the arrangement before the exchange too
+    elif layout.context > 1:
+        # The keys and values of all tokens; a mask, since torch's causal attention is that of full sequences.
+        attention, mask = 2 * queries + 2 * layout.context * keys, model.sequence // model.batch
+    mlp = (4 if model.gated else 2) * (model.experts_per_token * model.intermediate + model.shared)
+    if model.experts:
+        # The experts' inputs and outputs, for each expert of a token; from other processes they return.
+        mlp += (3 if layout.tensor * layout.expert > 1 else 2) * model.experts_per_token * model.hidden
+    of_token = setup.numbers.computed * (2 * model.hidden + (attention + mlp) // layout.tensor + mask)
+    of_token += 2 * model.hidden * (setup.norm_bytes + model.dropout)  # the masks of dropout are bytes
+    return model.tokens // layout.context * of_token
 
-    A layer takes sbh(14c + 2w + 2d) bytes, with s sequence, b batch, h hidden, c bytes of a computed and w of a stored
-    number, and d = 1 with dropout (masks are bytes), else 0. For c = w = 2 and d = 1 this is 34sbh, table 2 of
-    arXiv:2205.05198 without the scores, which fused attention does not store. Under autocast (w > c) the residual
-    stream, which the norms read, stays in w. With checkpointing: sbhw for every layer, and all of one layer. The logits
-    are stored in c and in float32.
-    """
-    c, w = numbers.computed, numbers.stored
-    tokens = model.sequence * model.batch
-    layer = tokens * model.hidden * (14 * c + 2 * w + 2 * model.dropout)
-    inputs = tokens * model.hidden * w
-    layers = model.layers * inputs + layer if model.checkpointing else model.layers * layer
-    return layers + tokens * model.vocabulary * (c + 4 if c < 4 else c)
+
+def by_heads(model: Transformer, layout: Layout) -> bool:
+    """Return True if context parallelism exchanges heads, and False if it gathers keys."""
+    return not layout.keys and model.heads // layout.tensor % layout.context == 0
+
+
+def exchanged_keys(model: Transformer, layout: Layout) -> int:
+    """Return the heads of keys that are exchanged, on all tensor processes: repeated where they cannot be split."""
+    repeated = by_heads(model, layout) and model.kv_heads // layout.tensor % layout.context
+    return model.heads if repeated else model.kv_heads

@@ -1,15 +1,20 @@
-"""The memory layouts of the strategies, read from their options."""
+"""The layouts of the strategies, read from their options, and those that fit into the memory of some GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from inspect import signature
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.plug_names import strategies
-from trainer.model.memory import StatePartitioning
+from trainer.model.memory import Layout, ModelSize, Setup, Transformer, estimate_memory, stages_of
+from trainer.model.parallel_cost import collectives, reach
+from trainer.model.pipeline_stages import bubble
 
 if TYPE_CHECKING:
+    from trainer.precision import Precision
     from trainer.strategy import Strategy
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -17,14 +22,12 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"sharding_strategy": "HYBRID_SHARD"},
     {"cpu_offload": True},
 )
-"""Options that get a row of their own, for every strategy that takes them."""
-
-
+"""Options that get a separate row, for every strategy that takes them."""
 SPLITS = ("tensor", "context", "pipeline", "expert")
 """Ways to split one model over processes: the attributes of a strategy's `layout`."""
 
 
-def layout_of(strategy: Strategy) -> StatePartitioning:
+def layout_of(strategy: Strategy) -> Layout:
     """Return what a strategy shards and offloads, by its attributes of the names below.
 
     By default nothing is offloaded, and everything is sharded if the state is, or if there is a choice of blocks.
@@ -35,15 +38,17 @@ def layout_of(strategy: Strategy) -> StatePartitioning:
     reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
     parts = options.get("layout")
     degrees = {} if parts is None else {name: getattr(parts, name) for name in SPLITS}
-    return StatePartitioning(
+    return Layout(
         stage=options.get("stage", 3 if shards else 0),
         master_weights="master_weights" in options,
         by_machine=sharding == "HYBRID_SHARD",
-        shards=mesh[1] if mesh else None,
+        readers=mesh[1] if mesh else None,
         keep_gathered=reshard is False
         or (reshard is None and (sharding == "SHARD_GRAD_OP" or degrees.get("pipeline", 1) > 1)),
+        reduce_each=options.get("accumulate_unsharded") is False,
         offload_weights=cpu_offload or options.get("offload_parameters") in ("cpu", "nvme"),
         offload_optimizer=cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme"),
+        keys=options.get("context_exchange") == "keys",
         **degrees,
     )
 
@@ -61,20 +66,80 @@ def planned_window(arguments: Mapping[str, Any]) -> int:
     return window if isinstance(window, int) else 1
 
 
-def label_words() -> list[str]:
-    """Return the words of which labels of rows are made, without importing torch."""
-    options = [value if isinstance(value, str) else name for one in VARIANTS for name, value in one.items()]
-    return [*strategies(), *options]
+def takes(kind: type[Strategy], *options: str) -> bool:
+    """Return True for a class of strategies that takes these options."""
+    return signature(kind).parameters.keys() >= {*options}
 
 
-def strategy_rows() -> dict[str, StatePartitioning]:
+def strategy_rows() -> dict[str, Layout]:
     """Return the layouts of all strategies; the label of a layout names every strategy that has it."""
     from trainer.strategy import available_strategies
 
-    names: dict[StatePartitioning, list[str]] = {}
+    names: dict[Layout, list[str]] = {}
     for name, kind in sorted(available_strategies().items()):
         for options in ({}, *VARIANTS):
-            if options.keys() <= signature(kind).parameters.keys():
+            if takes(kind, *options):
                 words = [value if isinstance(value, str) else option for option, value in options.items()]
                 names.setdefault(layout_of(kind(**options)), []).append(" ".join([name, *words]))
     return {", ".join(several): layout for layout, several in names.items()}
+
+
+def fitting(
+    model: Transformer, size: ModelSize, setup: Setup, precision: Precision, available: float
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the layouts that fit, and the least memory of all layouts.
+
+    First come those that send least between machines, then those that send least, then those that need least memory.
+
+    Args:
+        setup: of the layout in which each process is a reader; layouts with fewer readers have more micro-batches.
+    """
+    from trainer.strategy import available_strategies
+
+    kind: Any = next(kind for kind in available_strategies().values() if takes(kind, "tensor_parallel"))
+    found, needed = [], []
+    for options in _splits(model, size, setup):
+        reduced: tuple[dict[str, Any], ...] = ({}, {"accumulate_unsharded": False})
+        for more, checkpointing in product(reduced, sorted({model.checkpointing, True})):
+            strategy = kind(**options, **more)
+            if strategy.problems(precision, "cuda", setup.processes):
+                break
+            layout, computed = layout_of(strategy), replace(model, checkpointing=checkpointing)
+            work = replace(setup, window=setup.window * setup.processes // layout.all_readers(setup))
+            needed.append(estimate_memory(layout, size, work, computed).total)
+            if needed[-1] <= available:
+                between, sent = _sent(computed, layout, size, work)
+                one = {"strategy": {**options, **more}, "checkpointing": checkpointing, "window": work.window}
+                one |= {"bubble": bubble(layout.pipeline, work.window), "memory": needed[-1]}
+                found.append(one | {"between": between, "sent": sent})
+                break
+    return sorted(found, key=lambda one: (one["between"], one["sent"], one["memory"])), min(needed, default=0)
+
+
+def _splits(model: Transformer, size: ModelSize, setup: Setup) -> Iterator[dict[str, Any]]:
+    """Yield the options of the divisions of the GPUs that a model of these sizes allows."""
+    per_machine = setup.per_machine or setup.processes
+    heads, experts = math.gcd(model.heads, model.kv_heads), max(1, model.experts)
+    divisors = [number for number in range(1, setup.processes + 1) if setup.processes % number == 0]
+    for tensor, context, pipeline, expert in product(divisors, repeat=4):
+        readers, rest = divmod(setup.processes, tensor * context * pipeline)
+        uneven = rest or heads % tensor or model.sequence % context or model.sequence < 2 * context
+        uneven = uneven or experts % expert or (experts > 1 and experts % (tensor * expert))
+        if uneven or tensor > per_machine or pipeline > len(size.blocks):
+            continue
+        sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+        options = {f"{name}_parallel": number for name, number in sizes.items() if number > 1}
+        yield options
+        here = per_machine // (tensor * context)
+        if 1 < here < readers and readers % here == 0:
+            yield {**options, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (readers // here, here)}
+
+
+def _sent(model: Transformer, layout: Layout, size: ModelSize, setup: Setup) -> tuple[int, int]:
+    """Return the bytes that a process sends to other machines and in all, in the stage with most."""
+    found = []
+    for stage in stages_of(size, layout, setup):
+        sent = collectives(model, layout, setup, stage)
+        between = [one for one in sent if reach(layout, setup, one.along) > (setup.per_machine or setup.processes)]
+        found.append((round(sum(one.sent for one in between)), round(sum(one.sent for one in sent))))
+    return max(found)

@@ -1,8 +1,9 @@
-"""Build a configuration's module on the meta device, and count its weights, buffers and optimizer states."""
+"""Build a module on the meta device, and count its weights, buffers and optimizer states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,82 +11,152 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainer.cli.estimate.report import EstimateInput
 from trainer.config.check import ClassSpec, instantiate
 from trainer.config.loading import Configuration
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import ConfigError
 from trainer.loop.run import Run, Session
 from trainer.model.blocks import find_blocks
-from trainer.model.memory import ADAMW, ModelSize, OptimizerStates, Weight
+from trainer.model.memory import ADAMW, ModelSize, OptimizerStates, Transformer, Weight, elements_of
 from trainer.module import TrainModule
 from trainer.optimizers import optimizer_like, parse_optimizers
-from trainer.precision import Precision, resolve_precision
+from trainer.precision import Precision
 from trainer.trainer import Trainer
 
-SIZES = {
-    "layers": ("layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers", "depth"),
+NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "width", "dim", "hidden", "embed_dim", "hidden_dim"),
     "sequence": ("context", "block_size", "sequence_length", "seq_len", "max_seq_len", "max_position_embeddings"),
-    "vocabulary": ("vocabulary", "vocab_size", "vocabulary_size", "n_vocab"),
+    "vocabulary": ("vocabulary", "vocab_size", "vocabulary_size", "n_vocab", "num_embeddings"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "heads"),
+    "kv_heads": ("num_key_value_heads", "n_head_kv", "num_kv_heads", "kv_n_heads", "kv_heads"),
+    "head_dim": ("head_dim",),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "experts_per_token"),
 }
 """Usual names of the sizes of a transformer."""
-NOT_PROBED = ("LBFGS", "SparseAdam")
-"""Optimizers that need a closure or sparse gradients."""
+NEEDED = ("hidden", "sequence", "batch")
+"""Sizes without which activations are not counted."""
 
 
-def examine(configuration: Configuration, states: OptimizerStates | None) -> EstimateInput:
+@dataclass
+class EstimateInput:
+    """The module to train, as far as it is known."""
+
+    name: str
+    size: ModelSize
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `Transformer`, as far as they are known."""
+    notes: list[str] = field(default_factory=list)
+
+    def transformer(self, checkpointing: bool) -> Transformer | None:
+        """Return the sizes of the transformer, None if one is not known. The widths of MLPs follow from the weights."""
+        if not self.shape.keys() >= {*NEEDED}:
+            return None
+        known = {"heads": 1, "experts_per_token": 1, "vocabulary": 0, **self.shape}
+        known = {"kv_heads": known["heads"], "head_dim": max(1, known["hidden"] // known["heads"]), **known}
+        hidden, block = known["hidden"], max([*self.size.blocks, []], key=elements_of)
+        experts, gated = max((weight.experts for weight in block), default=0), 3 * hidden
+        mlp = elements_of(weight for weight in block if weight.is_matrix and not weight.experts)
+        mlp = max(0, mlp - 2 * hidden * known["head_dim"] * (known["heads"] + known["kv_heads"]))
+        if experts:
+            mixture = elements_of(weight for weight in block if weight.experts)
+            known |= {"intermediate": mixture // (experts * gated), "shared": mlp // gated, "gated": True}
+        else:
+            known["gated"] = mlp > 2.5 * hidden * known.get("intermediate", mlp)
+            known["intermediate"] = mlp // (gated if known["gated"] else 2 * hidden) or 4 * hidden
+        return Transformer(**known, experts=experts, checkpointing=checkpointing)
+
+
+def examine(configuration: Configuration, precision: Precision) -> EstimateInput:
     """Build the configuration's module and its optimizers on the meta device, and count.
-
-    Args:
-        states: the optimizer's states, if the command line gives them.
 
     Raises:
         ConfigError: the module cannot be built, or has no parameters.
     """
     notes: list[str] = []
-    precision = resolve_precision(configuration.trainer.get("precision", "32-true"))
     module = build_without_memory(configuration.module, precision, notes)
-    if any(is_lazy(parameter) for parameter in module.parameters()):
+    optimizers, kinds = _optimizers(module, notes)
+    largest = max(kinds, key=lambda kind: kind.per_element)
+    if any(kind.per_element != largest.per_element for kind in kinds):
+        notes.append(f"the optimizers differ; all are counted as {largest.name}, which keeps most")
+    size = count(module, precision, optimizers, largest)
+    shape = _shape(module, [configuration.module.arguments, module.hparams])
+    batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
+    return EstimateInput(type(module).__name__, size, shape | ({"batch": batch} if type(batch) is int else {}), notes)
+
+
+def examine_hugging_face(path: str, precision: Precision) -> EstimateInput:
+    """Build the model of a Hugging Face config.json on the meta device, and count.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(path)
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+    # The code of many models may raise anything.
+    except Exception as error:
+        raise ConfigError(f"{path}: transformers cannot build this model ({error}): give --params instead.") from error
+    shape = _shape(model, [])
+    shape.pop("sequence", None)  # the longest that it can read, and not the usual one
+    return EstimateInput(type(model).__name__, count(model, precision, [], ADAMW), shape)
+
+
+def count(
+    module: nn.Module, precision: Precision, optimizers: Sequence[Optimizer], states: OptimizerStates
+) -> ModelSize:
+    """Count the weights of a module, in and around its blocks.
+
+    Raises:
+        ConfigError: it has none, or none yet.
+    """
+    if not list(module.parameters()) or any(map(is_lazy, module.parameters())):
         raise ConfigError(
-            "the module has lazy layers, whose size is known after the first batch only: give the layers their sizes, "
-            "or the number of parameters, trainer estimate --params N."
+            f"{type(module).__name__} has lazy layers, or no parameters after configure_model, and cannot be counted: "
+            "give the layers their sizes there, or the number of parameters, trainer estimate --params N."
         )
-    optimizers = [] if states is not None else _optimizers(module, notes)
     optimized = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    weights = [
-        Weight(p.numel(), p.shape[0] if p.dim() else 1, p.requires_grad, not optimizers or id(p) in optimized)
-        for p in module.parameters()
-    ]
-    if not weights:
-        raise ConfigError(
-            f"{type(module).__name__} has no parameters after configure_model. Layers that are made later, in setup, "
-            "cannot be counted here: give their number, trainer estimate --params N."
+    experts = {p.shape[0] for p in module.parameters() if p.dim() == 3}
+    weights = {
+        p: Weight(
+            p.numel(),
+            p.shape[0] if p.dim() else 1,
+            p.requires_grad,
+            not optimizers or id(p) in optimized,
+            is_matrix=p.dim() == 2 and p.shape[0] not in experts,  # a router has a row for each expert
+            experts=p.shape[0] if p.dim() == 3 else 0,
         )
-    blocks = [sum(p.numel() for p in block.parameters()) for block in find_blocks(module).values()]
-    outside_blocks = sum(weight.elements for weight in weights) - sum(blocks)
-    states = states or _states(optimizers, notes)
-    size = ModelSize(
-        weights, states, _buffers(module, precision), block=max(blocks, default=0), outside_blocks=outside_blocks
-    )
-    tied = len(list(module.named_parameters(remove_duplicate=False))) - len(weights)
-    return EstimateInput(type(module).__name__, size, tied, _shape(module, configuration), notes)
+        for p in module.parameters()
+    }
+    blocks = [list(block.parameters()) for block in find_blocks(module).values()]
+    inside = {p for block in blocks for p in block}
+    named = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    start = next((number for number, p in enumerate(named) if p in inside), len(named))
+    before, later = dict.fromkeys(named[:start]), dict.fromkeys(p for p in named[start:] if p not in inside)
+    after, tied = ([weights[p] for p in later if (p in before) == again] for again in (False, True))
+    dtype_of = precision.stored_dtypes(module)
+    buffers = sum(buffer.numel() * dtype_of(buffer).itemsize for buffer in module.buffers())
+    in_blocks = [[weights[p] for p in block] for block in blocks if block]
+    return ModelSize([weights[p] for p in before], in_blocks, after, tied, states, buffers)
 
 
 def build_without_memory(recipe: ClassSpec, precision: Precision, notes: list[str]) -> TrainModule:
     """Build the module on the meta device or, where that fails, in memory, with the reason in `notes`."""
     try:
         with torch.device("meta"):
-            module: TrainModule = instantiate(recipe)
-            _configure(module, precision)
+            return _configured(recipe, precision)
     # Code that reads a value fails on the meta device: `.item()` on a row of dropout rates, for example.
     except Exception as error:
-        module = instantiate(recipe)
-        _configure(module, precision)
+        module = _configured(recipe, precision)
         notes.append(f"the module was built in memory, because it cannot be without: {error}")
     return module
 
 
-def _configure(module: TrainModule, precision: Precision) -> None:
+def _configured(recipe: ClassSpec, precision: Precision) -> TrainModule:
+    module: TrainModule = instantiate(recipe)
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
@@ -94,42 +165,20 @@ def _configure(module: TrainModule, precision: Precision) -> None:
     trainer.adopt(Run(trainer.config, Session(trainer.settings), "fit", module))
     with precision.init_context(module):
         module.configure_model()
+    return module
 
 
-def _optimizers(module: TrainModule, notes: list[str]) -> list[Optimizer]:
+def _optimizers(module: TrainModule, notes: list[str]) -> tuple[list[Optimizer], list[OptimizerStates]]:
+    """Return the module's optimizers, and the states of each."""
     try:
         automatic, calls_step = module.automatic_optimization, not module.overrides("lr_scheduler_step")
-        return parse_optimizers(module.configure_optimizers(), type(module).__name__, automatic, calls_step)[0]
-    # The user's method may raise anything outside of a run.
+        found = parse_optimizers(module.configure_optimizers(), type(module).__name__, automatic, calls_step)[0]
+        return found, [probe(optimizer) for optimizer in found] or [ADAMW]
+    # The user's method may raise anything outside of a run, and some optimizers need a closure.
     except Exception as error:
-        notes.append(
-            f"configure_optimizers cannot be asked here ({type(error).__name__}: {error}); AdamW is assumed. "
-            "Name another with --optimizer."
-        )
-        return []
-
-
-def _states(optimizers: list[Optimizer], notes: list[str]) -> OptimizerStates:
-    """Measure the states of the optimizers by a step on a small parameter."""
-    kinds = [probe(optimizer) for optimizer in optimizers] or [ADAMW]
-    largest = max(kinds, key=lambda kind: kind.per_element)
-    if any(kind.per_element != largest.per_element for kind in kinds):
-        notes.append(f"the optimizers differ; all are counted as {largest.name}, which keeps most")
-    return largest
-
-
-def named_states(name: str) -> OptimizerStates:
-    """Return the states of a class of torch.optim with its default options.
-
-    Raises:
-        ConfigError: torch.optim has no such class.
-    """
-    classes = (kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer))
-    kinds = {kind.__name__.lower(): kind for kind in classes if kind.__name__ not in ("Optimizer", *NOT_PROBED)}
-    if name.lower() not in kinds:
-        raise unknown_name_error("optimizer", name, kinds)
-    kind: Any = kinds[name.lower()]
-    return probe(kind([nn.Parameter(torch.zeros(16, 16))], lr=0.1))
+        cause = f"{type(error).__name__}: {error}"
+        notes.append(f"configure_optimizers cannot be asked here ({cause}); AdamW is assumed.")
+        return [], [ADAMW]
 
 
 def probe(optimizer: Optimizer) -> OptimizerStates:
@@ -150,27 +199,17 @@ def probe(optimizer: Optimizer) -> OptimizerStates:
     return OptimizerStates(type(optimizer).__name__, full / parameter.nbytes, small)
 
 
-def _buffers(module: nn.Module, precision: Precision) -> int:
-    """Return the bytes of the buffers, in the dtypes in which the precision stores them."""
-    dtype_of = precision.stored_dtypes(module)
-    return sum(buffer.numel() * dtype_of(buffer).itemsize for buffer in module.buffers())
-
-
-def _shape(module: TrainModule, configuration: Configuration) -> dict[str, Any]:
+def _shape(module: nn.Module, first: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sizes that hyperparameters, the module's attributes, or those of its submodules name."""
     configs = [vars(part).get("config") for part in module.modules()]
-    sources: list[Mapping[str, Any]] = [configuration.module.arguments, module.hparams]
-    sources += [config if isinstance(config, Mapping) else getattr(config, "__dict__", {}) for config in configs]
-    sources += [vars(part) for part in module.modules()]
+    texts = [getattr(config, "text_config", config) for config in configs]  # of a model for texts and images
+    named = [config if isinstance(config, Mapping) else getattr(config, "__dict__", {}) for config in texts]
+    sources = [*first, *named, *(vars(part) for part in module.modules())]
     shape: dict[str, Any] = {}
-    for size, names in SIZES.items():
+    for size, names in NAMES.items():
         values = (source.get(name) for source in sources for name in names)
         value = next((value for value in values if type(value) is int and value > 0), None)
         if value is not None:
             shape[size] = value
-    embeddings = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    if embeddings:
-        shape.setdefault("vocabulary", max(embeddings))
     shape["dropout"] = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
-    batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
-    return shape | ({"batch": batch} if isinstance(batch, int) else {})
+    return shape

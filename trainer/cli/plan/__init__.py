@@ -1,1 +1,0 @@
-"""`trainer plan`: how to split a model over processes."""
