@@ -15,7 +15,7 @@ import yaml
 
 from trainer.arguments import local_path
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, versions
-from trainer.config.check import Checker, ClassSpec
+from trainer.config.check import Checker, ClassSpec, missing_arguments
 from trainer.config.files import as_node, to_yaml
 from trainer.config.loading import Configuration
 from trainer.config.read import has_spec
@@ -156,10 +156,12 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
         if differ((there[0], here[0])):
             yield f"{key} {there[0]} there, {here[0]} here"
             continue
-        for name in sorted(there[1].keys() | here[1].keys()):
+        spec = getattr(configuration, key)
+        of_checkpoint = set() if spec is None else {*missing_arguments(spec.cls, spec.arguments)}
+        for name in sorted((there[1].keys() | here[1].keys()) - of_checkpoint):
             if name in there[1] and name in here[1] and not differ((there[1][name], here[1][name])):
                 continue
-            values = [_typed(key, getattr(configuration, key), name, given) for _, given in (there, here)]
+            values = [_typed(key, spec, name, given) for _, given in (there, here)]
             if differ(values):
                 yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
 

@@ -116,13 +116,16 @@ def chosen_class(tree: Node, key: str) -> type:
     return cls
 
 
-def load(tree: Node, findings: Diagnostics) -> Configuration:
+def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Configuration:
     """Import the classes of a configuration that `read` has returned, and check everything against them.
+
+    The module of an evaluation may lack arguments that the hyperparameters of its checkpoint give.
 
     Raises:
         ConfigError: lists all problems, each with file and line.
     """
     given, checker = entries(tree), Checker(findings)
+    checker.has_checkpoint = command != "fit" and "ckpt_path" in given and given["ckpt_path"].value is not None
     trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
     optimizer = scheduler = None
     if module not in (None, INVALID):

@@ -296,8 +296,8 @@ def _listed(changed: Mapping[str, list[str]]) -> str:
 def _report_other_hyperparameters(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Log the hyperparameters that a module which is evaluated has otherwise than the checkpoint says."""
     both = checkpoint.get("hyperparameters", {}).get("module", {}), run.hyperparameters().get("module", {})
-    saved, now = (flat_names({name: one[name] for name in both[0] if name in both[1]}) for one in both)
-    if run.strategy.processes.is_global_zero:
+    saved, now = map(flat_names, both)
+    if all(both) and run.strategy.processes.is_global_zero:  # else one of the two has no names to compare
         for name in (
             name for name in {**saved, **now} if (name in saved, saved.get(name)) != (name in now, now.get(name))
         ):
