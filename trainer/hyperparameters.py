@@ -113,15 +113,17 @@ class HasHyperparameters:
         state = self.__dict__
         state["_hparams_argument"], state["_hparams_for_loggers"] = kept.argument, logger
         state["_hparams_initial"] = dict(self.hparams)
-        state["_hparams_left_out"] = kept.left_out
-        if kept.left_out and os.environ.get("RANK", "0") == "0":
-            names = ", ".join(kept.left_out)
+        reported = state.get("_hparams_left_out", ())
+        left_out = [name for name in kept.left_out if name not in reported]
+        state["_hparams_left_out"] = (*reported, *left_out)
+        if left_out and os.environ.get("RANK", "0") == "0":
+            names = ", ".join(left_out)
             log.warning(
                 "%s: the hyperparameters %s are no data, and no checkpoint contains them: give them to "
                 "load_from_checkpoint, or leave them out with save_hyperparameters(ignore=%s)",
                 type(self).__name__,
                 names,
-                list(kept.left_out),
+                left_out,
             )
 
 
@@ -581,6 +583,23 @@ def with_plain_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: with_plain_numbers(item) for key, item in value.items()}
     return [with_plain_numbers(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Return the stored hyperparameters of the module or the data, with paths in place of their texts."""
+
+    def of_kind(value: Any, kind: Any) -> Any:
+        name, _, items = kind or (None, None, None)
+        if name == "omegaconf":
+            return of_kind(value, items)
+        if isinstance(value, Mapping):
+            return dict(zip(value, of_kind([*value.values()], [None, None, items]), strict=True))
+        if isinstance(value, (list, tuple)):
+            return [of_kind(item, (items or {}).get(str(position))) for position, item in enumerate(value)]
+        return Path(value) if name == "path" else value
+
+    kinds = kept.get("kinds", {}).get(owner, {})
+    return {name: of_kind(value, kinds.get(name)) for name, value in kept.get(owner, {}).items()}
 
 
 def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

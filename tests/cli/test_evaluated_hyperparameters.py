@@ -84,6 +84,13 @@ def test_what_a_file_says_yields_to_the_checkpoint(action: str, which: str, run:
     ]
 
 
+def test_best_is_the_last_where_no_monitor_chooses(run: Command) -> None:
+    code, out, err = run("validate", "--config", "other.yaml", "--ckpt-path", "best")
+    assert code == 0, err
+    assert "note: module.scale is 2.0, as in the checkpoint, and not 0.5, as at other.yaml:2" in err
+    assert {"scale", "2"} <= {*out.split()}
+
+
 def test_what_is_typed_wins_and_is_said(run: Command, caplog: pytest.LogCaptureFixture) -> None:
     code, out, err = run("validate", "--config", "other.yaml", "--ckpt-path", "last", "--module.scale", "0.25")
     assert code == 0, err
@@ -123,7 +130,9 @@ def test_a_dataclass_may_refuse_what_is_typed_beside_the_checkpoint(command: Com
     assert "AssertionError: too much" in err
 
 
-def test_a_relative_path_is_that_of_the_runs_own_configuration(command: Command) -> None:
+def test_a_relative_path_is_that_of_the_runs_own_configuration(
+    command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
     Path("scaled.py").write_text(FILE.replace("act: torch.nn.Module = None", "act: tuple[Path, ...] = ()"))
     Path("scaled.py").write_text("from pathlib import Path\n" + Path("scaled.py").read_text().replace('["act"]', "[]"))
     Path("run.yaml").write_text(RUN.replace("sizes: [7]", "act: [x]"))
@@ -133,6 +142,10 @@ def test_a_relative_path_is_that_of_the_runs_own_configuration(command: Command)
     assert "note: module" not in err
     _, _, err = command("test", "--config", "runs/version_0/config.yaml", "run.yaml", "--ckpt-path", "last")
     assert "note: module" not in err
+    more = ("--ckpt-path", "last", "--trainer.max_epochs", "2")
+    code, _, err = command("fit", "--config", "runs/version_0/config.yaml", *more)
+    assert code == 0, err
+    assert "changed since" not in caplog.text
 
 
 def test_an_argument_by_position_alone_is_the_checkpoints(command: Command) -> None:

@@ -490,6 +490,18 @@ def test_configurations_of_transformers_come_back_with_what_was_added() -> None:
     assert (found.added, found.more, found.num_labels) == ("x", 4, 3)
 
 
+class Ignores(Model):
+    def __init__(self, value: Any, loss: Any = None) -> None:
+        super().__init__(value)
+        self.save_hyperparameters(ignore=["loss"])
+
+
+def test_what_a_base_class_has_named_is_not_named_again(caplog: pytest.LogCaptureFixture) -> None:
+    found = loaded(Ignores(3, loss=torch.nn.ReLU()))
+    assert found.given == 3
+    assert caplog.text.count("the hyperparameters loss are no data") == 1
+
+
 def test_a_deque_keeps_its_largest_length() -> None:
     assert [again(deque([1, Path("a")], maxlen=size)).given.maxlen for size in (None, 2, 5)] == [None, 2, 5]
 

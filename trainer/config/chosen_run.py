@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 
 from trainer.arguments import local_path
-from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, versions
+from trainer.checkpoint.directory import versions
 from trainer.config.check import Checker, ClassSpec, missing_arguments
 from trainer.config.files import as_node, to_yaml
-from trainer.config.loading import Configuration
+from trainer.config.loading import Configuration, checkpoint_of
 from trainer.config.read import has_spec
 from trainer.config.tree import COMMAND_LINE, Diagnostics
 from trainer.config.types import constructor_parameters, validate
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import ConfigError
 from trainer.optimizers import SchedulerConfig
 from trainer.settings import Settings
 
@@ -46,12 +46,14 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     if which not in ("last", "best"):
         return
     if named is not None:
-        if _has_checkpoint(named):
+        if checkpoint_of(named, "last"):
             yield f"--ckpt-path {which} is that of {_shown(named)}"
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     anew = (command, which) == ("fit", "last")
-    records = {run: record for run in reversed(versions(root)) if (record := _record(run)) and _has_checkpoint(run)}
+    records = {
+        run: record for run in reversed(versions(root)) if (record := _record(run)) and checkpoint_of(run, "last")
+    }
     if name is not None:
         records = {run: record for run, record in records.items() if record.get("name") == name}
         if not records and not anew:
@@ -125,18 +127,11 @@ def _record(run: Path) -> dict[str, Any] | None:
     return None
 
 
-def _has_checkpoint(run: Path) -> bool:
-    with suppress(OSError, CheckpointError):
-        CheckpointDirectory(run / CHECKPOINTS).resolve("last")
-        return True
-    return False
-
-
 def _is_run(folder: Path) -> bool:
     """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
     record = _record(folder) if folder in versions(folder.parent) else None
     at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
-    return at_its_place or _has_checkpoint(folder)
+    return at_its_place or checkpoint_of(folder, "last") is not None
 
 
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:

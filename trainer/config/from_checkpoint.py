@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 from typing import Any, cast
 
-from trainer.checkpoint.directory import locate
+from trainer.checkpoint.directory import POINTERS, locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.config.check import ClassSpec, instantiate, missing_arguments, needs_arguments
 from trainer.config.chosen_run import plain
@@ -35,7 +35,8 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         return []
     parameters = constructor_parameters(module.cls).named
     try:
-        path = locate(configuration.ckpt_path)
+        of_run = configuration.ckpt_path in POINTERS and configuration.run_dir  # its last one, if none is the best
+        path = locate(str(of_run or configuration.ckpt_path))
         kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
         stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
         argument = kept.get("arguments", {}).get("module")

@@ -9,9 +9,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainer.arguments import local_path
 from trainer.callback import Callback
 from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory
+from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.config.check import Checker, ClassSpec, instantiate
 from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
@@ -21,6 +24,7 @@ from trainer.config.references import escaped
 from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries, sources_of, with_source
 from trainer.data.datamodule import DataModule
 from trainer.errors import CheckpointError, ConfigError
+from trainer.loop.training_state import saved_run_dir
 from trainer.module import TrainModule
 from trainer.settings import Settings
 from trainer.trainer import Trainer
@@ -65,11 +69,9 @@ class Configuration:
 
     def take_checkpoint(self, run: Path) -> bool:
         """Take the checkpoint of a run that "last" or "best" means; False if there is none."""
-        if self.ckpt_path in ("last", "best"):
-            with suppress(CheckpointError):
-                self.ckpt_path = str(CheckpointDirectory(run / CHECKPOINTS).resolve(self.ckpt_path))
-                return True
-        return False
+        found = checkpoint_of(run, self.ckpt_path) if self.ckpt_path in POINTERS else None
+        self.ckpt_path = self.ckpt_path if found is None else str(found)
+        return found is not None
 
     def build(self) -> tuple[Trainer, TrainModule, DataModule | None]:
         """Return the trainer, the module and the data; with `trainer.seed`, weights are drawn from that seed.
@@ -92,6 +94,21 @@ class Configuration:
         module, data = _try(partial(instantiate, self.module, data=made), found), _try(made, found)
         found.report()
         return trainer, module, data
+
+
+def checkpoint_of(run: Path, which: str) -> StoragePath | None:
+    """Return the last or best checkpoint of a run, also in a `dirpath` of its configuration; None if there is none."""
+    with suppress(OSError, CheckpointError):
+        return CheckpointDirectory(run / CHECKPOINTS).resolve(which)
+    with suppress(OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+        record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+        for one in record["trainer"].get("callbacks") or ():
+            folder = one["init_args"].get("dirpath") if isinstance(one, dict) and "init_args" in one else None
+            with suppress(OSError, CheckpointError):
+                found = None if folder is None else CheckpointDirectory(as_storage_path(folder)).resolve(which)
+                if found is not None and Path(saved_run_dir(found) or "").absolute() == run.absolute():
+                    return found
+    return None
 
 
 def _try(make: Callable[[], Any], found: Diagnostics) -> Any:

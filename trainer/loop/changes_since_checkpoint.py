@@ -17,7 +17,7 @@ from trainer.callback import AccumulationSchedule
 from trainer.data.fingerprints import functions_of, globals_fingerprints, is_plain, read_values_fingerprints
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean, first_of, printable, shown
-from trainer.hyperparameters import flat_names
+from trainer.hyperparameters import flat_names, with_paths
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
 from trainer.loop.callback_states import callbacks_by_state_key, owners_of_states
 from trainer.loop.compare_ranks import as_text
@@ -188,7 +188,7 @@ def _facts_of_call(seed: int | None, hyperparameters: Mapping[str, Any] | None) 
         facts["hyperparameters"] = {
             name if owner == "module" else f"{owner}, {name}": as_text(value)
             for owner in ("module", "data")
-            for name, value in flat_names(hyperparameters.get(owner, {})).items()
+            for name, value in flat_names(with_paths(hyperparameters, owner)).items()
         }
     return facts
 
