@@ -94,6 +94,16 @@ class Tagged(NamedTuple):
     act: nn.Module | None = None
 
 
+class Entry(TypedDict):
+    text: typing.Required[str]
+    place: typing.NotRequired[Path]
+
+
+class WithEntry(NamedTuple):
+    name: str
+    entry: Entry | None = None
+
+
 class Place(NamedTuple):
     path: Path
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, MutableSequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -109,7 +109,7 @@ def _with_typed(node: Node, given: Any, kept: Any) -> Any:
             if _typed(child):
                 parts[name] = _with_typed(child, given.arguments[name], parts.get(name))
         return dataclasses.replace(given, arguments=parts).build()
-    if isinstance(given, (list, tuple)) and type(kept) is type(given) and node.append is not None:
+    if isinstance(given, (list, tuple)) and isinstance(kept, (tuple, MutableSequence)) and node.append is not None:
         return type(given)([*kept, *given[len(given) - node.append :]])
     if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept) and node.source != COMMAND_LINE:
         return [_with_typed(*of_item) for of_item in zip(cast("list[Node]", node.value), given, kept, strict=True)]

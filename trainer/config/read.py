@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import typing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, is_typeddict
+from typing import Any, Literal, NotRequired, Required, get_args, get_origin, is_typeddict
 
 from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of, whole_number
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
@@ -68,6 +69,8 @@ SCHEDULER_OPTIONS = {
 """Settings of a scheduler that are the trainer's, next to the scheduler's own arguments."""
 OTHER_KEYS = {"datamodule": "data", "model": "module", "seed_everything": "trainer.seed", "_target_": "class_path"}
 """Keys of LightningCLI and Hydra, and those that stand for them here."""
+QUALIFIERS = {Required, NotRequired, getattr(typing, "ReadOnly", Required)}
+"""What a TypedDict says of an entry around its type; Python has had the last one since 3.13."""
 INVALID = object()
 """Placeholder of a value that does not fit."""
 
@@ -312,6 +315,7 @@ class Values:
     def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         if is_typeddict(annotation):
             hints, given = hints_of(annotation, annotation), entries(node)
+            hints = {key: get_args(one)[0] if get_origin(one) in QUALIFIERS else one for key, one in hints.items()}
             of_checkpoint = self.has_checkpoint and path[0] == "module"
             missing = [] if of_checkpoint else sorted(annotation.__required_keys__ - given.keys())
             for name in (*missing, *(key for key in given if key not in hints)):

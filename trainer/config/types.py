@@ -178,7 +178,7 @@ def validate(value: Any, annotation: Any) -> Any:
     except TypeError:  # not hashable
         adapter = _adapter.__wrapped__(annotation)
     if adapter is None:
-        return value
+        return _without_adapter(value, annotation)
     try:
         return adapter.validate_python(value, strict=True)
     except ValidationError:
@@ -190,6 +190,20 @@ def validate(value: Any, annotation: Any) -> Any:
         inside = bool(first["loc"]) and _holds_model(annotation)
         known = first["type"].endswith(("_type", "_parsing", "literal_error", "enum", "_of", "needs_python_object"))
         raise TypeMismatchError(first["loc"], first["msg"] if inside or not known else "") from None
+
+
+def _without_adapter(value: Any, annotation: Any) -> Any:
+    """Return a value of an annotation that pydantic cannot check as a whole, as with a TypedDict before Python 3.12."""
+    options = options_of(annotation)
+    if len(options) == 1:
+        kind = dict if is_typeddict(annotation) else annotation
+        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, kind):
+            raise TypeMismatchError
+        return value
+    for option in options:
+        with suppress(TypeMismatchError):
+            return validate(value, option)
+    raise TypeMismatchError
 
 
 def _holds_model(annotation: Any) -> bool:
