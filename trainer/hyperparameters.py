@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import enum
 import inspect
+import json
 import logging
 import os
 import sys
@@ -459,7 +460,7 @@ def _opened(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         added = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in fields}
-        return {**fields, **{name: one for name, one in added.items() if data_problem(one, name) is None}}
+        return {**fields, **{name: one for name, one in added.items() if _is_leaf(one) or _is_json(one)}}
     if type(value) in _NAMESPACES:
         return vars(value)
     if isinstance(value, type) or not _is_of_omegaconf(value):
@@ -473,6 +474,12 @@ def _opened(value: Any) -> Any:
                 return content
         return resolved
     return content
+
+
+def _is_json(value: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # also for what contains itself
+        return bool(json.dumps(value))
+    return False
 
 
 def _is_of_omegaconf(value: Any) -> bool:

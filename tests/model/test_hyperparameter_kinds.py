@@ -138,6 +138,14 @@ class Scaled:
         self.rate *= self.scale
 
 
+@dataclasses.dataclass
+class Adds:
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        self.own, self.of, self.layer = [self], {"sizes": (1, 2)}, torch.nn.ReLU()
+
+
 @dataclasses.dataclass(frozen=True)
 class Outer:
     inner: Inner
@@ -408,6 +416,14 @@ def test_a_span_of_time_of_an_earlier_version_is_read() -> None:
     assert constructor_arguments(Model, {"value": 1.5}, None, {}, kinds)["value"] == datetime.timedelta(0, 1, 500_000)
     with pytest.raises(CheckpointError, match="hyperparameter value was a timedelta"):
         constructor_arguments(Model, {"value": 1e15}, None, {}, kinds)
+
+
+def test_what_was_added_to_a_dataclass_comes_back() -> None:
+    given = Adds(3)
+    given.of["sizes"], given.name, given.folder = (3, 4), "x", Path("a")  # type: ignore[attr-defined]
+    found: Any = again(given).given
+    assert (found.width, found.of, found.name, found.folder) == (3, {"sizes": (3, 4)}, "x", Path("a"))
+    assert found.own == [found]
 
 
 def test_namespaces_come_back() -> None:

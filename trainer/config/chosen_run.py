@@ -17,7 +17,7 @@ from trainer.arguments import local_path
 from trainer.checkpoint.directory import versions
 from trainer.config.check import Checker, ClassSpec, missing_arguments
 from trainer.config.files import as_node, to_yaml
-from trainer.config.loading import Configuration, checkpoint_of
+from trainer.config.loading import Configuration, checkpoint_of, record_of
 from trainer.config.read import has_spec
 from trainer.config.tree import COMMAND_LINE, Diagnostics
 from trainer.config.types import constructor_parameters, validate
@@ -52,7 +52,7 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     anew = (command, which) == ("fit", "last")
     records = {
-        run: record for run in reversed(versions(root)) if (record := _record(run)) and checkpoint_of(run, "last")
+        run: record for run in reversed(versions(root)) if (record := record_of(run)) and checkpoint_of(run, "last")
     }
     if name is not None:
         records = {run: record for run, record in records.items() if record.get("name") == name}
@@ -119,17 +119,9 @@ def _none_is_equal(configuration: Configuration, command: str, found: dict[Path,
     )
 
 
-def _record(run: Path) -> dict[str, Any] | None:
-    """Return the configuration of a run; None where there is none."""
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-        return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
-    return None
-
-
 def _is_run(folder: Path) -> bool:
     """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
-    record = _record(folder) if folder in versions(folder.parent) else None
+    record = record_of(folder) if folder in versions(folder.parent) else None
     at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
     return at_its_place or checkpoint_of(folder, "last") is not None
 

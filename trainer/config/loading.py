@@ -100,14 +100,21 @@ def checkpoint_of(run: Path, which: str) -> StoragePath | None:
     """Return the last or best checkpoint of a run, also in a `dirpath` of its configuration; None if there is none."""
     with suppress(OSError, CheckpointError):
         return CheckpointDirectory(run / CHECKPOINTS).resolve(which)
-    with suppress(OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+    callbacks = (record_of(run) or {"trainer": {}})["trainer"].get("callbacks") or ()
+    chosen = [(one.get("init_args") or {}).get("dirpath") for one in callbacks if isinstance(one, dict)]
+    for folder in filter(None, chosen):
+        with suppress(OSError, CheckpointError):
+            found = CheckpointDirectory(as_storage_path(folder)).resolve(which)
+            if Path(saved_run_dir(found) or "").absolute() == run.absolute():
+                return found
+    return None
+
+
+def record_of(run: Path) -> dict[str, Any] | None:
+    """Return the configuration of a run; None where there is none."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
         record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-        for one in record["trainer"].get("callbacks") or ():
-            folder = one["init_args"].get("dirpath") if isinstance(one, dict) and "init_args" in one else None
-            with suppress(OSError, CheckpointError):
-                found = None if folder is None else CheckpointDirectory(as_storage_path(folder)).resolve(which)
-                if found is not None and Path(saved_run_dir(found) or "").absolute() == run.absolute():
-                    return found
+        return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
     return None
 
 
