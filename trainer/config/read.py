@@ -70,7 +70,7 @@ SCHEDULER_OPTIONS = {
 OTHER_KEYS = {"datamodule": "data", "model": "module", "seed_everything": "trainer.seed", "_target_": "class_path"}
 """Keys of LightningCLI and Hydra, and those that stand for them here."""
 QUALIFIERS = {Required, NotRequired, getattr(typing, "ReadOnly", Required)}
-"""What a TypedDict says of an entry around its type; Python has had the last one since 3.13."""
+"""The words of a TypedDict around the type of an entry; Python has had the last one since 3.13."""
 INVALID = object()
 """Placeholder of a value that does not fit."""
 
