@@ -22,7 +22,6 @@ ALLOWED = {
     ("trainer/cli/checkpoint/from_lightning.py", "torch.load"),
     ("trainer/arguments.py", "eval"),
     ("trainer/arguments.py", "get_type_hints"),
-    ("trainer/hyperparameters.py", "get_type_hints"),
     ("trainer/config/classes.py", "spec.loader.exec_module"),
     ("trainer/launchers/multinode.py", "C10dRendezvousBackend"),
 }

@@ -7,19 +7,21 @@ import dataclasses
 import datetime
 import enum
 import inspect
+import json
 import logging
 import os
 import sys
+from argparse import Namespace
 from collections import Counter, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from types import FrameType
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
 from trainer.arguments import hints_of, options_of
-from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, missing_package_advice, raise_problems
 
 log = logging.getLogger("trainer")
 
@@ -34,6 +36,9 @@ NUMPY_NUMBERS: dict[str, type[np.generic]] = {
     )
 }
 """numpy's numbers that are data, as Python's are, by the names of their dtypes."""
+
+
+_NAMESPACES = (Namespace, SimpleNamespace)
 
 
 def is_scalar(value: Any) -> bool:
@@ -109,15 +114,17 @@ class HasHyperparameters:
         state = self.__dict__
         state["_hparams_argument"], state["_hparams_for_loggers"] = kept.argument, logger
         state["_hparams_initial"] = dict(self.hparams)
-        state["_hparams_left_out"] = kept.left_out
-        if kept.left_out and os.environ.get("RANK", "0") == "0":
-            names = ", ".join(kept.left_out)
+        reported = state.get("_hparams_left_out", ())
+        left_out = [name for name in kept.left_out if name not in reported]
+        state["_hparams_left_out"] = (*reported, *left_out)
+        if left_out and os.environ.get("RANK", "0") == "0":
+            names = ", ".join(left_out)
             log.warning(
                 "%s: the hyperparameters %s are no data, and no checkpoint contains them: give them to "
                 "load_from_checkpoint, or leave them out with save_hyperparameters(ignore=%s)",
                 type(self).__name__,
                 names,
-                list(kept.left_out),
+                left_out,
             )
 
 
@@ -223,7 +230,7 @@ def entries_of(value: Any) -> dict[str, Any]:
     """
     if isinstance(value, Mapping):  # those of other classes, as OmegaConf's, become what load_from_checkpoint gives
         return dict(value) if type(value) is dict else _nested(value)
-    if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+    if hasattr(value, "__dict__") and not isinstance(value, (type, Sequence)) and not callable(value):
         return dict(vars(value))
     raise ConfigError(
         f"save_hyperparameters got a {type(value).__name__}: give names of arguments, a dict, or values with names, "
@@ -276,6 +283,8 @@ def constructor_arguments(
 def _in_one(entries: dict[str, Any], owner: type, argument: str) -> Any:
     """Return the object that holds all hyperparameters: the dataclass of the annotation, or with attributes."""
     options = options_of(hints_of(owner.__init__, owner).get(argument))  # type: ignore[misc]
+    if any(_is_of_omegaconf(one) for one in options):
+        return _omegaconf(_nested(entries, dict), {})
     for cls in (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)):
         if entries.keys() <= {field.name for field in dataclasses.fields(cls)}:
             return as_given(entries, ["dataclass", _full_name(cls), None], owner, argument)
@@ -297,27 +306,28 @@ def _bound(owner: type, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
     return signature.bind(*bound.args, **bound.kwargs, **others)
 
 
-def _nested(value: Any) -> Any:
+def _nested(value: Any, kind: type[dict[str, Any]] = Hyperparameters) -> Any:
     """Return mappings as `Hyperparameters`, at any depth, as a configuration's entries are attributes."""
     if isinstance(value, Mapping):
-        return Hyperparameters({name: _nested(item) for name, item in value.items()})
+        return kind({name: _nested(item, kind) for name, item in value.items()})
     is_list = isinstance(value, MutableSequence) and not isinstance(value, (deque, bytearray))
-    return [_nested(item) for item in value] if is_list else value
+    return [_nested(item, kind) for item in value] if is_list else value
 
 
 def data_problem(value: Any, where: str) -> str | None:
     """Return the problem of a value that is not data, which names its path inside the hyperparameters; or None.
 
     Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, a timedelta, a dtype or
-    device of torch, and dicts, lists, tuples, sets and dataclasses of data; but no containers of other classes.
+    device of torch, and dicts, lists, tuples, sets, dataclasses, namespaces and OmegaConf's configurations of data; but
+    no containers of other classes.
     """
     if _is_leaf(value):
         return None
-    kind = type(value)
-    if dataclasses.is_dataclass(kind) and inspect.signature(kind).parameters.keys() == {
-        field.name for field in dataclasses.fields(kind) if field.init
+    if not dataclasses.is_dataclass(value) or inspect.signature(type(value)).parameters.keys() == {
+        field.name for field in dataclasses.fields(value) if field.init
     }:  # else there is no making it again of its fields, as with an InitVar
-        value, kind = _fields(value), dict
+        value = _opened(value)
+    kind = type(value)
     if kind in (dict, OrderedDict, Counter, Hyperparameters):
         if not all(_is_leaf(key) or (isinstance(key, tuple) and data_problem(key, where) is None) for key in value):
             return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
@@ -353,8 +363,7 @@ def as_stored(value: Any) -> Any:
         return value.start, value.stop, value.step
     if _is_of_torch(value):
         return str(value).removeprefix("torch.")
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = _fields(value)
+    value = _opened(value)
     if isinstance(value, enum.Enum):
         return as_stored(value.value) if data_problem(value.value, value.name) is None else value.name
     if isinstance(value, os.PathLike):
@@ -379,6 +388,8 @@ _READ: dict[str, Callable[..., Any]] = {
     "path": Path,
     **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, set, frozenset)},
     **{one.__name__: one for one in (OrderedDict, Counter, Hyperparameters, deque)},
+    "Namespace": lambda entries: Namespace(**entries),
+    "SimpleNamespace": lambda entries: SimpleNamespace(**entries),
     "range": lambda bounds: range(*bounds),
     "Size": lambda sizes: sys.modules["torch"].Size(sizes),
     "timedelta": lambda seconds, parts: datetime.timedelta(*(parts or (0, seconds))),
@@ -412,7 +423,11 @@ def _kind(value: Any) -> list[Any] | None:
     if isinstance(value, enum.Enum):
         return ["enum", [_full_name(type(value)), value.name], None]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return ["dataclass", _full_name(type(value)), _kinds_of_items(_fields(value).values())]
+        return ["dataclass", _full_name(type(value)), _kinds_of_items(_opened(value).values())]
+    if type(value) in _NAMESPACES:
+        return [type(value).__name__, None, _kinds_of_items(vars(value).values())]
+    if _is_of_omegaconf(value):
+        return ["omegaconf", _flags(value), _kind(_opened(value))]
     name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
     if type(value) not in SCALARS and isinstance(value, (str, int, float)) and not is_numpy_number(value):
         return ["scalar", _full_name(type(value)), None]
@@ -440,14 +455,59 @@ def _kinds_of_items(items: Iterable[Any]) -> dict[str, Any] | None:
     return kinds or None
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+def _opened(value: Any) -> Any:
+    """Return the attributes of a dataclass or namespace, the content of OmegaConf's configurations; or the value."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        added = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in fields}
+        return {**fields, **{name: one for name, one in added.items() if _is_leaf(one) or _is_json(one)}}
+    if type(value) in _NAMESPACES:
+        return vars(value)
+    if isinstance(value, type) or not _is_of_omegaconf(value):
+        return value
+    omegaconf = sys.modules["omegaconf"].OmegaConf
+    content = omegaconf.to_container(value)
+    with contextlib.suppress(Exception):  # a value that is still to come, a resolver that is not there: as written
+        resolved = omegaconf.to_container(value, resolve=True)
+        with contextlib.suppress(Exception):  # of a part of a configuration: the other parts are not stored
+            if omegaconf.to_container(omegaconf.create(content), resolve=True) == resolved:
+                return content
+        return resolved
+    return content
+
+
+def _is_json(value: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # also for what contains itself
+        return bool(json.dumps(value))
+    return False
+
+
+def _is_of_omegaconf(value: Any) -> bool:
+    """Whether a value is a configuration of OmegaConf, or the class of one."""
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in ("DictConfig", "ListConfig")
+
+
+def _flags(config: Any) -> dict[str, bool]:
+    omegaconf = sys.modules["omegaconf"].OmegaConf
+    return {"readonly": bool(omegaconf.is_readonly(config)), "struct": bool(omegaconf.is_struct(config))}
+
+
+def _omegaconf(content: Any, flags: Mapping[str, bool]) -> Any:
+    from omegaconf import OmegaConf
+
+    made = OmegaConf.create(content)
+    OmegaConf.set_readonly(made, flags.get("readonly") or None)
+    OmegaConf.set_struct(made, flags.get("struct") or None)
+    return made
 
 
 def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     """Return a stored value as it was given. Classes are those that the owner's annotations and modules name."""
     try:
         name, of_class, items = kind
+        if name == "omegaconf":
+            return _omegaconf(value if items is None else as_given(value, items, owner, where), of_class)
         if isinstance(value, dict):
             kinds = None if name == "dataclass" else of_class
             names, values = _items_as_given(value, kinds, owner, where), value.values()
@@ -471,10 +531,11 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
                 object.__setattr__(made, field, item)
             return made
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
-            f"which cannot be made again ({error}). Give it: load_from_checkpoint(path, {where}=...)."
+            f"which cannot be made again ({error}).{missing_package_advice(error)} Give it: "
+            f"load_from_checkpoint(path, {where}=...)."
         ) from error
     return value
 
@@ -493,13 +554,14 @@ def _class_named(owner: type, name: str, base: type) -> Any:
     alike: list[Any] = []
     module, _, qualname = name.rpartition(":")  # earlier versions have no module
     for cls in owner.__mro__[:-1]:
-        with contextlib.suppress(Exception):  # a name known to type checkers only
-            found += get_type_hints(cls.__init__).values()  # type: ignore[misc]
+        found += hints_of(cls.__init__, cls).values()  # type: ignore[misc]
         found += [*vars(cls).values(), *vars(sys.modules[cls.__module__]).values()]
     for one in found:  # grows
         if isinstance(one, type) and one.__qualname__ == qualname and issubclass(one, base):
             alike.append(one)
-        inside = [*get_args(one), *(get_type_hints(one).values() if dataclasses.is_dataclass(one) else ())]
+        inside = [*get_args(one)]
+        if isinstance(one, type) and dataclasses.is_dataclass(one):
+            inside += [*hints_of(one, one).values(), *one.__subclasses__()]
         found += [other for other in inside if not any(other is known for known in found)]
     if not alike:
         raise LookupError(f"no class {qualname} is known where {owner.__name__} is defined")
@@ -509,10 +571,7 @@ def _class_named(owner: type, name: str, base: type) -> Any:
 
 def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of a file with paths and enumerations where the constructor is annotated so, and with no text."""
-    try:
-        hints = get_type_hints(owner.__init__)  # type: ignore[misc]
-    except Exception:  # a name known to type checkers only
-        return dict(stored)
+    hints = hints_of(owner.__init__, owner)  # type: ignore[misc]
     values = dict(stored)
     for name, value in stored.items():
         options = [hints.get(name), *get_args(hints.get(name))]
@@ -531,6 +590,23 @@ def with_plain_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: with_plain_numbers(item) for key, item in value.items()}
     return [with_plain_numbers(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Return the stored hyperparameters of the module or the data, with paths in place of their texts."""
+
+    def of_kind(value: Any, kind: Any) -> Any:
+        name, _, items = kind or (None, None, None)
+        if name == "omegaconf":
+            return of_kind(value, items)
+        if isinstance(value, Mapping):
+            return dict(zip(value, of_kind([*value.values()], [None, None, items]), strict=True))
+        if isinstance(value, (list, tuple)):
+            return [of_kind(item, (items or {}).get(str(position))) for position, item in enumerate(value)]
+        return Path(value) if name == "path" else value
+
+    kinds = kept.get("kinds", {}).get(owner, {})
+    return {name: of_kind(value, kinds.get(name)) for name, value in kept.get(owner, {}).items()}
 
 
 def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

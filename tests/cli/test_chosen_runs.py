@@ -50,6 +50,23 @@ def test_an_argument_that_is_its_default_is_equal_to_none(fit: Command) -> None:
     assert "run directory:  runs/version_1" in out
 
 
+def test_checkpoints_may_lie_elsewhere(fit: Command, command: Command) -> None:
+    elsewhere = ("--trainer.callbacks", "{class_path: ModelCheckpoint, dirpath: elsewhere}")
+    assert fit("--module.lr", "0.1")[0] == 0
+    assert fit("--module.lr", "0.1", *elsewhere)[0] == 0
+    before = step("runs/version_0")
+    code, out, err = fit("--module.lr", "0.1", *elsewhere, *LAST, "--trainer.max_epochs", "2")
+    assert code == 0, err
+    assert "note: --ckpt-path last is that of runs/version_1\n" in err
+    assert "run directory:  runs/version_1" in out
+    assert step("runs/version_0") == before
+    code, out, err = command("validate", "--config", "runs/version_1/config.yaml", "run.yaml", *LAST)
+    assert code == 0, err
+    assert "note: --ckpt-path last is that of runs/version_1\n" in err
+    code, out, err = command("validate", "--config", "runs/version_1/config.yaml", "--ckpt-path", "best")
+    assert code == 0, err
+
+
 def test_the_first_start_begins_anew_and_says_so(fit: Command) -> None:
     code, _, err = fit(*LAST)
     assert code == 0, err

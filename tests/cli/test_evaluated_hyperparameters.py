@@ -84,6 +84,13 @@ def test_what_a_file_says_yields_to_the_checkpoint(action: str, which: str, run:
     ]
 
 
+def test_best_is_the_last_where_no_monitor_chooses(run: Command) -> None:
+    code, out, err = run("validate", "--config", "other.yaml", "--ckpt-path", "best")
+    assert code == 0, err
+    assert "note: module.scale is 2.0, as in the checkpoint, and not 0.5, as at other.yaml:2" in err
+    assert {"scale", "2"} <= {*out.split()}
+
+
 def test_what_is_typed_wins_and_is_said(run: Command, caplog: pytest.LogCaptureFixture) -> None:
     code, out, err = run("validate", "--config", "other.yaml", "--ckpt-path", "last", "--module.scale", "0.25")
     assert code == 0, err
@@ -123,7 +130,9 @@ def test_a_dataclass_may_refuse_what_is_typed_beside_the_checkpoint(command: Com
     assert "AssertionError: too much" in err
 
 
-def test_a_relative_path_is_that_of_the_runs_own_configuration(command: Command) -> None:
+def test_a_relative_path_is_that_of_the_runs_own_configuration(
+    command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
     Path("scaled.py").write_text(FILE.replace("act: torch.nn.Module = None", "act: tuple[Path, ...] = ()"))
     Path("scaled.py").write_text("from pathlib import Path\n" + Path("scaled.py").read_text().replace('["act"]', "[]"))
     Path("run.yaml").write_text(RUN.replace("sizes: [7]", "act: [x]"))
@@ -133,6 +142,10 @@ def test_a_relative_path_is_that_of_the_runs_own_configuration(command: Command)
     assert "note: module" not in err
     _, _, err = command("test", "--config", "runs/version_0/config.yaml", "run.yaml", "--ckpt-path", "last")
     assert "note: module" not in err
+    more = ("--ckpt-path", "last", "--trainer.max_epochs", "2")
+    code, _, err = command("fit", "--config", "runs/version_0/config.yaml", *more)
+    assert code == 0, err
+    assert "changed since" not in caplog.text
 
 
 def test_an_argument_by_position_alone_is_the_checkpoints(command: Command) -> None:
@@ -153,6 +166,96 @@ def test_without_a_file_the_class_is_enough(run: Command) -> None:
     assert code == 0, err
     assert "note: module." not in err
     assert "scale  2" in " ".join(out.split()).replace("scale 2", "scale  2")
+
+
+NEEDS = """
+from dataclasses import dataclass
+
+from scaled import Data, Net
+
+
+@dataclass
+class Opts:
+    lr: float
+    depth: int
+
+
+class Needs(Net):
+    def __init__(self, width: int, sizes: list[int], opts: Opts, scale: float = 1.0, **more):
+        super().__init__(width, scale, tuple(sizes))
+        self.save_hyperparameters()
+        print("opts", opts.lr, opts.depth, "sizes", *sizes, "more", *more.items())
+"""
+
+
+@pytest.fixture
+def needs(command: Command) -> Command:
+    Path("scaled.py").write_text(FILE)
+    Path("needs.py").write_text(NEEDS)
+    words = ("--module", "needs.py:Needs", "--data", "needs.py:Data", "--trainer.accelerator", "cpu")
+    values = ("--module.width", "3", "--module.sizes", "[7]", "--module.opts", "{lr: 1, depth: 2}", "--module.a", "5")
+    code, _, err = command("fit", *words, *values, "--trainer.max_epochs", "1")
+    assert code == 0, err
+    return command
+
+
+@pytest.mark.parametrize("which", ["last", "runs/version_0"])
+@pytest.mark.parametrize("action", ["validate", "test", "predict"])
+def test_arguments_that_are_needed_are_the_checkpoints(action: str, which: str, needs: Command) -> None:
+    words = ("--module", "needs.py:Needs", "--data", "needs.py:Data", "--trainer.accelerator", "cpu")
+    code, out, err = needs(action, *words, "--module.opts.lr", "4", "--ckpt-path", which)
+    assert code == 0, err
+    assert ("module.opts Opts(lr=1.0, depth=2) there, {'lr': 4} here" in err) == (which == "last")
+    assert "opts 4.0 2 sizes 7 more ('a', 5)" in out
+    assert "note: module" not in err
+    code, _, err = needs(action, *words, "--module.a", "5", "--ckpt-path", which)
+    assert code == 0, err
+    assert "although" not in err
+
+
+def test_arguments_that_nobody_gives_are_asked_for(needs: Command) -> None:
+    Path("headed.py").write_text(NEEDS.replace("width: int,", "width: int, heads: int,"))
+    words = ("--module", "headed.py:Needs", "--data", "needs.py:Data", "--trainer.accelerator", "cpu")
+    code, _, err = needs("validate", *words, "--ckpt-path", "runs/version_0")
+    assert code == 2
+    assert "module (Needs) needs the argument 'heads': give it in the file under init_args, or --module.heads" in err
+    assert "The checkpoint has no such hyperparameter" in err
+    assert needs("validate", *words, "--ckpt-path", "runs/version_0", "--module.heads", "2")[0] == 0
+    code, _, err = needs("validate", *words)
+    assert code == 2
+    assert "needs the arguments 'width', 'heads', 'sizes', 'opts'" in err
+
+
+def test_elements_are_added_to_the_checkpoints_list(needs: Command, caplog: pytest.LogCaptureFixture) -> None:
+    words = ("--module", "needs.py:Needs", "--data", "needs.py:Data", "--trainer.accelerator", "cpu")
+    Path("sizes.yaml").write_text("module: {class_path: needs.py:Needs, sizes: [8]}\n")
+    for typed, expected in (
+        (("--module.sizes+=9",), "7 9"),
+        (("--module.sizes+=[9, 10]", "--module.sizes+=11"), "7 9 10 11"),
+        (("--config", "sizes.yaml", "--module.sizes+=9"), "7 9"),
+        (("--module.sizes", "[1]", "--module.sizes+=9"), "1 9"),
+        (("--config", "sizes.yaml", "--module.sizes+=[]"), "7"),
+    ):
+        code, out, err = needs("validate", *words, *typed, "--ckpt-path", "runs/version_0")
+        assert code == 0, err
+        assert f"sizes {expected} more" in out
+        notes = [line for line in err.splitlines() if line.startswith("note: module.sizes")]
+        as_typed = " and as typed" * (expected == "7 9")
+        told = f"is [{expected.replace(' ', ', ')}], as in the checkpoint{as_typed}, and not [8"
+        assert len(notes) == ("sizes.yaml" in typed)
+        assert all(told in note for note in notes)
+
+
+def test_names_that_only_one_side_has_are_said(needs: Command, caplog: pytest.LogCaptureFixture) -> None:
+    Path("more.yaml").write_text("module: {class_path: needs.py:Needs, a: 6, z: 8}\ndata: needs.py:Data\n")
+    caplog.clear()
+    code, out, err = needs(
+        "test", "--config", "more.yaml", "--ckpt-path", "runs/version_0", "--trainer.accelerator", "cpu"
+    )
+    assert code == 0, err
+    assert "more ('a', 5) ('z', 8)" in out
+    assert "note: module.a is 5, as in the checkpoint, and not 6, as at more.yaml:1" in err
+    assert "module.z: nothing in the checkpoint; the module keeps its own, 8" in caplog.text
 
 
 def test_another_module_is_refused_as_before(run: Command) -> None:

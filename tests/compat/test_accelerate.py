@@ -77,7 +77,13 @@ def test_every_option_of_accelerate_launch_is_answered(capsys: pytest.CaptureFix
     unanswered = []
     for option in sorted(options.difference(ours, ("-q", "-t"))):
         assert launch.run([option, "train.py"]) == 2
-        unanswered += [] if " Use " in capsys.readouterr().err else [option]
+        unanswered += [] if " Use " in (words := capsys.readouterr().err) else [option]
+        for prefix, argument in (
+            ("--dynamo-", "compile="),
+            ("--fp8-", "precision="),
+            ("--mixed-precision", "precision"),
+        ):
+            assert argument in words or not option.startswith(prefix)
     assert unanswered == []
 
 

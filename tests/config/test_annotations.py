@@ -96,6 +96,29 @@ CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
     ("TD", "{a: x}", "refused"),
     ("NT", "{x: 1}", "NT: 'NT(x=1, y=2)'"),
     ("NT", "[1, 2]", "NT: 'NT(x=1, y=2)'"),
+    ("NT", "[1, 2, 3]", REFUSED),
+    ("NT", "[]", REFUSED),
+    (
+        "Tagged",
+        "[0042, BLUE, float16]",
+        "Tagged: \"Tagged(tag='0042', color=<Color.BLUE: 'blue'>, kind=torch.float16, act=None)\"",
+    ),
+    (
+        "dict[str, Tagged]",
+        "{a: {tag: no, act: torch.nn.ReLU}}",
+        "dict: \"{'a': Tagged(tag='no', color=<Color.RED: 'red'>, kind=torch.float32, act=ReLU())}\"",
+    ),
+    ("Entry", "{text: 0042}", "dict: \"{'text': '0042'}\""),
+    ("Entry", "{text: [1]}", REFUSED),
+    ("Entry | None", "abc", REFUSED),
+    ("Entry | float", "1", "float: '1.0'"),
+    (
+        "WithEntry | None",
+        "{name: 1e5, entry: {text: no}}",
+        "WithEntry: \"WithEntry(name='1e5', entry={'text': 'no'})\"",
+    ),
+    ("list[WithEntry]", "[abc]", REFUSED),
+    ("Tagged | list[int]", "[1, 2]", "list: '[1, 2]'"),
     ("nn.Module", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'"),
     (
         "nn.Module",
@@ -313,6 +336,21 @@ def test_a_value_is_what_its_annotation_says(annotation: str, text: str, expecte
         again = yaml.safe_dump(yaml.safe_load(kept)["v"], default_flow_style=True).strip().removesuffix("\n...")
         if "Path" not in annotation and annotation != "Outer":  # which are absolute then
             assert value_of(annotation, again, tmp_path)[0] == expected
+
+
+@pytest.mark.parametrize("annotation", ["{}", "list[{}]", "dict[str, {}]", "Optional[{}]", "tuple[{}, int]"])
+@pytest.mark.parametrize("kind", ["Path", "Place", "PathModel", "PathFields", "Entry", "deque[Path]"])
+def test_a_path_is_absolute_in_the_saved_configuration_wherever_it_stands(
+    kind: str, annotation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = {"Path": "{}", "deque[Path]": "[{}]", "Entry": "{{text: a, place: {}}}"}.get(kind, "{{path: {}}}")
+    around = {"l": "[{}]", "d": "{{a: {}}}", "t": "[{}, 1]"}.get(annotation[0], "{}")
+    shown, kept = value_of(annotation.format(kind), around.format(path.format("data/x")), tmp_path)
+    assert shown != REFUSED, kept
+    assert str(tmp_path / "data/x") in kept
+    shown, problem = value_of(annotation.format(kind), around.format(path.format("s3://b/x")), tmp_path)
+    assert (shown, "is a URL, which a Path changes" in problem) == (REFUSED, True)
 
 
 @pytest.mark.parametrize(

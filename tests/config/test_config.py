@@ -305,6 +305,16 @@ def test_an_empty_section_over_settings_is_reported() -> None:
     assert notes == ["tree.yaml:1: data is null; what is given at tree.yaml:2 is left out."]
 
 
+def test_a_key_with_nothing_behind_it_is_named(tmp_path: Path) -> None:
+    file, found = tmp_path / "run.yaml", Diagnostics()
+    file.write_text("data:\nmodule:\n  init_args: # none\ntrainer:\n  callbacks:\n  logger: null\nvars: ~\n")
+    read_file(str(file), found)
+    assert [note.removeprefix(f"{file}:") for note in found.notes] == [
+        *("1: data is empty, which is null.", "3: init_args is empty, which is null."),
+        "5: callbacks is empty, which is null.",
+    ]
+
+
 def test_the_same_class_keeps_its_arguments() -> None:
     value, _, notes = merged("module: {class_path: /there:a.B, init_args: {x: 1}}", "module: a.B")
     assert value == {"module": {"class_path": "a.B", "init_args": {"x": 1}}}

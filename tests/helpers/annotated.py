@@ -5,6 +5,7 @@ import dataclasses
 import datetime as dates
 import enum
 import typing
+from collections import deque  # noqa: F401  # of annotations that are texts
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, NewType, Protocol, TypedDict, TypeVar, runtime_checkable
@@ -84,6 +85,37 @@ class TD2(TypedDict):
 class NT(NamedTuple):
     x: int
     y: int = 2
+
+
+class Tagged(NamedTuple):
+    tag: str
+    color: Color = Color.RED
+    kind: torch.dtype = torch.float32
+    act: nn.Module | None = None
+
+
+class Entry(TypedDict):
+    text: typing.Required[str]
+    place: typing.NotRequired[Path]
+
+
+class WithEntry(NamedTuple):
+    name: str
+    entry: Entry | None = None
+
+
+class Place(NamedTuple):
+    path: Path
+
+
+class PathModel(pydantic.BaseModel):
+    path: Path
+    more: list[Path] = []
+
+
+@dataclass
+class PathFields:
+    path: Path
 
 
 class Net(nn.Module):

@@ -8,14 +8,17 @@ import enum
 import json
 import random
 import shutil
+import sys
+from argparse import Namespace
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pydantic
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -23,8 +26,13 @@ from torch.utils.data import DataLoader
 from tests.helpers.alike import alike
 from tests.helpers.toy import quiet
 from tests.tiers import Inputs
-from trainer import CheckpointError, DataModule, TrainModule
+from trainer import CheckpointError, ConfigError, DataModule, TrainModule
 from trainer.hyperparameters import construct, constructor_arguments
+
+try:
+    from omegaconf import DictConfig
+except ImportError:
+    DictConfig = dict  # the tests are skipped
 
 
 class Color(enum.Enum):
@@ -97,6 +105,10 @@ class Halved:
         self.width = double / 2
 
 
+class PydanticModel(pydantic.BaseModel):
+    width: int = 1
+
+
 class Located:
     def __fspath__(self) -> str:
         return "a"
@@ -124,6 +136,14 @@ class Scaled:
 
     def __post_init__(self) -> None:
         self.rate *= self.scale
+
+
+@dataclasses.dataclass
+class Adds:
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        self.own, self.of, self.layer = [self], {"sizes": (1, 2)}, torch.nn.ReLU()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,7 +388,16 @@ def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
     [
         *(defaultdict(list), ChainMap({"a": 1}), UserDict(a=1), UserList([1]), UserString("a"), MappingProxyType({})),
         *(Numbers([1]), Unique({1}), Pair((1, 2)), Table(a=1), Delta(1), Unique({Numbers}), array("i", [1])),
-        *(np.str_("a"), Located(), {Pair((1, 2)): 3}, Initial(1, 30), Halved(3), Unit(1)),
+        *(
+            np.str_("a"),
+            Located(),
+            PydanticModel(),
+            {"a": PydanticModel()},
+            {Pair((1, 2)): 3},
+            Initial(1, 30),
+            Halved(3),
+            Unit(1),
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -387,6 +416,106 @@ def test_a_span_of_time_of_an_earlier_version_is_read() -> None:
     assert constructor_arguments(Model, {"value": 1.5}, None, {}, kinds)["value"] == datetime.timedelta(0, 1, 500_000)
     with pytest.raises(CheckpointError, match="hyperparameter value was a timedelta"):
         constructor_arguments(Model, {"value": 1e15}, None, {}, kinds)
+
+
+def test_what_was_added_to_a_dataclass_comes_back() -> None:
+    given = Adds(3)
+    given.of["sizes"], given.name, given.folder = (3, 4), "x", Path("a")  # type: ignore[attr-defined]
+    found: Any = again(given).given
+    assert (found.width, found.of, found.name, found.folder) == (3, {"sizes": (3, 4)}, "x", Path("a"))
+    assert found.own == [found]
+
+
+def test_namespaces_come_back() -> None:
+    given = Namespace(path=Path("a"), inner=SimpleNamespace(color=Color.RED), many=[Namespace(a=1)])
+    assert alike(again(given).given, given)
+
+
+class Configured(Model):
+    def __init__(self, cfg: Any, part: Any = None) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters()
+        self.given, self.layer = (cfg, part), torch.nn.Linear(1, 1)
+
+
+class InOne(Model):
+    def __init__(self, cfg: DictConfig) -> None:  # type: ignore[valid-type]
+        TrainModule.__init__(self)
+        self.save_hyperparameters(cfg)
+        self.given, self.layer = cfg, torch.nn.Linear(1, 1)
+
+
+def loaded(module: Model) -> Any:
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(module, DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint("saved")
+    return type(module).load_from_checkpoint("saved")
+
+
+def test_configurations_of_omegaconf_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    omegaconf = pytest.importorskip("omegaconf", reason='needs omegaconf: pip install "exact-trainer[dev]"')
+    create = omegaconf.OmegaConf.create
+    cfg = create(
+        {
+            "lr": 0.1,
+            "data": {"n": 3, "path": Path("a")},
+            "twice": "${data.n}",
+            "to_come": "???",
+            4: [1, {"c": Color.RED}],
+        }
+    )
+    omegaconf.OmegaConf.set_struct(cfg, True)
+    part = create({"data": {"n": 3}, "model": {"width": "${data.n}", "own": "${.width}"}}).model
+    module = loaded(Configured(cfg, part=[part, create([1, {"a": None}])]))
+    found, (inner, several) = module.given
+    assert (type(found), type(several)) == (omegaconf.DictConfig, omegaconf.ListConfig)
+    assert omegaconf.OmegaConf.to_container(found) == omegaconf.OmegaConf.to_container(cfg)  # as written
+    assert (found.twice, module.hparams.cfg.lr, found.data.path, found[4][1].c) == (3, 0.1, Path("a"), Color.RED)
+    assert omegaconf.OmegaConf.is_struct(found)
+    assert (inner.width, inner.own) == (3, 3)  # of a part the rest is not there
+    assert several == [1, {"a": None}]
+    kept = json.loads(Path("saved/checkpoint.json").read_text())["hyperparameters"]
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    with pytest.raises(CheckpointError, match=r"hyperparameter part .* cannot be made again \(.*omegaconf"):
+        constructor_arguments(Configured, {"part": kept["module"]["part"]}, None, {"cfg": 1}, kept["kinds"]["module"])
+
+
+def test_a_configuration_of_omegaconf_with_all_hyperparameters_comes_back() -> None:
+    omegaconf = pytest.importorskip("omegaconf", reason='needs omegaconf: pip install "exact-trainer[dev]"')
+    module = loaded(InOne(omegaconf.OmegaConf.create({"lr": 0.1, "net": {"sizes": [1, {"a": 2}], "lr": "${lr}"}})))
+    assert module.given == omegaconf.OmegaConf.create({"lr": 0.1, "net": {"sizes": [1, {"a": 2}], "lr": 0.1}})
+    assert type(module.given) is omegaconf.DictConfig
+    assert module.hparams.net.sizes[1].a == 2
+    with pytest.raises(ConfigError, match="save_hyperparameters got a ListConfig"):
+        InOne(omegaconf.OmegaConf.create([1]))
+
+
+def test_configurations_of_transformers_come_back_with_what_was_added() -> None:
+    transformers = pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
+
+    class Pretrained(Configured):
+        def __init__(self, cfg: Any) -> None:
+            super().__init__(cfg)
+
+    Pretrained.__init__.__annotations__["cfg"] = transformers.PretrainedConfig
+    given = transformers.GPT2Config(n_embd=8, num_labels=3, more=4)
+    given.added = "x"
+    found = loaded(Pretrained(given)).given[0]
+    assert type(found) is transformers.GPT2Config
+    assert found.to_dict() == given.to_dict()
+    assert (found.added, found.more, found.num_labels) == ("x", 4, 3)
+
+
+class Ignores(Model):
+    def __init__(self, value: Any, loss: Any = None) -> None:
+        super().__init__(value)
+        self.save_hyperparameters(ignore=["loss"])
+
+
+def test_what_a_base_class_has_named_is_not_named_again(caplog: pytest.LogCaptureFixture) -> None:
+    found = loaded(Ignores(3, loss=torch.nn.ReLU()))
+    assert found.given == 3
+    assert caplog.text.count("the hyperparameters loss are no data") == 1
 
 
 def test_a_deque_keeps_its_largest_length() -> None:

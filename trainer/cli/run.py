@@ -124,7 +124,7 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
     tree = read(options.config, options.overrides, findings)
     from trainer.config.loading import load
 
-    configuration = load(tree, findings)
+    configuration = load(tree, findings, command)
     for note in [*collisions(), *configuration.notes]:
         _print_note(note)
     return configuration

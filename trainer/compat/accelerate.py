@@ -365,6 +365,6 @@ def launch_option_words(option: str) -> str | None:
     for prefix, place in _PREFIXES.items():
         if option.startswith(prefix):
             field = (option if prefix in ("--offload-", "--zero3-") else f"--{option.removeprefix(prefix)}")[2:]
-            words = STRATEGY_OPTIONS.get(field.replace("-", "_"), "")
+            words = STRATEGY_OPTIONS.get(field.replace("-", "_"), "") if "strategy" in place else ""
             return words if words.startswith("nothing") else f"{place}: {words}" if words else place
     return None

@@ -39,9 +39,9 @@ _NAMES = (
     Difference(
         "hyperparameters and options",
         "hyperparameters and options of optimizers are what pickle can store",
-        "data, also of numpy, paths, enumerations and configurations; `save_hyperparameters()` keeps other values "
-        "in `hparams` only, with a warning; one that is asked for by name, or in an optimizer's options, is an "
-        "error",
+        "data, also of numpy, paths, enumerations, dataclasses and configurations: [which](#hyperparameters); "
+        "`save_hyperparameters()` keeps other values in `hparams` only, with a warning; one that is asked for by name, "
+        "or in an optimizer's options, is an error",
     ),
     Difference(
         "refused settings",

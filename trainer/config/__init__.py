@@ -49,6 +49,6 @@ def load(*files: str | Path, overrides: Mapping[str, Any] | None = None) -> Obje
     typed = [(name, as_node(value, COMMAND_LINE)) for name, value in (overrides or {}).items()]
     names = [*map(str, files)]
     configuration = loading.load(read(names, typed, findings), findings)
-    for line in choose_run(configuration, names, "fit"):
+    for line in [*configuration.notes, *choose_run(configuration, names, "fit")]:
         logging.getLogger("trainer").info("%s", line)
     return Objects(*configuration.build(), configuration.ckpt_path)

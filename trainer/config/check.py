@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ from trainer.config.types import (
     callables_in,
     classes_in,
     constructor_parameters,
+    is_named_tuple,
     is_structured,
     objects_in,
     takes_mapping,
@@ -283,12 +284,10 @@ class Checker(Values):
     ) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; those that it cannot do without are asked for."""
         arguments = self.arguments(node, cls, path)
-        needed = [name for name, p in constructor_parameters(cls).named.items() if p.default is p.empty]
-        missing = [name for name in needed if name not in entries(node) and name not in provided]
-        if missing:
-            needs = f"needs the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-            fix = f"give it in the file under init_args, or --{dotted((*path, missing[0]))} VALUE."
-            self.findings.add(named_at, f"{dotted(path)} ({cls.__name__}) {needs}: {fix}")
+        of_checkpoint = self.has_checkpoint and path[0] == "module" and (len(path) == 1 or is_structured(cls))
+        missing = missing_arguments(cls, {*entries(node), *provided})
+        if missing and not of_checkpoint:
+            self.findings.add(named_at, needs_arguments(cls, path, missing))
         takes = [name for name in provided if name in constructor_parameters(cls).named]
         return ClassSpec(cls, arguments, source, dotted(path), entries(node), takes)
 
@@ -340,11 +339,13 @@ class Checker(Values):
             callables_in(annotation),
             super().ways(node, annotation, path),
         )
-        if isinstance(node.value, list) or not (objects or calls):
+        structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
+        if isinstance(node.value, list):
+            return parts + [way for way in structured if is_named_tuple(way.keywords["cls"])]
+        if not (objects or calls):
             return parts
         if node.named is not None and not wants_text(node.named.value, annotation):
             node.value = {"class_path": node.named, **entries(node)}
-        structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
         if "class_path" not in entries(node) and (parts or structured or takes_mapping(annotation)):
             return [*structured, *parts]
         node.value = canonical_class(node, path, self.findings).value
@@ -352,7 +353,10 @@ class Checker(Values):
             return [lambda node: self.callable_spec(node, calls[0], path)]
         return [lambda node: self.class_spec(node, objects, path)]
 
-    def _structured(self, node: Node, cls: type, path: KeyPath) -> Any:
+    def _structured(self, node: Node, cls: Any, path: KeyPath) -> Any:
+        if isinstance(node.value, list):  # of a NamedTuple; one too many has a number for a name
+            names = [*cls._fields, *range(len(cls._fields), len(node.value))]
+            node.value = dict(zip(names, node.value, strict=False))
         return self.spec_of(cls, node, path, node.source, node.source)
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
@@ -369,6 +373,19 @@ class Checker(Values):
         if isinstance(node.value, str) and classes:
             return self.named_class(node, classes, {}, path)
         return super().coerce(node, annotation, path, mismatch)
+
+
+def missing_arguments(cls: Any, given: Collection[str]) -> list[str]:
+    """Return the arguments without a default that are not given."""
+    needed = [name for name, p in constructor_parameters(cls).named.items() if p.default is p.empty]
+    return [name for name in needed if name not in given]
+
+
+def needs_arguments(cls: Any, path: KeyPath, missing: Sequence[str]) -> str:
+    """Return the problem of a class that cannot do without arguments that are not given."""
+    needs = f"needs the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+    fix = f"give it in the file under init_args, or --{dotted((*path, missing[0]))} VALUE."
+    return f"{dotted(path)} ({cls.__name__}) {needs}: {fix}"
 
 
 def _names_a_class(node: Node) -> bool:

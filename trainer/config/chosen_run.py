@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 
 from trainer.arguments import local_path
-from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, versions
-from trainer.config.check import Checker, ClassSpec
+from trainer.checkpoint.directory import versions
+from trainer.config.check import Checker, ClassSpec, missing_arguments
 from trainer.config.files import as_node, to_yaml
-from trainer.config.loading import Configuration
+from trainer.config.loading import Configuration, checkpoint_of, record_of
 from trainer.config.read import has_spec
 from trainer.config.tree import COMMAND_LINE, Diagnostics
 from trainer.config.types import constructor_parameters, validate
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import ConfigError
 from trainer.optimizers import SchedulerConfig
 from trainer.settings import Settings
 
@@ -46,12 +46,14 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     if which not in ("last", "best"):
         return
     if named is not None:
-        if _has_checkpoint(named):
+        if checkpoint_of(named, "last"):
             yield f"--ckpt-path {which} is that of {_shown(named)}"
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     anew = (command, which) == ("fit", "last")
-    records = {run: record for run in reversed(versions(root)) if (record := _record(run)) and _has_checkpoint(run)}
+    records = {
+        run: record for run in reversed(versions(root)) if (record := record_of(run)) and checkpoint_of(run, "last")
+    }
     if name is not None:
         records = {run: record for run, record in records.items() if record.get("name") == name}
         if not records and not anew:
@@ -117,26 +119,11 @@ def _none_is_equal(configuration: Configuration, command: str, found: dict[Path,
     )
 
 
-def _record(run: Path) -> dict[str, Any] | None:
-    """Return the configuration of a run; None where there is none."""
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-        return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
-    return None
-
-
-def _has_checkpoint(run: Path) -> bool:
-    with suppress(OSError, CheckpointError):
-        CheckpointDirectory(run / CHECKPOINTS).resolve("last")
-        return True
-    return False
-
-
 def _is_run(folder: Path) -> bool:
     """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
-    record = _record(folder) if folder in versions(folder.parent) else None
+    record = record_of(folder) if folder in versions(folder.parent) else None
     at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
-    return at_its_place or _has_checkpoint(folder)
+    return at_its_place or checkpoint_of(folder, "last") is not None
 
 
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
@@ -156,10 +143,12 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
         if differ((there[0], here[0])):
             yield f"{key} {there[0]} there, {here[0]} here"
             continue
-        for name in sorted(there[1].keys() | here[1].keys()):
+        spec = getattr(configuration, key)
+        of_checkpoint = set() if spec is None else {*missing_arguments(spec.cls, spec.arguments)}
+        for name in sorted((there[1].keys() | here[1].keys()) - of_checkpoint):
             if name in there[1] and name in here[1] and not differ((there[1][name], here[1][name])):
                 continue
-            values = [_typed(key, getattr(configuration, key), name, given) for _, given in (there, here)]
+            values = [_typed(key, spec, name, given) for _, given in (there, here)]
             if differ(values):
                 yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
 

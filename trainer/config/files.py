@@ -293,6 +293,8 @@ class _YamlReader:
             source = self.source.at(key_node.start_mark.line + 1)
             if isinstance(key_node, yaml.ScalarNode):
                 children[self.scalar(key_node, source)] = self.node(value_node, key_node)
+                if value_node.tag == f"{TAG}null" and value_node.value == "":
+                    self.findings.notes.append(f"{source}: {key_node.value} is empty, which is null.")
             else:
                 self.findings.add(source, "a key must be a name, not a list or mapping.")
         return children

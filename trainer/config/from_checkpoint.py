@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import MutableMapping, MutableSequence
+from contextlib import suppress
 from typing import Any, cast
 
-from trainer.checkpoint.directory import locate
+from trainer.checkpoint.directory import POINTERS, locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.config.check import ClassSpec, instantiate
+from trainer.config.check import ClassSpec, instantiate, missing_arguments, needs_arguments
 from trainer.config.chosen_run import plain
 from trainer.config.loading import Configuration
 from trainer.config.read import Spec
-from trainer.config.tree import COMMAND_LINE, Node, entries
-from trainer.errors import CheckpointError
+from trainer.config.tree import COMMAND_LINE, Node, Problem, entries
+from trainer.config.types import constructor_parameters, is_structured
+from trainer.errors import CheckpointError, ConfigError
 from trainer.hyperparameters import as_given, constructor_arguments
 
 
@@ -24,13 +27,16 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         A line for each value of a file that another one took the place of.
 
     Raises:
-        ConfigError: a dataclass refuses a typed value beside the checkpoint's.
+        ConfigError: neither the configuration nor the checkpoint gives an argument that the module needs, or a
+            dataclass refuses a typed value beside the checkpoint's.
     """
     module, lines = configuration.module, []
     if configuration.ckpt_path is None:
         return []
+    parameters = constructor_parameters(module.cls).named
     try:
-        path = locate(configuration.ckpt_path)
+        of_run = configuration.ckpt_path in POINTERS and configuration.run_dir  # its last one, if none is the best
+        path = locate(str(of_run or configuration.ckpt_path))
         kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
         stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
         argument = kept.get("arguments", {}).get("module")
@@ -41,31 +47,38 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
                 lines.append(f"module.{name} is not as in the checkpoint: {error}")
                 del stored[name]
         names = {*stored} if argument is None else {argument}
-        needed = {name: None for name in module.arguments if name not in names}
+        needed = {name: None for name in (*module.arguments, *parameters) if name not in names}
         arguments = constructor_arguments(module.cls, stored, argument, needed, kinds)
-    except CheckpointError:  # none, or of another module, which is said where its weights are loaded
-        return []
+    except CheckpointError as error:
+        if missing_arguments(module.cls, module.arguments):
+            raise ConfigError(str(error)) from None
+        return []  # no checkpoint, or one of another module, which is said where its weights are loaded
     module.from_checkpoint = True
     for name in (name for name in arguments if name in names):
         node, value = module.nodes.get(name), arguments[name]
         if node is not None:
             given = module.arguments[name]
             value = _with_typed(node, given, value)
-            given = instantiate(given) if _is_data(given) else given
+            with suppress(ConfigError):  # it may lack what the checkpoint has
+                given = instantiate(given) if _is_data(given) else given
             source = next((one.source for one in (node, *entries(node).values()) if one.source != COMMAND_LINE), None)
             if source is not None and given != value and plain(given, "/") != plain(value, "/"):
+                as_in = f"as in the checkpoint{' and as typed' if _typed(node) else ''}"
                 lines.append(
-                    f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have "
-                    f"that, type --module.{name}"
+                    f"module.{name} is {value!r}, {as_in}, and not {given!r}, as at {source}: to have that, type "
+                    f"--module.{name}"
                 )
         module.arguments[name] = value
+    if missing := missing_arguments(module.cls, module.arguments):
+        words = f"{needs_arguments(module.cls, ('module',), missing)} The checkpoint has no such hyperparameter."
+        raise ConfigError(str(Problem(module.source, words)))
     return lines
 
 
 def _is_data(value: Any) -> bool:
     """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
     if isinstance(value, ClassSpec):
-        return dataclasses.is_dataclass(value.cls) and all(map(_is_data, value.arguments.values()))
+        return is_structured(value.cls) and all(map(_is_data, value.arguments.values()))
     inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
     return not isinstance(value, Spec) and all(map(_is_data, inside))
 
@@ -80,18 +93,24 @@ def _with_typed(node: Node, given: Any, kept: Any) -> Any:
     """Return a checkpoint's value with the parts of a given one that were typed; `node` is the given one's."""
     if not _typed(node):
         return kept
-    if isinstance(given, dict) and isinstance(kept, dict) and given.get("class_path") == kept.get("class_path"):
+    if (
+        isinstance(given, dict)
+        and isinstance(kept, MutableMapping)
+        and given.get("class_path") == kept.get("class_path")
+    ):
         made = copy.copy(kept)
         for (key, value), child in zip(given.items(), entries(node).values(), strict=True):
             if _typed(child):
                 made[key] = _with_typed(child, value, kept.get(key, {}))
         return made
-    if isinstance(given, ClassSpec) and type(kept) is given.cls and dataclasses.is_dataclass(kept):
-        parts = {field.name: getattr(kept, field.name) for field in dataclasses.fields(kept) if field.init}
+    if isinstance(given, ClassSpec) and type(kept) is given.cls and is_structured(given.cls):
+        parts = {name: getattr(kept, name) for name in constructor_parameters(given.cls).named if hasattr(kept, name)}
         for name, child in given.nodes.items():
             if _typed(child):
                 parts[name] = _with_typed(child, given.arguments[name], parts.get(name))
         return dataclasses.replace(given, arguments=parts).build()
+    if isinstance(given, (list, tuple)) and isinstance(kept, (tuple, MutableSequence)) and node.append is not None:
+        return type(given)([*kept, *given[len(given) - node.append :]])
     if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept) and node.source != COMMAND_LINE:
         return [_with_typed(*of_item) for of_item in zip(cast("list[Node]", node.value), given, kept, strict=True)]
     return given

@@ -9,9 +9,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainer.arguments import local_path
 from trainer.callback import Callback
 from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory
+from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.config.check import Checker, ClassSpec, instantiate
 from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
@@ -21,6 +24,7 @@ from trainer.config.references import escaped
 from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries, sources_of, with_source
 from trainer.data.datamodule import DataModule
 from trainer.errors import CheckpointError, ConfigError
+from trainer.loop.training_state import saved_run_dir
 from trainer.module import TrainModule
 from trainer.settings import Settings
 from trainer.trainer import Trainer
@@ -65,11 +69,9 @@ class Configuration:
 
     def take_checkpoint(self, run: Path) -> bool:
         """Take the checkpoint of a run that "last" or "best" means; False if there is none."""
-        if self.ckpt_path in ("last", "best"):
-            with suppress(CheckpointError):
-                self.ckpt_path = str(CheckpointDirectory(run / CHECKPOINTS).resolve(self.ckpt_path))
-                return True
-        return False
+        found = checkpoint_of(run, self.ckpt_path) if self.ckpt_path in POINTERS else None
+        self.ckpt_path = self.ckpt_path if found is None else str(found)
+        return found is not None
 
     def build(self) -> tuple[Trainer, TrainModule, DataModule | None]:
         """Return the trainer, the module and the data; with `trainer.seed`, weights are drawn from that seed.
@@ -94,6 +96,28 @@ class Configuration:
         return trainer, module, data
 
 
+def checkpoint_of(run: Path, which: str) -> StoragePath | None:
+    """Return the last or best checkpoint of a run, also in a `dirpath` of its configuration; None if there is none."""
+    with suppress(OSError, CheckpointError):
+        return CheckpointDirectory(run / CHECKPOINTS).resolve(which)
+    callbacks = (record_of(run) or {"trainer": {}})["trainer"].get("callbacks") or ()
+    chosen = [(one.get("init_args") or {}).get("dirpath") for one in callbacks if isinstance(one, dict)]
+    for folder in filter(None, chosen):
+        with suppress(OSError, CheckpointError):
+            found = CheckpointDirectory(as_storage_path(folder)).resolve(which)
+            if Path(saved_run_dir(found) or "").absolute() == run.absolute():
+                return found
+    return None
+
+
+def record_of(run: Path) -> dict[str, Any] | None:
+    """Return the configuration of a run; None where there is none."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+        return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
+    return None
+
+
 def _try(make: Callable[[], Any], found: Diagnostics) -> Any:
     try:
         return make()
@@ -116,13 +140,16 @@ def chosen_class(tree: Node, key: str) -> type:
     return cls
 
 
-def load(tree: Node, findings: Diagnostics) -> Configuration:
+def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Configuration:
     """Import the classes of a configuration that `read` has returned, and check everything against them.
+
+    The module of an evaluation may lack arguments that the hyperparameters of its checkpoint give.
 
     Raises:
         ConfigError: lists all problems, each with file and line.
     """
     given, checker = entries(tree), Checker(findings)
+    checker.has_checkpoint = command != "fit" and "ckpt_path" in given and given["ckpt_path"].value is not None
     trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
     optimizer = scheduler = None
     if module not in (None, INVALID):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import typing
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, is_typeddict
+from typing import Any, Literal, NotRequired, Required, get_args, get_origin, is_typeddict
 
 from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of, whole_number
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
@@ -67,6 +69,8 @@ SCHEDULER_OPTIONS = {
 """Settings of a scheduler that are the trainer's, next to the scheduler's own arguments."""
 OTHER_KEYS = {"datamodule": "data", "model": "module", "seed_everything": "trainer.seed", "_target_": "class_path"}
 """Keys of LightningCLI and Hydra, and those that stand for them here."""
+QUALIFIERS = {Required, NotRequired, getattr(typing, "ReadOnly", Required)}
+"""The words of a TypedDict around the type of an entry; Python has had the last one since 3.13."""
 INVALID = object()
 """Placeholder of a value that does not fit."""
 
@@ -212,6 +216,9 @@ class Spec:
 class Values:
     """Checks values against annotations. Problems go to `findings`."""
 
+    has_checkpoint = False
+    """True where the hyperparameters of a checkpoint stand for what the module is not given."""
+
     def __init__(self, findings: Diagnostics) -> None:
         self.findings = findings
 
@@ -251,13 +258,21 @@ class Values:
             self.findings.add(node.source, node.unreadable)
             return INVALID
         value = self._checked(node, node.plain(), annotation, path)
+        return value if self._keep_paths(node, value, path) else INVALID
+
+    def _keep_paths(self, node: Node, value: Any, path: KeyPath) -> bool:
+        """Write paths, also those in pydantic's models, so that they mean the same from any folder; False for a URL."""
         if isinstance(value, Path) and "://" in str(node.value):
             words = f"{dotted(path)}: {node.value} is a URL, which a Path changes. Annotate it as str | Path."
             self.findings.add(node.source, words)
-            return INVALID
+            return False
         if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
             node.value = str(value.absolute())
-        return value
+        inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        parts = [(child, inside.get(name), name) for name, child in entries(node).items()]
+        if isinstance(node.value, list) and isinstance(value, (list, tuple, deque)):
+            parts = [*zip(node.value, value, range(len(value)), strict=True)]
+        return False not in [self._keep_paths(child, part, (*path, name)) for child, part, name in parts]
 
     def _checked(self, node: Node, given: Any, annotation: Any, path: KeyPath) -> Any:
         try:
@@ -300,7 +315,9 @@ class Values:
     def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         if is_typeddict(annotation):
             hints, given = hints_of(annotation, annotation), entries(node)
-            missing = sorted(annotation.__required_keys__ - given.keys())
+            hints = {key: get_args(one)[0] if get_origin(one) in QUALIFIERS else one for key, one in hints.items()}
+            of_checkpoint = self.has_checkpoint and path[0] == "module"
+            missing = [] if of_checkpoint else sorted(annotation.__required_keys__ - given.keys())
             for name in (*missing, *(key for key in given if key not in hints)):
                 problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"
                 self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")

@@ -62,7 +62,7 @@ class _Resolver:
             children = {key: self.resolved(child) for key, child in node.value.items()}
             return replace(node, value=children, text=self.text_of(node))
         if isinstance(node.value, list):
-            return Node([self.resolved(item) for item in node.value], node.source, self.text_of(node))
+            return replace(node, value=[self.resolved(item) for item in node.value], text=self.text_of(node))
         if not isinstance(node.value, str) or "${" not in node.value:
             return node
         only = REFERENCE.fullmatch(node.value)

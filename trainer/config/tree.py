@@ -67,8 +67,8 @@ class Node:
     """A value as it was written (0042 for 42), for where a text is wanted: on the command line, and numbers of YAML."""
     unreadable: str | None = None
     """The problem with a value of the command line that is not valid YAML; none where a text is wanted."""
-    append: bool = False
-    """Add the elements of this list to the list below: `--trainer.callbacks+=NAME`."""
+    append: int | None = None
+    """The number of last elements of this list that are added to a list below: `--trainer.callbacks+=NAME`."""
     named: Node | None = None
     """The text below this mapping: if a class is wanted here, the text names it, and these are its arguments."""
 
@@ -243,7 +243,7 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
     Another class at a place of choice starts from its own defaults: what was given to the first class is left out,
     with a note. Numbered keys over a list change its elements. Both trees are in the canonical form.
     """
-    if above.append:
+    if above.append is not None:
         return _with_appended(below, above)
     if is_numbered(above) and (isinstance(below.value, list) or path in LISTS_OF_CLASSES):
         return _merge_elements(below, above, findings, path)
@@ -291,16 +291,20 @@ def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path:
 
 def appended(node: Node) -> Node:
     """Return a list, or a single value, as a node that is added to the list below it."""
-    return Node(node.value if isinstance(node.value, list) else [node], node.source, append=True)
+    items = node.value if isinstance(node.value, list) else [node]
+    return Node(items, node.source, append=len(items))
 
 
 def _with_appended(below: Node, above: Node) -> Node:
     """Return the elements of both; a single value below is the first element."""
     assert isinstance(above.value, list)
+    number: int | None = (below.append or 0) + len(above.value)
     if isinstance(below.value, list):
-        return Node([*below.value, *above.value], below.source)
+        if below.source == COMMAND_LINE and below.append is None:  # the whole list was typed
+            number = None
+        return Node([*below.value, *above.value], below.source, append=number)
     nothing = below.value is None or below.value == {} or below.value is True
-    return Node(above.value if nothing else [below, *above.value], above.source)
+    return Node(above.value if nothing else [below, *above.value], above.source, append=number)
 
 
 def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
@@ -353,7 +357,7 @@ def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPa
         if not items:
             has = f"no file has a list of {path[-1]}" if below.value != [] else f"{dotted(path)} is an empty list"
         findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {has}.")
-    return Node(items, below.source)
+    return Node(items, below.source, append=below.append)
 
 
 def from_override(name: str, value: Node) -> Node:

@@ -51,7 +51,8 @@ def constructor_parameters(made_by: Callable[..., Any], line: Sequence[type] = (
     Those of a base class are among them, if the constructor hands its `**kwargs` on to it and uses them nowhere else.
     `line` is the order of the constructors of the object's class, from this one on: a mixin's next one is not its base.
     """
-    of: Any = made_by.__init__ if isinstance(made_by, type) else made_by  # type: ignore[misc]  # of this very class
+    has_init = isinstance(made_by, type) and not is_named_tuple(made_by)
+    of: Any = made_by.__init__ if has_init else made_by  # of this very class
     hints = hints_of(of, made_by)
     named = {}
     takes_more = False
@@ -122,8 +123,13 @@ def _is_callable(option: Any) -> bool:
 
 
 def is_structured(cls: Any) -> bool:
-    """Whether a mapping of arguments stands for an object of a class: one of dataclasses or attrs."""
-    return dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
+    """Whether a mapping of arguments stands for an object of a class: a dataclass, a NamedTuple, or one of attrs."""
+    return dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__") or is_named_tuple(cls)
+
+
+def is_named_tuple(cls: Any) -> bool:
+    """Whether a class is a NamedTuple, for which a list stands, too."""
+    return isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
 def classes_in(annotation: Any) -> list[type]:
@@ -172,7 +178,7 @@ def validate(value: Any, annotation: Any) -> Any:
     except TypeError:  # not hashable
         adapter = _adapter.__wrapped__(annotation)
     if adapter is None:
-        return value
+        return _without_adapter(value, annotation)
     try:
         return adapter.validate_python(value, strict=True)
     except ValidationError:
@@ -184,6 +190,20 @@ def validate(value: Any, annotation: Any) -> Any:
         inside = bool(first["loc"]) and _holds_model(annotation)
         known = first["type"].endswith(("_type", "_parsing", "literal_error", "enum", "_of", "needs_python_object"))
         raise TypeMismatchError(first["loc"], first["msg"] if inside or not known else "") from None
+
+
+def _without_adapter(value: Any, annotation: Any) -> Any:
+    """Return a value of an annotation that pydantic cannot check as a whole, as with a TypedDict before Python 3.12."""
+    options = options_of(annotation)
+    if len(options) == 1:
+        kind = dict if is_typeddict(annotation) else annotation
+        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, kind):
+            raise TypeMismatchError
+        return value
+    for option in options:
+        with suppress(TypeMismatchError):
+            return validate(value, option)
+    raise TypeMismatchError
 
 
 def _holds_model(annotation: Any) -> bool:
@@ -236,8 +256,8 @@ def _describe_object(option: Any) -> str:
     path = " (class_path and init_args)" if is_object(option) else ""
     if issubclass(option, enum.Enum):
         return " or ".join(json.dumps(as_written(member)) for member in option)
-    if dataclasses.is_dataclass(option):
-        return f"a mapping ({', '.join(field.name for field in dataclasses.fields(option))})"
+    if is_structured(option):
+        return f"a mapping ({', '.join(constructor_parameters(option).named)})"
     return f"a {option.__name__}{path}"
 
 

@@ -17,7 +17,7 @@ from trainer.callback import AccumulationSchedule
 from trainer.data.fingerprints import functions_of, globals_fingerprints, is_plain, read_values_fingerprints
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean, first_of, printable, shown
-from trainer.hyperparameters import flat_names
+from trainer.hyperparameters import flat_names, with_paths
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
 from trainer.loop.callback_states import callbacks_by_state_key, owners_of_states
 from trainer.loop.compare_ranks import as_text
@@ -188,7 +188,7 @@ def _facts_of_call(seed: int | None, hyperparameters: Mapping[str, Any] | None) 
         facts["hyperparameters"] = {
             name if owner == "module" else f"{owner}, {name}": as_text(value)
             for owner in ("module", "data")
-            for name, value in flat_names(hyperparameters.get(owner, {})).items()
+            for name, value in flat_names(with_paths(hyperparameters, owner)).items()
         }
     return facts
 
@@ -296,8 +296,8 @@ def _listed(changed: Mapping[str, list[str]]) -> str:
 def _report_other_hyperparameters(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Log the hyperparameters that a module which is evaluated has otherwise than the checkpoint says."""
     both = checkpoint.get("hyperparameters", {}).get("module", {}), run.hyperparameters().get("module", {})
-    saved, now = (flat_names({name: one[name] for name in both[0] if name in both[1]}) for one in both)
-    if run.strategy.processes.is_global_zero:
+    saved, now = map(flat_names, both)
+    if all(both) and run.strategy.processes.is_global_zero:  # else one of the two has no names to compare
         for name in (
             name for name in {**saved, **now} if (name in saved, saved.get(name)) != (name in now, now.get(name))
         ):
