@@ -9,6 +9,7 @@ from typing import Any
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.serialization import UnstorableError, place
 from trainer.checkpoint.storage import StoragePath
+from trainer.distributed.process_group import SingleProcess
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError, first_of, printable
 
@@ -30,16 +31,39 @@ def write_the_rest(
     state: dict[str, Any],
     info: dict[str, Any],
     weights_alone: Mapping[str, Any],
+    processes: SingleProcess,
+    sharded: bool,
 ) -> None:
-    """Call `write` with a state and its info, and once more without what cannot be stored.
+    """Call `write` with a state and its info, and once more without what cannot be stored. Collective.
 
     Args:
+        sharded: all processes write; else rank 0.
         weights_alone: all of these entries take the place of those in the state if one of them cannot be stored: from
             such a checkpoint no training goes on. What cannot be stored in other entries ends the write.
 
     Raises:
         LeftOutError: something was left out, and the rest is written.
+        Exception: what `write` has raised on one process, on all.
     """
+    problem = None
+    if processes.is_global_zero or sharded:
+        try:
+            _write(write, state, info, weights_alone)
+        except Exception as error:
+            problem = error
+    problems = processes.all_gather_object(problem)
+    problems[processes.rank] = problem  # with its own class and traceback
+    for one in problems:
+        if one is not None:
+            raise one
+
+
+def _write(
+    write: Callable[[dict[str, Any], dict[str, Any]], None],
+    state: dict[str, Any],
+    info: dict[str, Any],
+    weights_alone: Mapping[str, Any],
+) -> None:
     try:
         return write(state, info)
     except UnstorableError as error:
