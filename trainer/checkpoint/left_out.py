@@ -84,7 +84,7 @@ def _take_out(state: dict[str, Any], key: str, *path: Any) -> str:
     """Take the part of an entry out of a state to which a path leads; return its name."""
     parts, owner = [key, *path[: _APART.get(key, 0)]], state
     for part in parts[:-1]:
-        owner = owner[part]
+        owner = owner.get(part, {})  # another process may have found it, in a part that this one lacks
     if parts == [key]:
         state[key] = {}
     else:
