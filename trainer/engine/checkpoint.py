@@ -72,7 +72,7 @@ def save(engine: Engine, path: str | Path, state: Mapping[str, Any], info: Mappi
     per_rank = gather_states(own, strategy.processes)
     first = next(iter(parts.models.values())).module if parts.models else None
     hparams = first.hparams if isinstance(first, TrainModule) else {}
-    scaler = engine.scaler
+    scaler = engine._scaler
     entries = {  # those that a Trainer writes, too, mean the same
         **tensors,
         "scaler": scaler.state_dict() if scaler is not None else {},
@@ -125,7 +125,7 @@ def _resume(engine: Engine, checkpoint: dict[str, Any], path: str) -> None:
             f"{path} has the positions of {known} training loaders, and this program has set up {training}: call "
             "engine.setup_dataloaders with the same loaders, in the same order, before engine.load."
         )
-    if (scaler := engine.scaler) is not None and checkpoint["scaler"]:
+    if (scaler := engine._scaler) is not None and checkpoint["scaler"]:
         with restoring("the loss scale"):
             scaler.load_state_dict(checkpoint["scaler"])
     if int(checkpoint["seed"]) != engine.seed and alive:

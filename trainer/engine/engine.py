@@ -658,6 +658,7 @@ class Engine:
                 "others: save after the step that uses them, or leave no_backward_sync out."
             )
         self.loaders.report_left()
+        self.strategy.end_step()  # what an overflow of a dropped batch has found is in no checkpoint
         save(self, path, state, info or {})
         self._saved_at = self.loaders.in_training()
 
@@ -685,7 +686,7 @@ class Engine:
         self.steps, self._begun, self._saved_at = steps, True, []
 
     @property
-    def scaler(self) -> Any:
+    def _scaler(self) -> Any:
         """The scaler of losses, one for all models; None without."""
         return next((model._strategy.scaler for model in self._models if model._trains), None)
 

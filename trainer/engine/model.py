@@ -222,6 +222,9 @@ class EngineOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         self.waits = self.model._held = self._engine._unstepped = False
+        strategy = self.model._strategy
+        if id(self.optimizer) in strategy._unscaled:  # dropped, perhaps because the loss scale is too large
+            strategy.end_step()
         if set_to_none:
             zero_grad_fast(self.optimizer)
         else:
