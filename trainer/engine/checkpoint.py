@@ -210,16 +210,12 @@ class Parts:
             model = self.models[key]
             synchronize_buffers(model._strategy)
             of_model = model._strategy.module_state()
-            optimizers = {name: one.optimizer for name, one in self.optimizers.items() if one.model is model}
-            own = {name: model._strategy.optimizer_state(one) for name, one in optimizers.items()}
+            mine = {name: one for name, one in self.optimizers.items() if one.model is model}
+            own = {name: model._strategy.optimizer_state(one.optimizer) for name, one in mine.items()}
             found = model._finite.nonfinite({"model": of_model, "optimizers": list(own.values())})
             self.nonfinite += [_of_user(name, prefix, list(own)) for name in found]
             weights |= without_prefix(of_model, prefix)
-            waiting = {
-                name: gradients_of(model._strategy, one.optimizer, one.waits)
-                for name, one in self.optimizers.items()
-                if one.model is model
-            }
+            waiting = {name: gradients_of(model._strategy, one.optimizer, one.waits) for name, one in mine.items()}
             in_checkpoint = partial(_without, prefix=prefix)
             states |= {name: renamed(one, in_checkpoint) for name, one in own.items()}
             gradients |= {name: renamed(one, in_checkpoint) for name, one in waiting.items()}

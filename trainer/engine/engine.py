@@ -24,27 +24,12 @@ from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.all_gather import gather_nested, gather_uneven, map_sorted
 from trainer.engine.checkpoint import load, save, without_prefix
 from trainer.engine.loader import Loaders
-from trainer.engine.model import (
-    Adapter,
-    EngineModule,
-    EngineOptimizer,
-    marks_of_gradients,
-    require_model,
-    require_optimizer,
-    take_parameters,
-)
-from trainer.errors import (
-    ConfigError,
-    did_you_mean,
-    explain_torch_error,
-    raise_problems,
-    shown,
-)
-from trainer.fault_tolerance.collective_check import CollectiveCheck, require_same_call
+from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, require, take_parameters
+from trainer.errors import ConfigError, did_you_mean, explain_torch_error, raise_problems, shown
+from trainer.fault_tolerance.collective_check import listen, require_same_call
 from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import limit_exit, report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
-from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.loop.compare_ranks import compare
 from trainer.loop.hook_changes import HookChanges
 from trainer.loop.nonfinite import StateMonitor
@@ -54,13 +39,7 @@ from trainer.model.dispatched import refuse_dispatched
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.optimizers import check_parameters
 from trainer.precision import Precision
-from trainer.seed import (
-    derive_seed,
-    global_seed,
-    seed_generators,
-    set_deterministic,
-    share_random_numbers,
-)
+from trainer.seed import global_seed, seed_generators, seed_readers, set_deterministic
 from trainer.settings import Settings
 from trainer.strategy import (
     StepConfig,
@@ -166,7 +145,7 @@ class Engine:
         self._given: Any = WeakIdKeyDictionary()  # parameters that no other model may have, as `setup` got them
         self._saved_at: list[tuple[int, int]] = []
         """The positions of the loaders in progress at the last save."""
-        self._entered = self._begun = self._told_of_left = self._unstepped = False
+        self._entered = self._begun = self._unstepped = False
         """`_unstepped`: between a backward and the step, or the `zero_grad`, that uses its gradients."""
         self._backwards = self.steps = self._calls = 0
         """`_calls`: of models and of backward that need all processes, by which a process that goes on without the
@@ -196,14 +175,8 @@ class Engine:
         processes = strategy.processes
         configure_logging(processes.rank)
         cleanup.callback(set_deterministic(settings.deterministic, settings.benchmark))
-        self._stop = stop = StopCoordinator(processes.store, processes.rank, processes.world_size)
-        cleanup.callback(stop.uninstall)
-        polls = []
-        if stop.store is not None:
-            check = CollectiveCheck(stop.store, processes.rank, processes.world_size, self._collectives, stop.deadlocks)
-            polls = [check.publish_progress]
-            processes.wait_for_all = check.wait_for_all
-        stop.install(signals=False, polls=polls)
+        self._stop, _ = listen(processes, self._collectives, signals=False)
+        cleanup.callback(self._stop.uninstall)
         facts = {"strategy": type(strategy), **strategy._arguments, "precision": config.precision.name}
         facts |= {"seed": settings.seed, "device": config.device_type, "torch": torch.__version__}
         compare(processes, iter(facts.items()), "Give Engine the same arguments on all processes.")
@@ -337,15 +310,13 @@ class Engine:
     def begin(self) -> None:
         """Seed each reader differently from here on; called by the first batch or forward. Collective."""
         self._begun = True
-        reader = self.strategy.processes.reader
         if self.world_size > 1 and not self.loaders.alive() and self.is_global_zero:
             log.warning(
                 "no loader is set up: each process reads what its own loader gives, which is the same samples unless "
                 "that knows of the processes. To split it: loader = engine.setup_dataloaders(loader)."
             )
-        if reader > 0 and (self.config.settings.seed is not None or global_seed() is not None):
-            seed_generators(derive_seed(self.seed, reader))
-        share_random_numbers(self.strategy.processes, self.strategy.device)
+        given = self.config.settings.seed is not None
+        seed_readers(self.seed, given, self.strategy.processes, self.strategy.device)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -371,10 +342,10 @@ class Engine:
         self._calls += not chosen._accumulates
         if tensor.dim() and not args and not kwargs:
             raise ConfigError(f"engine.backward got a loss of shape {tuple(tensor.shape)}; reduce it: loss.mean().")
-        held = [(one, marks_of_gradients(one)) for one in self._models if one._held and one is not chosen]
+        held = [(one, one.marks_of_gradients()) for one in self._models if one._held and one is not chosen]
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
-        reduced = [chosen, *(one for one, marks in held if marks != marks_of_gradients(one))]
+        reduced = [chosen, *(one for one, marks in held if marks != one.marks_of_gradients())]
         for one in self._models:
             if one._accumulates or one in reduced:
                 one._held = one._accumulates
@@ -407,7 +378,7 @@ class Engine:
 
         `enabled=False` for the last micro-batch of a step, whose backward reduces all of them.
         """
-        require_model(module, "no_backward_sync")
+        require(module, EngineModule, "no_backward_sync")
         if module._accumulates is not None:
             raise ConfigError("engine.no_backward_sync: these blocks cannot be nested; open one for each micro-batch.")
         module._accumulates = enabled
@@ -437,8 +408,8 @@ class Engine:
         Returns:
             The norm before, on the device; None by value, and under DeepSpeed, which clips in the step.
         """
-        require_model(module, "clip_gradients")
-        mine: EngineOptimizer = require_optimizer(optimizer, "clip_gradients")
+        require(module, EngineModule, "clip_gradients")
+        mine = require(optimizer, EngineOptimizer, "clip_gradients")
         value = max_norm if clip_val is None else clip_val
         if value is None or (clip_val is not None and max_norm is not None) or norm_type != 2:
             raise ConfigError("engine.clip_gradients: give either clip_val= or max_norm=, and norm_type=2.0.")
@@ -695,7 +666,7 @@ class Engine:
 
         Returned on process 0, or with `everywhere` on all; the others return an empty dict.
         """
-        require_model(module, "full_state_dict")
+        require(module, EngineModule, "full_state_dict")
         self.strategy.processes.wait_for_all("engine.full_state_dict")
         return without_prefix(full_state_dict(module._strategy, everywhere), "")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MODEL = "model."
 """Begins the names of parameters as a strategy knows them."""
+SetUp = TypeVar("SetUp", "EngineModule", "EngineOptimizer")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -181,6 +182,10 @@ class EngineModule(nn.Module):
             "load_state_dict(engine.full_state_dict(model))."
         )
 
+    def marks_of_gradients(self) -> list[tuple[int, int] | None]:
+        """Return numbers that change with the gradients."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.module.parameters()]
+
     def require_unchanged(self) -> None:
         """Raise ConfigError if parameters were added, replaced, frozen or unfrozen since `setup`."""
         tables = self._tables
@@ -289,19 +294,9 @@ def take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Map
         group["params"] = [current[names[parameter]] for parameter in group["params"]]
 
 
-def marks_of_gradients(model: EngineModule) -> list[tuple[int, int] | None]:
-    """Return numbers that change with the gradients of a model."""
-    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in model.parameters()]
-
-
-def require_model(model: Any, call: str) -> None:
-    if not isinstance(model, EngineModule):
-        raise ConfigError(f"engine.{call} takes the model that engine.setup returned, and got {shown(model)}.")
-
-
-def require_optimizer(optimizer: Any, call: str) -> EngineOptimizer:
-    if not isinstance(optimizer, EngineOptimizer):
-        raise ConfigError(
-            f"engine.{call} takes the optimizer that engine.setup returned, and got a {type(optimizer).__name__}."
-        )
-    return optimizer
+def require(given: Any, kind: type[SetUp], call: str) -> SetUp:
+    """Return what a call was given, if it is a model, or an optimizer, that `Engine.setup` has returned."""
+    if not isinstance(given, kind):
+        what = "model" if kind is EngineModule else "optimizer"
+        raise ConfigError(f"engine.{call} takes the {what} that engine.setup returned, and got {shown(given)}.")
+    return given
