@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -261,6 +262,32 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
         return function(self) if self._writes else DummyExperiment()
 
     return experiment
+
+
+class LogFile:
+    """The file of a log. What cannot be written to it, as on a full disk, is kept in memory and written later."""
+
+    path: Path
+    has: ClassVar[str] = "its points"
+    """What it has, for messages."""
+    _failed = False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Report the first of several errors of a write in the block."""
+        try:
+            yield
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                words = "cannot write %s (%s); %s are kept in memory until it can be."
+                log.warning(words, self.path, error, self.has)
+            self._failed = True
+
+    def report_loss(self) -> None:
+        """Log an error if something was never written."""
+        if self._failed:
+            log.error("%s could not be written until the end: %s kept in memory are lost.", self.path, self.has)
 
 
 class FileLogger(Logger):

@@ -338,7 +338,7 @@ class Strategy:
         if scaler._scale is None:
             scaler.scale(torch.zeros((), device=self.device))  # makes it
         if not self._scale:
-            self._scale.append(scaler._scale.clone())
+            self._scale.append(torch.as_tensor(scaler._scale).clone())
         (scale,) = self._scale
         before = self._scaled_by.get(id(optimizer), scale)
         self._scaled_by[id(optimizer)] = scale

@@ -429,6 +429,6 @@ def test_a_checkpoint_in_the_folder_of_another_is_not_deleted_with_it(store: str
     folder = f"memory://{tmp_path.name}/run" if store == "memory" else str(tmp_path / "run")
     write_checkpoint(folder, {"a": 1})
     write_checkpoint(f"{folder}/best", {"a": 2})
-    with pytest.raises(CheckpointError, match="the checkpoint .*/run/best in it would be deleted"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint .*/run/best in it would be deleted"):
         write_checkpoint(folder, {"a": 3}, overwrite=True)
     assert (read_checkpoint(folder), read_checkpoint(f"{folder}/best")) == ({"a": 1}, {"a": 2})

@@ -45,10 +45,15 @@ def write_the_rest(
         LeftOutError: something was left out, and the rest is written.
         Exception: what `write` has raised on one process, on all.
     """
-    problem = None
+    problem: Exception | None = None
     if processes.is_global_zero or sharded:
         try:
-            _write(write, state, info, weights_alone)
+            try:
+                write(state, info)
+            except UnstorableError as refused:
+                left_out = _take_all_out(state, info, refused, weights_alone)
+                write(state, info)
+                raise LeftOutError(f"{refused} The checkpoint was written, without {first_of(left_out)}.") from refused
         except Exception as error:
             problem = error
     problems = processes.all_gather_object(problem)
@@ -58,26 +63,18 @@ def write_the_rest(
             raise one
 
 
-def _write(
-    write: Callable[[dict[str, Any], dict[str, Any]], None],
-    state: dict[str, Any],
-    info: dict[str, Any],
-    weights_alone: Mapping[str, Any],
-) -> None:
-    try:
-        return write(state, info)
-    except UnstorableError as error:
-        refused = error
+def _take_all_out(
+    state: dict[str, Any], info: dict[str, Any], refused: UnstorableError, weights_alone: Mapping[str, Any]
+) -> list[str]:
+    """Take what cannot be stored out of a state, and note it in its info; return its names."""
     needed = {path[0] for path, _ in refused.refused} - _APART.keys()
     if not needed <= weights_alone.keys():
         raise refused
-    left_out = [*dict.fromkeys(_take_out(state, *path) for path, _ in refused.refused)]
+    info[LEFT_OUT] = left_out = [*dict.fromkeys(_take_out(state, *path) for path, _ in refused.refused)]
     if needed:
         state |= weights_alone
         info["weights_only"] = True
-    info[LEFT_OUT] = left_out
-    write(state, info)
-    raise LeftOutError(f"{refused} The checkpoint was written, without {first_of(left_out)}.") from refused
+    return left_out
 
 
 def _take_out(state: dict[str, Any], key: str, *path: Any) -> str:
