@@ -94,7 +94,7 @@ class ThroughputMonitor(Callback):
         self._peak: float | None = None
 
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        twins = [callback for callback in config.callbacks if isinstance(callback, ThroughputMonitor)]
+        twins = [callback for callback in config.callbacks if type(callback) is type(self)]
         if self is twins[0] or stage != "fit":
             return []
         return [f"{len(twins)} ThroughputMonitors would log values of the same names, throughput/...: give one."]

@@ -269,7 +269,7 @@ class LogFile:
 
     path: Path
     has: ClassVar[str] = "its points"
-    """What it has, for messages."""
+    """Its contents, for messages."""
     _failed = False
 
     @contextmanager

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -29,9 +29,6 @@ from trainer.loop.waiting_gradients import give_gradients, gradients_of
 from trainer.module import TrainModule
 from trainer.seed import rng_state, set_rng_state, share_random_numbers
 from trainer.strategy import has_gradients, synchronize_buffers
-
-if TYPE_CHECKING:
-    from trainer.engine.engine import Engine
 
 log = logging.getLogger("trainer")
 
@@ -58,7 +55,7 @@ _KINDS: dict[str, Any] = {
 """The kinds of the entries that `load` reads; more are allowed."""
 
 
-def save(engine: Engine, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     """Write a checkpoint; see `Engine.save`. Collective."""
     parts, strategy = Parts(state, engine), engine.strategy
     tensors = parts.tensors()
@@ -93,7 +90,7 @@ def save(engine: Engine, path: str | Path, state: Mapping[str, Any], info: Mappi
     write_the_rest(lambda state, info: write(state, info=info), entries, about, {}, processes, shards)
 
 
-def load(engine: Engine, path: str | Path, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """Restore a checkpoint; see `Engine.load`. Collective."""
     parts, strategy = Parts(state, engine), engine.strategy
     if parts.optimizers and engine._backwards and engine.loaders.in_training():
@@ -115,7 +112,7 @@ def load(engine: Engine, path: str | Path, state: Mapping[str, Any], strict: boo
     return rest
 
 
-def _resume(engine: Engine, checkpoint: dict[str, Any], path: str) -> None:
+def _resume(engine: Any, checkpoint: dict[str, Any], path: str) -> None:
     """Restore the loaders' positions, the loss scale and the generators."""
     strategy, saved, alive = engine.strategy, checkpoint["loader"], engine.loaders.alive()
     training = sum(one._training for one in alive)
@@ -157,7 +154,7 @@ class Parts:
         ConfigError: something is not set up.
     """
 
-    def __init__(self, state: Mapping[str, Any], engine: Engine) -> None:
+    def __init__(self, state: Mapping[str, Any], engine: Any) -> None:
         if not isinstance(state, Mapping):
             raise ConfigError(f'the state is {shown(state)}: give a dict such as {{"model": model, "step": 3}}.')
         self.state, self.engine = state, engine

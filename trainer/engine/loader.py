@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.data.adapters import make_batch_loader
@@ -18,9 +18,6 @@ from trainer.loop.loaders import refuse_data
 from trainer.loop.training_state import place_in_epoch
 from trainer.seed import derive_seed
 from trainer.strategy import keeps_batches, without_cast
-
-if TYPE_CHECKING:
-    from trainer.engine.engine import Engine
 
 log = logging.getLogger("trainer")
 
@@ -39,8 +36,8 @@ _KIND = {
 class Loaders:
     """The loaders of an Engine, and a position for each of them."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine  # its file imports this one
         self.positions: list[Position] = []
         self.epochs = 0
         """Epochs of training that have ended."""
@@ -209,10 +206,10 @@ class Position:
 
     def end_epoch(self) -> None:
         """Count the epoch in progress."""
-        loaders, backwards = self._loaders, self._loaders.engine._backwards
+        others, backwards = self._loaders, self._loaders.engine._backwards
         trained = self.batch == self._first or self._backwards < backwards
-        self._beside, self._ended = [one.epoch for one in loaders.positions] if trained else [], backwards
-        loaders.epochs += self.training
+        self._beside, self._ended = [one.epoch for one in others.positions] if trained else [], backwards
+        others.epochs += self.training
         self.epoch += 1
         self.batch, self._restored, self.newest = 0, None, _nothing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from trainer.module import TrainModule
 from trainer.optimizers import zero_grad_fast
 from trainer.precision import NULL_CONTEXT
 from trainer.strategy import Strategy, inherits, keeps_step
-
-if TYPE_CHECKING:
-    from trainer.engine.engine import Engine
 
 MODEL = "model."
 """Begins the names of parameters as a strategy knows them."""
@@ -56,7 +53,7 @@ class EngineModule(nn.Module):
         self,
         module: nn.Module,
         strategy: Strategy,
-        engine: Engine,
+        engine: Any,
         finite: StateMonitor,
         changes: HookChanges,
         trains: bool,
@@ -210,7 +207,7 @@ class EngineModule(nn.Module):
 class EngineOptimizer(Optimizer):
     """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's."""
 
-    def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Engine) -> None:
+    def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any) -> None:
         # Not super().__init__: groups and states are those of the optimizer.
         self.optimizer, self.model, self._engine = optimizer, model, engine
         self.stepping = False
