@@ -892,6 +892,11 @@ class ModelCheckpoint(Checkpoint):
                 *self._monitored(),
             )
             state_dict = {**state_dict, "kept": {}, "best": None, "nonfinite": []}
+        # A run that goes back may have written one after that to which it goes back, at the same step.
+        for name in [one for one in self.kept if one not in state_dict["kept"]]:
+            if self._is_own(self._in_folder(name), self._restored_step):
+                state_dict = {**state_dict, "kept": {**state_dict["kept"], name: self.kept[name]}, "last": name}
+                self.saved_step = int(self._restored_step)
         self._restored_best = state_dict["best"], state_dict["kept"].get(state_dict["best"])
         own = {name: value for name, value in state_dict["kept"].items() if self._is_own(self._in_folder(name))}
         later = [name for name in own if not self._is_own(self._in_folder(name), self._restored_step)]
