@@ -271,7 +271,10 @@ class Loop:
     def _batch(self, epoch: int, batch_idx: int) -> float | None:
         """Train a batch and return its loss; None: it is left out, or the run has stopped before it."""
         program, batch = self.program, training_batch(batch_idx)
-        if (self.stopped and batch_idx > 0) or (epoch == 1 and batch_idx == program.ending.bad):
+        if self.stopped and batch_idx > 0:
+            return None
+        if epoch == 1 and batch_idx == program.ending.bad:
+            self._validate_if_due(batch_idx)
             return None
         rate, shown = self.optimizers[0].param_groups[0]["lr"], loss_of(self.net, batch).item()
         for number in program.optimizers.stepping(batch_idx) if program.optimizers.manual else (0,):
@@ -290,9 +293,12 @@ class Loop:
         if self.step % program.loggers.every == 0:
             self.found.log(self.step, "loss", shown)
             self.found.log(self.step, "rate", rate)
+        self._validate_if_due(batch_idx)
+        return shown
+
+    def _validate_if_due(self, batch_idx: int) -> None:
         if self.inside and (batch_idx + 1) % self.every == 0:
             self._validate()
-        return shown
 
     def _update_average(self) -> None:
         now = [weight.detach().clone() for weight in self.net.parameters()]
