@@ -508,7 +508,7 @@ class Trainer:
                     outputs, data, _ = self._step_with_closure(run, window)
                 elif run.bad_steps is not None and run.bad_steps.leaves_out():
                     self._count(run, window, refused=True)
-                    if not self._validate_inside_epoch(run):
+                    if not self._validate_inside_epoch(run) or (run.stops() and self._leaves_epoch(run, windows)):
                         return
                     continue
                 else:
