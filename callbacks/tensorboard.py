@@ -20,7 +20,7 @@ from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
-from trainer.logger import DummyExperiment, LogFile, Logger, Overridable
+from trainer.logger import DummyExperiment, FolderLogger, LogFile, Overridable
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 from trainer.strategy import eval_mode
@@ -38,7 +38,7 @@ TRAINING = ".training"
 """The end of the names of the files that a training writes."""
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FolderLogger):
     """Write scalars and hyperparameters to event files; `tensorboard --logdir runs` shows them.
 
     A resumed run cuts the files of the training to what they had when its checkpoint was written, and goes on in a new
@@ -58,8 +58,6 @@ class TensorBoardLogger(Logger):
     Raises:
         MissingPackageError: at the start of a run, when tensorboard is not installed.
     """
-
-    place: LoggerFolder
 
     def __init__(
         self,
@@ -86,12 +84,7 @@ class TensorBoardLogger(Logger):
         self._before: list[Path] = []
         """The files of the training that were there when the run opened its own."""
 
-    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
-    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
-    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
     sub_dir = Overridable(lambda self: self.place.sub_dir)
-    name = Overridable(lambda self: self.place.name_in(self._run_dir))
-    version = Overridable(lambda self: self.place.version_in(self._run_dir))
 
     @property
     def hparams(self) -> dict[str, Any]:

@@ -290,13 +290,24 @@ class LogFile:
             log.error("%s could not be written until the end: %s kept in memory are lost.", self.path, self.has)
 
 
-class FileLogger(Logger):
+class FolderLogger(Logger):
+    """A logger that writes into a folder."""
+
+    place: LoggerFolder
+
+    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
+    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
+    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
+    name = Overridable(lambda self: self.place.name_in(self._run_dir))
+    version = Overridable(lambda self: self.place.version_in(self._run_dir))
+
+
+class FileLogger(FolderLogger):
     """A logger that writes one file, on rank 0; a resumed run continues the file of the run before.
 
     A subclass defines `open`. The file is written before each checkpoint, at the end, and every `flush_seconds`.
     """
 
-    place: LoggerFolder
     file_name: ClassVar[str]
     flush_seconds: float
     """Longest time between two writes to the file, as long as values are logged."""
@@ -318,12 +329,6 @@ class FileLogger(Logger):
         """The path of the file; None before a run."""
         folder = self.place.folder(self._run_dir)
         return None if folder is None else folder / self.file_name
-
-    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
-    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
-    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
-    name = Overridable(lambda self: self.place.name_in(self._run_dir))
-    version = Overridable(lambda self: self.place.version_in(self._run_dir))
 
     def earlier_lines(self) -> list[bytes]:
         """Make the folder of the file; return the lines that the file has already, without one that was cut off.
