@@ -660,14 +660,9 @@ class ModelCheckpoint(Checkpoint):
         """Whether a process of this run that was killed has written a checkpoint of this name after the one from which
         the run goes on: it is written again. In another run directory only one of the same step is."""
         path = self._in_folder(name)
-        if name in {*self._previous[0], *self._undeleted} or not isinstance(path, Path) or not is_committed(path):
+        if name in {*self._previous[0], *self._undeleted} or not isinstance(path, Path):
             return False
-        try:
-            info = read_manifest(path).info
-        except CheckpointError as error:
-            if isinstance(error, ReadError):
-                raise
-            return False
+        info = _info(path) or {}
         return info.get("owner") == self._owner and (self._goes_on or info.get("step") == self._restored_step)
 
     def _write(self, trainer: Trainer, state: dict[str, Any], info: Mapping[str, Any]) -> None:
@@ -783,13 +778,8 @@ class ModelCheckpoint(Checkpoint):
         Raises:
             ReadError: the storage does not answer.
         """
-        try:
-            info: dict[str, Any] = read_manifest(path).info if is_committed(path) else {"owner": None}
-            return bool(info.get("owner", self._owner) == self._owner and info.get("step", 0) <= latest)
-        except ReadError:
-            raise
-        except CheckpointError:  # damaged: known by its name alone
-            return True
+        info = _info(path)
+        return info is not None and info.get("owner", self._owner) == self._owner and info.get("step", 0) <= latest
 
     def _in_folder(self, name: str) -> StoragePath:
         assert self._folder is not None
@@ -925,6 +915,16 @@ class ModelCheckpoint(Checkpoint):
             self.nonfinite += later
             self.kept |= dict.fromkeys(later)
         self.best = self._best_of(self.kept)
+
+
+def _info(path: StoragePath) -> dict[str, Any] | None:
+    """Return the info of a checkpoint; of a damaged one, which is known by its name alone, {}; None: there is none."""
+    try:
+        return read_manifest(path).info if is_committed(path) else None
+    except ReadError:
+        raise
+    except CheckpointError:
+        return {}
 
 
 def _sentence(error: CheckpointError) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ from trainer.checkpoint.disk import (
 )
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
-from trainer.logger import DummyExperiment, FileLogger
+from trainer.logger import DummyExperiment, FileLogger, LogFile
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
-
-log = logging.getLogger("trainer")
 
 Row = dict[str, str]
 
@@ -129,11 +126,13 @@ class CSVLogger(FileLogger):
         return _File(path, columns, rows, closes=self._trainer is not None and self._trainer.stage != "fit")
 
 
-class _File:
+class _File(LogFile):
     """A CSV file whose rows of the last step can still change, unless it `closes` those that are there.
 
     Earlier rows are on disk, or pending in memory.
     """
+
+    has = "the rows"
 
     def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]], closes: bool = False) -> None:
         self.path = path
@@ -142,19 +141,15 @@ class _File:
         self.rows = [row for step, row in rows if step == self.step]
         """Those of the last step."""
         final = rows[: len(rows) - len(self.rows)]
-        self._waiting: list[tuple[int, Row]] = []
         self._amended: list[tuple[int, Row]] = []
         """Cells for rows that are on disk already."""
-        self._new_columns = False
         self._end = 0
         """The position of the last step's rows in the file, in bytes."""
-        self._failed = False
         self._file: io.FileIO | None = None
-        try:
+        self._waiting, self._new_columns = final, True  # until they are written
+        with self.writing():
             self._write_anew(final)
-        except OSError as error:
-            self._report(error)
-            self._waiting, self._new_columns = final, True
+            self._waiting, self._new_columns = [], False
 
     def put(self, step: int, cells: Row) -> None:
         """Add cells to the rows of `step`."""
@@ -176,32 +171,19 @@ class _File:
 
         After an error the pending rows are kept, and the next call overwrites a partial write.
         """
-        try:
+        with self.writing():
             if self._new_columns or self._amended:
                 self._write_anew(self._final_rows())
             else:
                 self._append(to_disk)
-        except OSError as error:
-            self._report(error)
-        else:
-            self._failed = self._new_columns = False
+            self._new_columns = False
             self._waiting.clear()
             self._amended.clear()
-
-    def _report(self, error: OSError) -> None:
-        if not self._failed:
-            log.warning("cannot write %s (%s); rows are kept in memory until it can be written.", self.path, error)
-        self._failed = True
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def report_loss(self) -> None:
-        """Log an error if rows were never written."""
-        if self._failed:
-            log.error("%s could not be written until the end: the rows kept in memory are lost.", self.path)
 
     def _final_rows(self) -> list[tuple[int, Row]]:
         """Return all rows before the last step: those on disk, the pending ones, and the cells added to them."""

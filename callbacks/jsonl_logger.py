@@ -13,7 +13,7 @@ from trainer.arguments import NonNegativeFloat, make_folder
 from trainer.checkpoint.disk import flush_file, replace_file, without_links, write_all
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
-from trainer.logger import FileLogger
+from trainer.logger import FileLogger, LogFile
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
 
@@ -119,8 +119,10 @@ class JSONLLogger(FileLogger):
         return file
 
 
-class _LineFile:
-    """A file to which lines are appended. Those that cannot be written are kept in memory."""
+class _LineFile(LogFile):
+    """A file to which lines are appended."""
+
+    has = "the lines"
 
     def __init__(self, path: Path, kept: list[bytes]) -> None:
         self.path = path
@@ -130,7 +132,6 @@ class _LineFile:
         self._pending: list[bytes] = []
         self._rewritten: list[bytes] | None = None
         """All lines before the pending ones, if the file does not have them as they are."""
-        self._failed = False
         try:
             if path.stat().st_size == self._end and not path.is_symlink():
                 return
@@ -150,7 +151,7 @@ class _LineFile:
         After an error the lines are kept, and the next call overwrites a partial write.
         """
         data = b"".join(self._pending)
-        try:
+        with self.writing():
             if self._rewritten is not None:
                 replace_file(self.path, b"".join(self._rewritten))
                 self._rewritten = None
@@ -160,22 +161,11 @@ class _LineFile:
                 file.truncate()
                 if to_disk:
                     flush_file(file.fileno(), self.path.parent)
-        except OSError as error:
-            if not self._failed:
-                log.warning("cannot write %s (%s); lines are kept in memory until it can be.", self.path, error)
-            self._failed = True
-            return
-        self._end += len(data)
-        self._pending.clear()
-        self._failed = False
+            self._end += len(data)
+            self._pending.clear()
 
     def close(self) -> None:
         """Do nothing: the file is open while it is written only."""
-
-    def report_loss(self) -> None:
-        """Log an error if lines were never written."""
-        if self._failed:
-            log.error("%s could not be written until the end: the lines kept in memory are lost.", self.path)
 
 
 def _as_json(value: Any) -> Any:

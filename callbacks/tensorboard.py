@@ -20,7 +20,7 @@ from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
-from trainer.logger import DummyExperiment, Logger, Overridable
+from trainer.logger import DummyExperiment, FolderLogger, LogFile, Overridable
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 from trainer.strategy import eval_mode
@@ -38,7 +38,7 @@ TRAINING = ".training"
 """The end of the names of the files that a training writes."""
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FolderLogger):
     """Write scalars and hyperparameters to event files; `tensorboard --logdir runs` shows them.
 
     A resumed run cuts the files of the training to what they had when its checkpoint was written, and goes on in a new
@@ -58,8 +58,6 @@ class TensorBoardLogger(Logger):
     Raises:
         MissingPackageError: at the start of a run, when tensorboard is not installed.
     """
-
-    place: LoggerFolder
 
     def __init__(
         self,
@@ -86,12 +84,7 @@ class TensorBoardLogger(Logger):
         self._before: list[Path] = []
         """The files of the training that were there when the run opened its own."""
 
-    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
-    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
-    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
     sub_dir = Overridable(lambda self: self.place.sub_dir)
-    name = Overridable(lambda self: self.place.name_in(self._run_dir))
-    version = Overridable(lambda self: self.place.version_in(self._run_dir))
 
     @property
     def hparams(self) -> dict[str, Any]:
@@ -258,11 +251,10 @@ class TensorBoardLogger(Logger):
         return {} if folder is None else {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
-class _EventFile:
+class _EventFile(LogFile):
     """One `events.out.tfevents...` file in the records of tensorboard.
 
-    Events are kept in memory until `flush`. When writing fails (disk full), a warning says so once, and the next
-    `flush` tries again.
+    Events are kept in memory until `flush`. After an error the next `flush` tries again.
     """
 
     def __init__(self, folder: Path, suffix: str = "", purges: bool = False) -> None:
@@ -277,7 +269,6 @@ class _EventFile:
         self._records = RecordWriter(self._pending)
         self._size = 0
         self._created = False
-        self._failed = False
         self.add(file_version="brain.Event:2")
         if purges:  # TensorBoard drops the points of a training that was in this folder before
             self.add(step=0, session_log=SessionLog(status=SessionLog.START))
@@ -300,20 +291,14 @@ class _EventFile:
         data = self._pending.getvalue()
         if not data:
             return
-        try:
+        with self.writing():
             with open(self.path, "r+b" if self._created else "xb", opener=without_links) as file:
                 self._created = True
                 file.seek(self._size)
                 file.write(data)
-        except OSError as error:
-            if not self._failed:
-                log.warning("cannot write %s (%s); its points are kept in memory until it can be.", self.path, error)
-            self._failed = True
-            return
-        self._size += len(data)
-        self._pending.seek(0)
-        self._pending.truncate()
-        self._failed = False
+            self._size += len(data)
+            self._pending.seek(0)
+            self._pending.truncate()
 
 
 def _wait_until_after(name: str) -> None:

@@ -19,6 +19,7 @@ from trainer.model.recompilation import compilations
 
 if TYPE_CHECKING:
     from trainer.loop.progress import Progress
+    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.module import TrainModule
     from trainer.precision import Precision
     from trainer.trainer import Trainer
@@ -91,6 +92,12 @@ class ThroughputMonitor(Callback):
         self._validation_began = 0.0
         self._flops: float | None = None
         self._peak: float | None = None
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        twins = [callback for callback in config.callbacks if type(callback) is type(self)]
+        if self is twins[0] or stage != "fit":
+            return []
+        return [f"{len(twins)} ThroughputMonitors would log values of the same names, throughput/...: give one."]
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._marks.clear()

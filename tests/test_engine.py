@@ -345,6 +345,51 @@ def test_a_batch_may_be_given_up_by_zero_grad(by: str, tmp_path: Path) -> None:
         engine.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
 
 
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_the_overflow_of_a_batch_that_was_given_up_lowers_the_scale_also_of_a_checkpoint(
+    by: str, tmp_path: Path
+) -> None:
+    with Engine(precision="16-mixed", **CPU) as engine:
+        model, optimizer = engine.setup(net := make_net(), AdamW(net.parameters()))
+        engine.backward(model(torch.zeros(2, FEATURES)).mean() * math.inf)
+        assert not torch.isfinite(engine.clip_gradients(model, optimizer, max_norm=1.0))
+        (optimizer if by == "optimizer" else model).zero_grad()
+        engine.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+        assert model_scale(model).get_scale() == 2**15
+        engine.backward(model(torch.zeros(2, FEATURES)).mean())
+        optimizer.step()
+        assert model_scale(model).get_scale() == 2**15
+
+
+def test_gradients_that_wait_are_saved_with_the_loss_scale_of_then(tmp_path: Path) -> None:
+    x = torch.ones(2, 4)
+
+    def begin(engine: Engine) -> dict[str, Any]:
+        one, stepping = engine.setup(net := nn.Linear(4, 1), SGD(net.parameters(), 0.1))
+        other, waiting = engine.setup(net := nn.Linear(4, 1), SGD(net.parameters(), 0.1))
+        model_scale(one).set_growth_interval(1)
+        return {"one": one, "other": other, "stepping": stepping, "waiting": waiting}
+
+    def end(state: dict[str, Any], engine: Engine) -> dict[str, torch.Tensor]:
+        engine.backward(state["other"](x).mean() / 16, model=state["other"])
+        before = state["other"].module.weight.detach().clone()
+        state["waiting"].step()
+        torch.testing.assert_close(state["other"].module.weight, before - 0.2 / 16)  # of two gradients
+        return weights(state["other"].module)
+
+    with Engine(precision="16-mixed", **CPU) as engine:
+        state = begin(engine)
+        engine.backward(state["other"](x).mean() / 16, model=state["other"])
+        engine.backward(state["one"](x).mean() / 16, model=state["one"])
+        state["stepping"].step()  # the scale is doubled here
+        engine.save(tmp_path / "one", state)
+        whole = end(state, engine)
+    with Engine(precision="16-mixed", **CPU) as engine:
+        state = begin(engine)
+        engine.load(tmp_path / "one", state)
+        assert_same_bits(end(state, engine), whole)
+
+
 @pytest.mark.parametrize("names", [("net", "net.ema"), ("model", "model.model"), ("a", "a.0", "a..0")])
 def test_names_with_dots_are_kept_apart(names: tuple[str, ...], tmp_path: Path) -> None:
     def models(engine: Engine, fill: float) -> dict[str, Any]:

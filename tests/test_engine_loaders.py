@@ -238,7 +238,7 @@ def test_loaders_that_are_gone_are_not_kept() -> None:
             del loader, data
             assert known() is None
         assert not any(worker.is_alive() for worker in workers)
-        assert len(engine._places) == 1
+        assert len(engine.loaders.positions) == 1
 
 
 @pytest.mark.parametrize("program", ["fixed", "set up again"])

@@ -280,6 +280,11 @@ TORCH_ERRORS = {
         "A weight or another tensor of a forward was changed before its backward. Change weights between two steps, in "
         "a hook such as on_train_batch_end; elsewhere write x = x + y instead of x += y."
     ),
+    "a leaf Variable that requires grad is being used in an in-place operation": (
+        "A parameter, or another leaf, is changed in place: do that in `with torch.no_grad():`. If it is the second "
+        "backward with create_graph=True under 'ddp': take the first gradient by torch.autograd.grad(loss, inputs, "
+        "create_graph=True), and call backward once, for the sum of the losses."
+    ),
     "This view was created inside a custom Function": (
         "A tensor is changed in place where torch cannot follow: an argument of a block that 'fsdp' shards, or "
         "the result of a torch.autograd.Function. Write x = x + y instead of x += y, and give layers such as nn.ReLU "

@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -263,13 +264,50 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
     return experiment
 
 
-class FileLogger(Logger):
+class LogFile:
+    """The file of a log. What cannot be written to it, as on a full disk, is kept in memory and written later."""
+
+    path: Path
+    has: ClassVar[str] = "its points"
+    """Its contents, for messages."""
+    _failed = False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Report the first of several errors of a write in the block."""
+        try:
+            yield
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                words = "cannot write %s (%s); %s are kept in memory until it can be."
+                log.warning(words, self.path, error, self.has)
+            self._failed = True
+
+    def report_loss(self) -> None:
+        """Log an error if something was never written."""
+        if self._failed:
+            log.error("%s could not be written until the end: %s kept in memory are lost.", self.path, self.has)
+
+
+class FolderLogger(Logger):
+    """A logger that writes into a folder."""
+
+    place: LoggerFolder
+
+    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
+    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
+    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
+    name = Overridable(lambda self: self.place.name_in(self._run_dir))
+    version = Overridable(lambda self: self.place.version_in(self._run_dir))
+
+
+class FileLogger(FolderLogger):
     """A logger that writes one file, on rank 0; a resumed run continues the file of the run before.
 
     A subclass defines `open`. The file is written before each checkpoint, at the end, and every `flush_seconds`.
     """
 
-    place: LoggerFolder
     file_name: ClassVar[str]
     flush_seconds: float
     """Longest time between two writes to the file, as long as values are logged."""
@@ -291,12 +329,6 @@ class FileLogger(Logger):
         """The path of the file; None before a run."""
         folder = self.place.folder(self._run_dir)
         return None if folder is None else folder / self.file_name
-
-    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
-    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
-    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
-    name = Overridable(lambda self: self.place.name_in(self._run_dir))
-    version = Overridable(lambda self: self.place.version_in(self._run_dir))
 
     def earlier_lines(self) -> list[bytes]:
         """Make the folder of the file; return the lines that the file has already, without one that was cut off.

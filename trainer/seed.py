@@ -180,6 +180,16 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
 
 
+def seed_readers(seed: int, given: bool, processes: SingleProcess, device: torch.device) -> None:
+    """Have each reader of data draw other numbers from now on, if a seed was `given`. Collective.
+
+    Reader 0 continues with the generators that the given seed has seeded, as a single process does.
+    """
+    if processes.reader > 0 and (given or global_seed() is not None):
+        seed_generators(derive_seed(seed, processes.reader))
+    share_random_numbers(processes, device)
+
+
 def share_random_numbers(processes: SingleProcess, device: torch.device) -> None:
     """Have all processes of one model draw the numbers that the first of them draws from now on. Collective.
 

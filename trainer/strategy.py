@@ -333,10 +333,12 @@ class Strategy:
         """Scale the gradients that wait for a step of `optimizer` by the current loss scale, before a backward of
         manual optimization adds to them: clipping may have unscaled them, or the scale may be another one now."""
         scaler = self.scaler
-        if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None:
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return
+        if scaler._scale is None:
+            scaler.scale(torch.zeros((), device=self.device))  # makes it
         if not self._scale:
-            self._scale.append(scaler._scale.clone())
+            self._scale.append(torch.as_tensor(scaler._scale).clone())
         (scale,) = self._scale
         before = self._scaled_by.get(id(optimizer), scale)
         self._scaled_by[id(optimizer)] = scale

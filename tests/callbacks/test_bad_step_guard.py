@@ -237,6 +237,29 @@ def test_rewind_goes_on_from_the_checkpoint_without_the_batch(bad: str, tmp_path
     assert state["callbacks"]["BadStepGuard"]["left_out"] == [list(one) for one in result["left_out"]]
 
 
+def test_a_stop_in_a_validation_at_the_batch_that_is_left_out_is_obeyed_there(tmp_path: Path) -> None:
+    class Validated(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def on_validation_end(self) -> None:
+            self.trainer.stop("validated")
+
+    trainer = _guarded("rewind", tmp_path, max_epochs=1, val_check_interval=6)
+    trainer.fit(Validated(), data("nan"), data(""))
+    assert trainer.global_step == 5
+
+
+def test_a_checkpoint_of_the_step_gone_back_to_that_was_written_after_it_is_deleted_in_time(tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    savers = [ModelCheckpoint(folder, every_n_train_steps=3) for folder in folders]
+    trainer = quiet(max_epochs=1, callbacks=[*savers, BadStepGuard("rewind")], enable_checkpointing=True)
+    trainer.fit(Net(), data("nan"))
+    for saver, folder in zip(savers, folders, strict=True):
+        assert [path.name for path in folder.iterdir() if path.name.startswith("epoch=")] == ["epoch=0-step=11"]
+        assert saver.last_model_path == str(folder / "epoch=0-step=11")
+
+
 @pytest.mark.parametrize("action", ["skip", "rewind"])
 def test_a_resume_in_between_changes_no_bit(action: str, tmp_path: Path) -> None:
     unbroken = _run("single", str(tmp_path / "unbroken"), action, "nan", (18,))

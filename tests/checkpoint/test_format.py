@@ -422,3 +422,13 @@ def test_a_newer_format_says_what_to_do(checkpoint: Path, reseal: Callable[..., 
     reseal(checkpoint, lambda body: body.update(version=3))
     with pytest.raises(CheckpointError, match=r"newer version .*format 3.*git pull"):
         read_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("store", ["disk", "memory"])
+def test_a_checkpoint_in_the_folder_of_another_is_not_deleted_with_it(store: str, tmp_path: Path) -> None:
+    folder = f"memory://{tmp_path.name}/run" if store == "memory" else str(tmp_path / "run")
+    write_checkpoint(folder, {"a": 1})
+    write_checkpoint(f"{folder}/best", {"a": 2})
+    with pytest.raises(CheckpointError, match=r"the checkpoint .*/run/best in it would be deleted"):
+        write_checkpoint(folder, {"a": 3}, overwrite=True)
+    assert (read_checkpoint(folder), read_checkpoint(f"{folder}/best")) == ({"a": 1}, {"a": 2})

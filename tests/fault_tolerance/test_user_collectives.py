@@ -264,6 +264,9 @@ def predict(samples: int) -> list[torch.Tensor]:
         return engine.gather_uneven([torch.cat(one) if one else None for one in (outputs, targets)])
 
 
+MISTAKES = {"number": 3.0, "scalar": {"a": torch.ones(())}, "a number on 0 and 2": 3.0}
+
+
 def gather_more() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with Engine(accelerator="cpu", devices=3) as engine:
@@ -273,9 +276,9 @@ def gather_more() -> dict[str, Any]:
         found["gradient"] = weight.grad
         found["nowhere"] = engine.gather_uneven({"a": None, "b": [torch.ones(0, 2)]})
         found["stacked"] = engine.all_gather(torch.ones(0, 2))
-        for name, mistake in {"number": 3.0, "scalar": {"a": torch.ones(())}}.items():
+        for name, mistake in MISTAKES.items():
             with pytest.raises(ConfigError) as error:
-                engine.gather_uneven(mistake)
+                engine.gather_uneven(mistake if rank != 1 or "2" not in name else torch.ones(2))
             found[name] = str(error.value)
         with pytest.raises(ConfigError) as error:
             engine.gather_uneven({"a": torch.ones(2, 1 + rank % 2)}, check=False)
@@ -296,8 +299,10 @@ def test_predictions_are_gathered_after_the_loop_from_processes_with_any_number_
         if rank:
             assert more["gradient"].tolist() == [[6.0, 6.0]] * rank  # the sum of the gradients of three losses
         assert (more["nowhere"]["a"], more["nowhere"]["b"][0].shape, more["stacked"].shape) == (None, (0, 2), (3, 0, 2))
-        assert "and the data has none: give numbers to all_gather" in more["number"]
-        assert "and ['a'] has none" in more["scalar"]
+        assert "the data has a float on rank 2. It joins tensors along their first dimension" in more["number"]
+        assert "['a'] has a number on rank 2." in more["scalar"]
+        mixed = "the data has a float on rank 2, and rows of [] torch.float32 on rank 1."
+        assert mixed in more["a number on 0 and 2"]
         assert "['a'] has rows of [1] torch.float32 on rank 2, and rows of [2] torch.float32 on rank 1" in more["rows"]
         assert "rank 0 calls engine.all_reduce(sum) in " in more["operation"]
         assert "rank 2 calls engine.all_reduce(min) in " in more["operation"]

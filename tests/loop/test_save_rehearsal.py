@@ -243,6 +243,10 @@ class Hooked(Toy):
             checkpoint["ranks"] = {1}
         if case == f"later on {self.global_rank}" and self.global_step > 1:
             checkpoint["ranks"] = {1}
+        if case == "later on 1 alone":
+            del checkpoint["ranks"]
+            if self.global_rank == 1 and self.global_step > 1:
+                checkpoint["ranks"] = {1}
 
 strategy, case, folder = sys.argv[1:]
 callbacks = [ModelCheckpoint(folder)]
@@ -266,6 +270,7 @@ print("trained", flush=True)
         ("fsdp", "spoiled on 1", "0: CheckpointError"),
         ("ddp", "later on 0", "2: LeftOutError"),
         ("fsdp", "later on 1", "2: LeftOutError"),
+        ("fsdp", "later on 1 alone", "2: LeftOutError"),
     ],
 )
 def test_several_processes(strategy: str, case: str, reported: str | None, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.serialization import UnstorableError, place
 from trainer.checkpoint.storage import StoragePath
+from trainer.distributed.process_group import SingleProcess
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError, first_of, printable
 
@@ -30,37 +31,57 @@ def write_the_rest(
     state: dict[str, Any],
     info: dict[str, Any],
     weights_alone: Mapping[str, Any],
+    processes: SingleProcess,
+    sharded: bool,
 ) -> None:
-    """Call `write` with a state and its info, and once more without what cannot be stored.
+    """Call `write` with a state and its info, and once more without what cannot be stored. Collective.
 
     Args:
+        sharded: all processes write; else rank 0.
         weights_alone: all of these entries take the place of those in the state if one of them cannot be stored: from
             such a checkpoint no training goes on. What cannot be stored in other entries ends the write.
 
     Raises:
         LeftOutError: something was left out, and the rest is written.
+        Exception: what `write` has raised on one process, on all.
     """
-    try:
-        return write(state, info)
-    except UnstorableError as error:
-        refused = error
+    problem: Exception | None = None
+    if processes.is_global_zero or sharded:
+        try:
+            try:
+                write(state, info)
+            except UnstorableError as refused:
+                left_out = _take_all_out(state, info, refused, weights_alone)
+                write(state, info)
+                raise LeftOutError(f"{refused} The checkpoint was written, without {first_of(left_out)}.") from refused
+        except Exception as error:
+            problem = error
+    problems = processes.all_gather_object(problem)
+    problems[processes.rank] = problem  # with its own class and traceback
+    for one in problems:
+        if one is not None:
+            raise one
+
+
+def _take_all_out(
+    state: dict[str, Any], info: dict[str, Any], refused: UnstorableError, weights_alone: Mapping[str, Any]
+) -> list[str]:
+    """Take what cannot be stored out of a state, and note it in its info; return its names."""
     needed = {path[0] for path, _ in refused.refused} - _APART.keys()
     if not needed <= weights_alone.keys():
         raise refused
-    left_out = [*dict.fromkeys(_take_out(state, *path) for path, _ in refused.refused)]
+    info[LEFT_OUT] = left_out = [*dict.fromkeys(_take_out(state, *path) for path, _ in refused.refused)]
     if needed:
         state |= weights_alone
         info["weights_only"] = True
-    info[LEFT_OUT] = left_out
-    write(state, info)
-    raise LeftOutError(f"{refused} The checkpoint was written, without {first_of(left_out)}.") from refused
+    return left_out
 
 
 def _take_out(state: dict[str, Any], key: str, *path: Any) -> str:
     """Take the part of an entry out of a state to which a path leads; return its name."""
     parts, owner = [key, *path[: _APART.get(key, 0)]], state
     for part in parts[:-1]:
-        owner = owner[part]
+        owner = owner.get(part, {})  # another process may have found it, in a part that this one lacks
     if parts == [key]:
         state[key] = {}
     else:

@@ -15,7 +15,7 @@ from trainer.checkpoint.deserialization import to_json
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, UncertainWriteError, WriteError, reason
 from trainer.checkpoint.flat_slice import EMPTY_SLICE
 from trainer.checkpoint.format import part_file
-from trainer.checkpoint.manifest import DATA_FILE, FORMAT, KEY, VERSION, is_committed, with_checksum
+from trainer.checkpoint.manifest import DATA_FILE, FORMAT, KEY, VERSION, checkpoints_in, is_committed, with_checksum
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import TensorFile
 from trainer.checkpoint.serialization import Refused, Serialized, UnstorableError, serialize, unstorable
@@ -222,6 +222,7 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
         raise CheckpointError(f"{str(final)!r} is not a name for a checkpoint: give one that does not begin with '.'")
     try:
         in_use = storage_of(final).path_in_use(final)
+        inside = checkpoints_in(final) if in_use and overwrite else []
         is_checkpoint = in_use and not final.is_symlink() and is_committed(final)
     except (OSError, ReadError) as error:
         raise WriteError(f"cannot write the checkpoint {final}: {reason(error)}") from error
@@ -231,6 +232,8 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
         raise CheckpointError(f"{final} exists, and is not replaced. Give another name, or delete it before.")
     if not is_checkpoint:
         raise CheckpointError(f"{final} exists and is not a checkpoint, so it is not overwritten. Give another name.")
+    if inside:
+        raise CheckpointError(f"{final} is not replaced: the checkpoint {inside[0]} in it would be deleted. Move that.")
     return True
 
 

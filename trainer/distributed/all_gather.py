@@ -70,28 +70,27 @@ def gather_uneven(data: Any, device: torch.device, processes: SingleProcess, syn
     Collective. None stands for a tensor without rows.
 
     Raises:
-        ConfigError: a leaf has no first dimension, or the tensors differ in more than its length.
+        ConfigError: a leaf has no first dimension, or the tensors differ in more than its length; on all processes.
     """
     own: dict[str, Any] = {}
-    map_sorted(lambda path, leaf: own.update({path: _length_and_rows(path, leaf)}), data)
-    if processes.world_size == 1:
-        return data
+    map_sorted(lambda path, leaf: own.update({path: _length_and_rows(leaf)}), data)
     everywhere = processes.all_gather_object(own)
     for path in sorted({path for one in everywhere for path in one}):
-        kinds = [one.get(path, "") for one in everywhere]
-        found = {
-            f"rows of {kind[1]} {kind[2]}" if kind else "nothing": n for n, kind in enumerate(kinds) if kind is not None
-        }
-        if len(found) > 1:
+        kinds = [one.get(path, (0, "nothing")) for one in everywhere]
+        found = {kind[1]: rank for rank, kind in enumerate(kinds) if kind is not None}
+        if len(found) > 1 or any(not rows.startswith("rows") for rows in found):
             differing = ", and ".join(f"{rows} on rank {rank}" for rows, rank in found.items())
             raise ConfigError(
-                f"gather_uneven: {path or 'the tensor'} has {differing}. Only the lengths of first dimensions may "
-                "differ; give None on a process that has no tensor."
+                f"gather_uneven: {path or 'the data'} has {differing}. It joins tensors along their first dimension, "
+                "in whose length alone they may differ; give None on a process that has no tensor, and numbers to "
+                "all_gather."
             )
+    if processes.world_size == 1:
+        return data
 
     def gather(path: str, leaf: Any) -> Any:
         kinds = [one[path] for one in everywhere]
-        rows = next((kind[1:] for kind in kinds if kind is not None), None)
+        rows = next((kind[2:] for kind in kinds if kind is not None), None)
         if rows is None:
             return None
         lengths = [kind[0] if kind is not None else 0 for kind in kinds]
@@ -106,15 +105,13 @@ def gather_uneven(data: Any, device: torch.device, processes: SingleProcess, syn
     return map_sorted(gather, data)
 
 
-def _length_and_rows(path: str, leaf: Any) -> tuple[int, list[int], torch.dtype] | None:
+def _length_and_rows(leaf: Any) -> tuple[Any, ...] | None:
+    """Return the length of a leaf's first dimension, its rows in words, and their shape and dtype."""
     if leaf is None:
         return None
     if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-        raise ConfigError(
-            f"gather_uneven joins tensors along their first dimension, and {path or 'the data'} has none: give numbers "
-            "to all_gather."
-        )
-    return len(leaf), [*leaf.shape[1:]], leaf.dtype
+        return 0, "a number" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+    return len(leaf), f"rows of {[*leaf.shape[1:]]} {leaf.dtype}", [*leaf.shape[1:]], leaf.dtype
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

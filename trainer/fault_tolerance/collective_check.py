@@ -15,6 +15,7 @@ from trainer.fault_tolerance.deadlock import DeadlockWatch
 from trainer.fault_tolerance.ended_processes import has_ended
 from trainer.fault_tolerance.failure import first_failure
 from trainer.fault_tolerance.stacks import users_calls, where
+from trainer.fault_tolerance.stop import StopCoordinator
 
 _GRACE_S = 1.0
 """Seconds to wait for the other processes before checking that they have not passed the call."""
@@ -115,6 +116,23 @@ class CollectiveCheck:
 
     def _key(self, name: int | str) -> str:
         return f"collective/{self._calls}/{name}"
+
+
+def listen(
+    processes: SingleProcess, begun: Callable[[], int], signals: bool
+) -> tuple[StopCoordinator, CollectiveCheck | None]:
+    """Listen for stops and failures of the processes, and have `processes.wait_for_all` check collective calls.
+
+    Args:
+        begun: as `CollectiveCheck`.
+        signals: whether a signal stops the run.
+    """
+    check, stop = None, StopCoordinator(processes.store, processes.rank, processes.world_size)
+    if stop.store is not None:
+        check = CollectiveCheck(stop.store, processes.rank, processes.world_size, begun, stop.deadlocks)
+        processes.wait_for_all = check.wait_for_all
+    stop.install(signals=signals, polls=[] if check is None else [check.publish_progress])
+    return stop, check
 
 
 def require_same_call(

@@ -23,7 +23,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError, first_of, format_ranks
-from trainer.fault_tolerance.collective_check import CollectiveCheck, require_same_call, wait_after_run
+from trainer.fault_tolerance.collective_check import CollectiveCheck, listen, require_same_call, wait_after_run
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
@@ -61,7 +61,7 @@ from trainer.metrics.phases import (
 from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
-from trainer.seed import derive_seed, global_seed, rng_state, seed_generators, set_rng_state, share_random_numbers
+from trainer.seed import rng_state, seed_readers, set_rng_state, share_random_numbers
 from trainer.settings import Settings
 from trainer.strategy import ChangingBuffers, StepConfig, inherits, keeps_batches, keeps_step
 
@@ -329,16 +329,9 @@ class Run:
 
     def listen_for_stops(self) -> None:
         """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
-        processes = self.strategy.processes
-        rank, world_size = processes.rank, processes.world_size
-        self.stop_coordinator = stop = StopCoordinator(processes.store, rank, world_size)
-        polls = []
-        if stop.store is not None:
-            check = CollectiveCheck(stop.store, rank, world_size, self._collectives, stop.deadlocks)
-            self.collective_check, polls = check, [check.publish_progress]
-            processes.wait_for_all = check.wait_for_all
         # No signal handlers in an evaluation, which has nothing to save.
-        stop.install(signals=self.stage == "fit", polls=polls)
+        signals, processes = self.stage == "fit", self.strategy.processes
+        self.stop_coordinator, self.collective_check = listen(processes, self._collectives, signals)
 
     def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
         """Write into this run directory, and start from this checkpoint."""
@@ -347,11 +340,7 @@ class Run:
     def seed_processes(self, seed: int) -> None:
         """Have each reader derive its own random numbers from a seed that was given; the initial weights are equal."""
         self.session.seed = seed
-        reader = self.strategy.processes.reader
-        if (self.settings.seed is not None or global_seed() is not None) and reader > 0:
-            # Reader 0 continues with the generators that Trainer(seed=...) has seeded, as a single process does.
-            seed_generators(derive_seed(seed, reader))
-        self.share_random_numbers()
+        seed_readers(seed, self.settings.seed is not None, self.strategy.processes, self.strategy.device)
 
     def share_random_numbers(self) -> None:
         """Have all processes of one model draw the same numbers from now on. Collective."""

@@ -44,7 +44,7 @@ from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
 from trainer.seed import global_seed, rng_state
 from trainer.settings import Settings
-from trainer.strategy import synchronize_buffers
+from trainer.strategy import Strategy, synchronize_buffers
 
 log = logging.getLogger("trainer")
 
@@ -81,10 +81,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "stop": run.postponed_stop,
         "changes": run.hook_changes.state_dict(),
     }
-    if strategy.processes.world_size > 1:
-        # Here, so that the copies of other processes are on the CPU as well as its own.
-        own = map_leaves(own, _on_cpu)
-    per_rank = strategy.processes.all_gather_object(own)
+    per_rank = gather_states(own, strategy.processes)
     return {
         **tensors,
         "schedulers": [config.scheduler.state_dict() for config in run.scheduler_configs],
@@ -116,12 +113,27 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "config": run.session.config_text,
         "seed": run.session.seed,
         "run_dir": name_of_run_dir(run.session.run_dir, run.settings),
+        "facts": {name: dict(facts) for name, facts in run.facts.items()},
+        **entries_of_processes(strategy),
+    }
+
+
+def gather_states(own: dict[str, Any], processes: SingleProcess) -> list[dict[str, Any]]:
+    """Return what each process has for its part of a checkpoint. Collective."""
+    if processes.world_size > 1:
+        # Here, so that the copies of other processes are on the CPU as well as its own.
+        own = map_leaves(own, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
+    return processes.all_gather_object(own)
+
+
+def entries_of_processes(strategy: Strategy) -> dict[str, Any]:
+    """Return the entries that name the processes, and what they run."""
+    return {
         "world_size": strategy.processes.world_size,
         "reader_of": list(strategy.processes.reader_of),
         "reporters": list(strategy.processes.reporters),
         "strategy": strategy.name,
         "precision": strategy.precision.name,
-        "facts": {name: dict(facts) for name, facts in run.facts.items()},
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }
 
@@ -210,6 +222,11 @@ SHARDED_KEYS = ("model", "average", "optimizers", "gradients")
 # -- reading, in running order -----------------------------------------------------------------------------------------
 
 
+def read_entries(path: str | StoragePath, verify: bool, sharded: bool, peers: ProcessGroup) -> dict[str, Any]:
+    """Read a checkpoint; see `load_training_state`."""
+    return open_checkpoint(path, SHARDED_KEYS, verify, peers) if sharded else read_checkpoint(path, verify=verify)
+
+
 def load_training_state(
     path: str | StoragePath, verify: bool = True, sharded: bool = False, peers: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
@@ -224,7 +241,7 @@ def load_training_state(
     Raises:
         CheckpointError: the checkpoint cannot be read, or an entry is missing or of another type.
     """
-    checkpoint = open_checkpoint(path, SHARDED_KEYS, verify, peers) if sharded else read_checkpoint(path, verify=verify)
+    checkpoint = read_entries(path, verify, sharded, peers)
     problem = wrong(checkpoint, KINDS, "the checkpoint") or _wrong_length(checkpoint)
     if problem is not None:
         raise CheckpointError(
@@ -503,17 +520,8 @@ def save_state(
         if strategy.processes.is_global_zero:
             for logger in run.loggers:
                 logger.flush()
-        problem = None
-        if strategy.processes.is_global_zero or strategy.shards_state:
-            try:
-                write_the_rest(write, state, about, {**weights_alone, "loader": [{} for _ in state["loader"]]})
-            except Exception as error:
-                problem = error
-        problems = strategy.processes.all_gather_object(problem)
-    problems[strategy.processes.rank] = problem  # with its own class and traceback
-    for problem in problems:
-        if problem is not None:
-            raise problem
+        loaders: dict[str, Any] = {"loader": [{} for _ in state["loader"]]}
+        write_the_rest(write, state, about, weights_alone | loaders, strategy.processes, strategy.shards_state)
 
 
 def name_of_run_dir(run_dir: Path, settings: Settings) -> str:
@@ -523,10 +531,6 @@ def name_of_run_dir(run_dir: Path, settings: Settings) -> str:
     """
     inside = run_dir.parent == settings.root
     return str(local_path(settings.default_root_dir) / run_dir.name if inside else run_dir)
-
-
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

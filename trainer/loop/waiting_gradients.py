@@ -43,6 +43,8 @@ def waiting_gradients(run: Run) -> list[dict[str, Any]]:
 def gradients_of(strategy: Strategy, optimizer: Optimizer, wait: bool) -> dict[str, Any]:
     """Return the gradients of an optimizer's parameters as its state, without any if none `wait`. Collective."""
     holder = _holder(optimizer)
+    if wait:
+        strategy.scale_gradients(optimizer)  # a resumed run knows the loss scale of now alone
     for parameter in _parameters(optimizer) if wait else ():
         if parameter.grad is not None:
             holder.state[parameter][_GRADIENT] = parameter.grad

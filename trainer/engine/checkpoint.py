@@ -1,0 +1,338 @@
+"""Checkpoints of an Engine: the state that a program names, the positions in its data, and the generators."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
+from trainer.checkpoint.left_out import report_left_out, write_the_rest
+from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, renamed, with_dtypes_of
+from trainer.checkpoint.process_group import SINGLE_PROCESS
+from trainer.checkpoint.schema import Integer, wrong
+from trainer.checkpoint.storage import as_storage_path
+from trainer.checkpoint.writing import write_checkpoint
+from trainer.engine.loader import EngineLoader
+from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring, shown
+from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
+from trainer.loop.hook_changes import KIND as HOOK_CHANGES
+from trainer.loop.training_state import counterpart, entries_of_processes, gather_states, read_entries
+from trainer.loop.waiting_gradients import give_gradients, gradients_of
+from trainer.module import TrainModule
+from trainer.seed import rng_state, set_rng_state, share_random_numbers
+from trainer.strategy import has_gradients, synchronize_buffers
+
+log = logging.getLogger("trainer")
+
+_KINDS: dict[str, Any] = {
+    "model": dict,
+    "optimizers": [OPTIMIZER],
+    "gradients?": [OPTIMIZER],
+    "scaler": dict,
+    "rng": [dict],
+    "loader": [dict],
+    "engine?": {
+        "models": {str: str},
+        "optimizers": [str],
+        "stateful": {str: dict},
+        "values": dict,
+        "steps": Integer(),
+        "changes?": {str: HOOK_CHANGES},
+    },
+    "seed": Integer(),
+    "world_size": Integer(1),
+    "reader_of?": [Integer()],
+    "reporters?": [Integer()],
+}
+"""The kinds of the entries that `load` reads; more are allowed."""
+
+
+def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    """Write a checkpoint; see `Engine.save`. Collective."""
+    parts, strategy = Parts(state, engine), engine.strategy
+    tensors = parts.tensors()
+    if parts.nonfinite:
+        raise CheckpointError(
+            f"{first_of(parts.nonfinite)} not finite: the checkpoint is not written, and an earlier one at {path} "
+            "stays."
+        )
+    positions = engine.loaders.positions
+    own = {"rng": rng_state(strategy.device), "loader": [one.state_dict() for one in positions]}
+    per_rank = gather_states(own, strategy.processes)
+    first = next(iter(parts.models.values())).module if parts.models else None
+    hparams = first.hparams if isinstance(first, TrainModule) else {}
+    scaler = engine._scaler
+    entries = {  # those that a Trainer writes, too, mean the same
+        **tensors,
+        "scaler": scaler.state_dict() if scaler is not None else {},
+        "rng": [one["rng"] for one in per_rank],
+        "loader": [{"loaders": one["loader"]} for one in per_rank],
+        "engine": {**parts.data(), "steps": engine.steps},
+        "hyperparameters": {
+            "module": stored_hyperparameters(hparams),
+            "data": {},
+            "kinds": {"module": kinds_of_hyperparameters(hparams)},
+        },
+        "seed": engine.seed,
+        **entries_of_processes(strategy),
+    }
+    about = {"step": engine.steps, "epoch": positions[0].epoch if positions else 0, "captured": time.time_ns(), **info}
+    processes, shards = strategy.processes, strategy.shards_state
+    write = partial(write_checkpoint, path, overwrite=True, process_group=processes if shards else SINGLE_PROCESS)
+    write_the_rest(lambda state, info: write(state, info=info), entries, about, {}, processes, shards)
+
+
+def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """Restore a checkpoint; see `Engine.load`. Collective."""
+    parts, strategy = Parts(state, engine), engine.strategy
+    if parts.optimizers and engine._backwards and engine.loaders.in_training():
+        raise ConfigError(
+            "engine.load inside a loop over a loader: the weights would go back, and the data would not. Leave the "
+            "loop (break), load, and begin it again: it goes on with the batch after the checkpoint."
+        )
+    where = as_storage_path(path)
+    checkpoint = read_entries(where, True, strategy.shards_state, strategy.processes)
+    problem = wrong(checkpoint, _KINDS, "the checkpoint")
+    if problem is not None:
+        raise CheckpointError(f"{path} is not a checkpoint of an Engine or a Trainer: {problem}.")
+    rest = parts.restore(checkpoint, strict, str(path), report_left_out(where, engine.is_global_zero))
+    if parts.optimizers and "engine" in checkpoint:
+        _resume(engine, checkpoint, str(path))
+        for key, changes in checkpoint["engine"].get("changes", {}).items():  # earlier versions have none
+            if key in parts.models:
+                parts.models[key]._changes.put_back_now(changes)
+    return rest
+
+
+def _resume(engine: Any, checkpoint: dict[str, Any], path: str) -> None:
+    """Restore the loaders' positions, the loss scale and the generators."""
+    strategy, saved, alive = engine.strategy, checkpoint["loader"], engine.loaders.alive()
+    training = sum(one._training for one in alive)
+    known = sum(one.get("training", True) for one in saved[0]["loaders"])  # earlier versions do not say it
+    if known < training:
+        raise ConfigError(
+            f"{path} has the positions of {known} training loaders, and this program has set up {training}: call "
+            "engine.setup_dataloaders with the same loaders, in the same order, before engine.load."
+        )
+    if (scaler := engine._scaler) is not None and checkpoint["scaler"]:
+        with restoring("the loss scale"):
+            scaler.load_state_dict(checkpoint["scaler"])
+    if int(checkpoint["seed"]) != engine.seed and alive:
+        log.warning(
+            "the checkpoint was written with seed=%s, this Engine has seed=%d: the order of samples changes here. "
+            "Give seed=%s to go on exactly.",
+            checkpoint["seed"],
+            engine.seed,
+            checkpoint["seed"],
+        )
+    rank = counterpart(checkpoint, strategy.processes)
+    states = saved[rank or 0]["loaders"]
+    for one in states:
+        check_torch_states(one["state"], f"{path}, 'loader'")
+    engine.loaders.load_state_dict(states, exact=rank is not None)
+    engine.go_on_from(int(checkpoint["engine"]["steps"]))
+    if rank is None:
+        log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
+    else:
+        check_rng_state(checkpoint["rng"][rank], f"{path}, 'rng' of rank {rank}", strategy.device)
+        set_rng_state(checkpoint["rng"][rank], strategy.device)
+    share_random_numbers(strategy.processes, strategy.device)
+
+
+class Parts:
+    """The objects and data given to `save` or `load`, by kind.
+
+    Raises:
+        ConfigError: something is not set up.
+    """
+
+    def __init__(self, state: Mapping[str, Any], engine: Any) -> None:
+        if not isinstance(state, Mapping):
+            raise ConfigError(f'the state is {shown(state)}: give a dict such as {{"model": model, "step": 3}}.')
+        self.state, self.engine = state, engine
+        self.models: dict[str, EngineModule] = {}
+        self.optimizers: dict[str, EngineOptimizer] = {}
+        self.stateful: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        self.nonfinite: list[str] = []
+        """The names of what `tensors` has found not to be finite; the same on all processes."""
+        for key, value in state.items():
+            if not isinstance(key, str) or not key or key.endswith("."):
+                raise ConfigError(f"the state has the key {key!r}: give texts that end with no dot.")
+            self._sort(key, value)
+
+    def _sort(self, key: str, value: Any) -> None:
+        engine = self.engine
+        if isinstance(value, EngineModule):
+            self.models[key] = value
+        elif isinstance(value, EngineOptimizer):
+            self.optimizers[key] = value
+        elif isinstance(value, EngineLoader):
+            pass  # the positions of all loaders are saved
+        elif isinstance(value, DataLoader):
+            raise ConfigError(
+                f"state[{key!r}] is a DataLoader that is not set up, so its position is not known: loader = "
+                "engine.setup_dataloaders(loader). All loaders that are set up are saved; leave them out of the state."
+            )
+        elif any(value is model.module for model in engine._models) or isinstance(value, Optimizer):
+            raise ConfigError(
+                f"state[{key!r}] is a {type(value).__name__} that engine.setup has not returned: give what it returned."
+            )
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            self.stateful[key] = value
+        else:
+            self.values[key] = value
+
+    def _prefixes(self, keys: Mapping[str, Any]) -> dict[str, str]:
+        """Return the beginnings of the models' names in a checkpoint, no one of them that of another's names."""
+        return {key: "" if len(keys) == 1 else _beginning(key, keys) for key in keys}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return weights and optimizers' states; of sharded tensors this process's shards. Collective."""
+        models = [one.model for one in self.optimizers.values()]
+        if any(all(model is not known for known in self.models.values()) for model in models):
+            raise ConfigError('an optimizer is in the state without its model: give {"model": model, ...}, too.')
+        weights: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        gradients: dict[str, Any] = {}
+        for key, prefix in self._prefixes(self.models).items():
+            model = self.models[key]
+            synchronize_buffers(model._strategy)
+            of_model = model._strategy.module_state()
+            mine = {name: one for name, one in self.optimizers.items() if one.model is model}
+            own = {name: model._strategy.optimizer_state(one.optimizer) for name, one in mine.items()}
+            found = model._finite.nonfinite({"model": of_model, "optimizers": list(own.values())})
+            self.nonfinite += [_of_user(name, prefix, list(own)) for name in found]
+            weights |= without_prefix(of_model, prefix)
+            waiting = {name: gradients_of(model._strategy, one.optimizer, one.waits) for name, one in mine.items()}
+            in_checkpoint = partial(_without, prefix=prefix)
+            states |= {name: renamed(one, in_checkpoint) for name, one in own.items()}
+            gradients |= {name: renamed(one, in_checkpoint) for name, one in waiting.items()}
+        tensors = {"model": weights, "optimizers": [states[name] for name in self.optimizers]}
+        if any(one.waits for one in self.optimizers.values()):
+            tensors["gradients"] = [gradients[name] for name in self.optimizers]
+        return tensors
+
+    def data(self) -> dict[str, Any]:
+        """Return the rest of the state, and how to find the models and optimizers."""
+        return {
+            "models": self._prefixes(self.models),
+            "optimizers": list(self.optimizers),
+            "stateful": {key: one.state_dict() for key, one in self.stateful.items()},
+            "values": dict(self.values),
+            "changes": {key: model._changes.state_dict() for key, model in self.models.items()},
+        }
+
+    def restore(self, checkpoint: Mapping[str, Any], strict: bool, path: str, left_out: list[str]) -> dict[str, Any]:
+        """Restore the objects, replace the values in the state, and return the values that it does not name.
+
+        `left_out`: the names of what the checkpoint could not hold, which may be missing.
+        """
+        saved = checkpoint.get("engine")
+        if saved is None:  # a Trainer's
+            names = list(self.optimizers)
+            saved = {"models": dict.fromkeys(list(self.models)[:1], ""), "optimizers": names, "stateful": {}}
+            saved |= {"values": {}}
+            if len(self.models) > 1 or (names and len(names) != len(checkpoint["optimizers"])):
+                raise CheckpointError(
+                    f"{path} is a Trainer's, with one model and {len(checkpoint['optimizers'])} optimizers: load it "
+                    "into one model, which has the names of the TrainModule."
+                )
+        kinds: dict[str, dict[str, Any]] = {
+            "models": self.models,
+            "optimizers": self.optimizers,
+            "stateful": self.stateful,
+            "values": self.values,
+        }
+        for kind, wanted in kinds.items():
+            missing = [key for key in wanted if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out]
+            if missing and strict:
+                known = [key for one in kinds for key in saved[one]]
+                hint = did_you_mean(missing[0], known)
+                raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
+        for key, model in self.models.items():
+            if key in saved["models"]:
+                self._restore_model(model, checkpoint["model"], saved["models"][key], strict, path)
+        for key, optimizer in self.optimizers.items():
+            if key in saved["optimizers"]:
+                self._restore_optimizer(optimizer, checkpoint, saved, saved["optimizers"].index(key))
+        for key, one in self.stateful.items():
+            if key in saved["stateful"]:
+                with restoring(f"the state of {key}"):
+                    one.load_state_dict(saved["stateful"][key])
+        values: dict[str, Any] = saved["values"]
+        if isinstance(self.state, dict):
+            self.state.update({key: values[key] for key in self.values if key in values})
+        return {key: value for key, value in values.items() if key not in self.values}
+
+    def _restore_model(
+        self, model: EngineModule, weights: Mapping[str, Any], prefix: str, strict: bool, path: str
+    ) -> None:
+        own = {_with(name, prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        known = set(model.module.state_dict())
+        inner = {name.partition(".")[0] for name in weights}
+        if not known & {name.removeprefix(MODEL) for name in own} and len(inner) == 1 and known:
+            (attribute,) = inner
+            if f"{attribute}.{next(iter(known))}" in weights:
+                raise CheckpointError(
+                    f"all names in {path} begin with {attribute!r}: it is of a module whose attribute {attribute} is "
+                    "this one. Set up that module, such as the TrainModule itself."
+                )
+        with restoring("the weights"):
+            model._strategy.load_module_state(own, strict)
+
+    def _restore_optimizer(
+        self, optimizer: EngineOptimizer, checkpoint: Mapping[str, Any], saved: Mapping[str, Any], number: int
+    ) -> None:
+        key = next((key for key, model in self.models.items() if model is optimizer.model), None)
+        prefix = saved["models"].get(key, "")
+        strategy = optimizer.model._strategy
+        weights = {_with(name, prefix): one for name, one in checkpoint["model"].items() if name.startswith(prefix)}
+        state = renamed(checkpoint["optimizers"][number], partial(_with, prefix=prefix))
+        with restoring(f"the state of {type(optimizer.optimizer).__name__}"):
+            check_shapes(strategy.module, state)
+            if (changes := saved.get("changes", {}).get(key)) is not None:
+                own = [one for one in self.engine._optimizers if one.model is optimizer.model].index(optimizer)
+                optimizer.model._changes.restore_groups(own, state, changes)
+            strategy.load_optimizer_state(optimizer.optimizer, with_dtypes_of(state, weights))
+            if gradients := checkpoint.get("gradients"):
+                waiting = renamed(gradients[number], partial(_with, prefix=prefix))
+                give_gradients(strategy, optimizer.optimizer, waiting)
+                optimizer.waits = has_gradients(optimizer.optimizer)
+
+
+def _beginning(key: str, keys: Iterable[str]) -> str:
+    beginning = f"{key}."
+    while any(other.startswith(beginning) for other in keys):
+        beginning += "."  # no layer has a name that begins with a dot
+    return beginning
+
+
+def _with(name: str, prefix: str) -> str:
+    """Return the strategy's name for a name in a checkpoint."""
+    return MODEL + name.removeprefix(prefix)
+
+
+def _without(name: str, prefix: str) -> str:
+    """Return the name in a checkpoint for one of the strategy's names."""
+    return prefix + name.removeprefix(MODEL)
+
+
+def _of_user(name: str, prefix: str, optimizers: list[str]) -> str:
+    """Return the name in messages for what a `StateMonitor` has found in a model and its optimizers."""
+    if name.startswith("model."):
+        return _without(name.removeprefix("model."), prefix)
+    _, number, rest = name.split(".", 2)
+    return f"{optimizers[int(number)]}.{rest.replace(MODEL, prefix, 1)}"
+
+
+def without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {_without(name, prefix): value for name, value in state.items()}

@@ -1,0 +1,299 @@
+"""The models and optimizers that an Engine has set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.data.transfer import map_leaves
+from trainer.errors import ConfigError, shown
+from trainer.loop.hook_changes import HookChanges
+from trainer.loop.nonfinite import StateMonitor
+from trainer.model.parameter_tables import ParameterTables, describe_changes
+from trainer.module import TrainModule
+from trainer.optimizers import zero_grad_fast
+from trainer.precision import NULL_CONTEXT
+from trainer.strategy import Strategy, inherits, keeps_step
+
+MODEL = "model."
+"""Begins the names of parameters as a strategy knows them."""
+SetUp = TypeVar("SetUp", "EngineModule", "EngineOptimizer")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class Adapter(TrainModule):
+    """A user's module as strategies take it: each of its methods runs as a step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.model = module
+
+    def training_step(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # type: ignore[override]
+        """Call the module, or a method of it."""
+        return (self.model if method == "forward" else getattr(self.model, method))(*args, **options)
+
+    validation_step = training_step
+
+
+class EngineModule(nn.Module):
+    """A model that `Engine.setup` returned: called like the module itself, with all attributes of the module.
+
+    Its parameters, keys and submodules are those of the module.
+    """
+
+    module: nn.Module
+    """The module that was given to `setup`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        engine: Any,
+        finite: StateMonitor,
+        changes: HookChanges,
+        trains: bool,
+    ) -> None:
+        super().__init__()
+        own = vars(self)
+        # Shared, not registered as a child, so that all names stay as they are.
+        own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
+        own |= {"module": module, "_strategy": strategy, "_engine": engine, "_finite": finite, "_trains": trains}
+        own |= {"training": module.training, "_accumulates": None, "_held": None, "_called": False}
+        own |= {"_evaluated": False, "_changes": changes}
+        own["_casts"] = strategy.precision.casts_batch
+        dtype = strategy.precision.weights
+        own["_low"] = dtype if own["_casts"] and dtype.itemsize == 2 else strategy.precision.autocast
+        own["_syncs"] = trains and not inherits(strategy, "gradient_sync")
+        own["_plain"] = keeps_step(strategy) and not own["_casts"]
+        own["_tables"] = ParameterTables(strategy.module) if trains else None
+        own["_flags"] = [parameter.requires_grad for parameter in module.parameters()]
+        for name in _STEPS:
+            if callable(getattr(module, name, None)):
+                self.mark_forward_method(name)
+        if trains and not own["_plain"]:
+            for layer in (module, *module.children()):
+                layer.register_forward_pre_hook(self._refuse_direct_call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module in the precision's context, as the strategy needs it."""
+        if self._plain and self._engine._begun:
+            # Nothing else to do: the module's hooks are its own.
+            if self._trains:
+                self._engine._last = self
+            return self.module(*args, **kwargs)
+        return self._call("forward", args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of a call."""
+        return self(*args, **kwargs)
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine = self._engine
+        trained = self._trains and torch.is_grad_enabled()
+        if trained:
+            engine._last = self
+        if not engine._begun:
+            engine.begin()
+        if self._plain:
+            return (self.module if method == "forward" else getattr(self.module, method))(*args, **kwargs)
+        engine._calls += self._strategy.collective_forward
+        if self._casts:
+            args, kwargs = map_leaves((args, kwargs), self._strategy.precision.convert_batch)
+        self._called = True
+        try:
+            outputs = self._through_strategy("training_step" if trained else "validation_step", method, args, kwargs)
+        finally:
+            self._called = False
+        return outputs if self._low is None else map_leaves(outputs, self._to_float)
+
+    def _through_strategy(self, step: str, *call: Any) -> Any:
+        strategy = self._strategy
+        if step == "validation_step":
+            self._evaluated = True
+            return strategy.call_step(step, *call)
+        if self._evaluated:
+            self._evaluated = False
+            if strategy.collective_forward:
+                strategy.release_gathered()
+        with strategy.gradient_sync(last=True) if self._syncs and self._accumulates is None else NULL_CONTEXT:
+            return strategy.call_step(step, *call)
+
+    def _to_float(self, leaf: Any) -> Any:
+        """Return an output in 16 bits as float32, in which a loss of it is computed."""
+        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == self._low else leaf
+
+    def _refuse_direct_call(self, layer: nn.Module, inputs: Any) -> None:
+        if not self._called and torch.is_grad_enabled() and self._engine._entered:
+            raise ConfigError(
+                f"{type(layer).__name__} was called directly, past the strategy, which then does not reduce its "
+                "gradients: call the model that engine.setup returned. For another method than forward: "
+                "model.mark_forward_method('name'), and then model.name(...)."
+            )
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Make a method of the module, such as "generate", run like `forward`: on all processes, with sharding.
+
+        `training_step` and the other steps are marked already.
+        """
+        name = method if isinstance(method, str) else method.__name__
+        original = getattr(self.module, name, None)
+        if not callable(original):
+            raise ConfigError(f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method.")
+        vars(self)[name] = wraps(original)(lambda *args, **kwargs: self._call(name, args, kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self.module, name, value)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the module."""
+        self.module.train(mode)
+        vars(self)["training"] = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the module; its tensors may be sharded, see `Engine.full_state_dict`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise ConfigError(
+            "copy.deepcopy of the model that engine.setup returned would copy the engine, too: copy its module, "
+            "copy.deepcopy(model.module); or, where the strategy shards it, make another module and have it "
+            "load_state_dict(engine.full_state_dict(model))."
+        )
+
+    def marks_of_gradients(self) -> list[tuple[int, int] | None]:
+        """Return numbers that change with the gradients."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.module.parameters()]
+
+    def require_unchanged(self) -> None:
+        """Raise ConfigError if parameters were added, replaced, frozen or unfrozen since `setup`."""
+        tables = self._tables
+        if tables is None:
+            return
+        if [parameter.requires_grad for parameter in self.module.parameters()] != self._flags:
+            raise self._changed("parameters were frozen or unfrozen")
+        if not tables.unchanged():
+            if self._strategy.collective_forward:
+                self._strategy.release_gathered()
+            if not tables.unchanged() and not tables.same_parameters():
+                raise self._changed(describe_changes(tables.changes()).replace(MODEL, ""))
+
+    def _changed(self, changes: str) -> ConfigError:
+        return ConfigError(
+            f"{changes} since engine.setup, and strategy {self._strategy.name!r} does not know it: change "
+            f"{type(self.module).__name__} before setup; or give an optimizer group a learning rate of 0 instead of "
+            "freezing."
+        )
+
+
+class EngineOptimizer(Optimizer):
+    """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's."""
+
+    def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any) -> None:
+        # Not super().__init__: groups and states are those of the optimizer.
+        self.optimizer, self.model, self._engine = optimizer, model, engine
+        self.stepping = False
+        self.waits = False
+        """True if gradients of a backward wait for a later step; a checkpoint has them."""
+        strategy = model._strategy
+        if strategy.scaler is not None or strategy.shards_state:
+            optimizer.register_step_pre_hook(self._refuse_step)
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update the weights; `closure` for an optimizer such as LBFGS, on one process."""
+        return self._engine.step(self, closure, **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.waits = self.model._held = self._engine._unstepped = False
+        strategy = self.model._strategy
+        if id(self.optimizer) in strategy._unscaled:  # dropped, perhaps because the loss scale is too large
+            strategy.end_step()
+        if set_to_none:
+            zero_grad_fast(self.optimizer)
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    def _refuse_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not self.stepping:
+            raise ConfigError(
+                f"the step of torch's {type(optimizer).__name__} itself leaves out what precision and strategy do: "
+                "step the optimizer that engine.setup returned."
+            )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the torch optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the torch optimizer."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the torch optimizer."""
+        return self.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the torch optimizer, with this process's shards alone; `Engine.save` writes all."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the torch optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["optimizer"], name)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise ConfigError(
+            "copy.deepcopy of the optimizer that engine.setup returned would copy the engine, too: copy its state, "
+            "copy.deepcopy(optimizer.state_dict())."
+        )
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"
+
+
+def take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Mapping[str, nn.Parameter]) -> None:
+    """Give an optimizer the parameters that a strategy has put in place of those with these names.
+
+    Raises:
+        ConfigError: the optimizer has a state of parameters that were replaced.
+    """
+    for group in optimizer.param_groups:
+        replaced = [p for p in group["params"] if current[names[p]] is not p]
+        if any(optimizer.state.get(parameter) for parameter in replaced):
+            raise ConfigError(
+                f"engine.setup: {type(optimizer).__name__} has taken steps before, and this strategy shards the "
+                "parameters: make a new optimizer, or restore its state by engine.load."
+            )
+        group["params"] = [current[names[parameter]] for parameter in group["params"]]
+
+
+def require(given: Any, kind: type[SetUp], call: str) -> SetUp:
+    """Return what a call was given, if it is a model, or an optimizer, that `Engine.setup` has returned."""
+    if not isinstance(given, kind):
+        what = "model" if kind is EngineModule else "optimizer"
+        raise ConfigError(f"engine.{call} takes the {what} that engine.setup returned, and got {shown(given)}.")
+    return given
