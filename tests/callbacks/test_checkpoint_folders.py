@@ -435,16 +435,6 @@ class BadOnce(Two):
         return loss * math.nan if (self.current_epoch, batch_idx) == (2, 1) else loss
 
 
-def test_who_writes_after_the_checkpoint_to_which_a_run_goes_back_knows_it(tmp_path: Path) -> None:
-    savers = [ModelCheckpoint(filename=f"{name}-{{step}}", every_n_train_steps=7) for name in "ab"]
-    callbacks = [*savers, BadStepGuard("rewind", z_score=None)]
-    trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=callbacks, default_root_dir=tmp_path)
-    trainer.fit(BadOnce(), loader(3))
-    assert trainer.global_step == 8
-    there = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir() if path.is_dir())
-    assert there == ["a-step=8", "b-step=8"]
-
-
 class CountsUp(BadOnce):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("seen", float(self.global_step))
@@ -460,16 +450,6 @@ def test_a_validation_that_comes_again_after_going_back_replaces_its_checkpoint(
     assert trainer.global_step == 8
     there = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir() if path.is_dir())
     assert there == ["a-step=8", "b-step=6", "b-step=7", "b-step=8"]
-
-
-def test_the_validation_after_a_batch_that_is_left_out_can_stop_the_run(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(filename="a-{step}", every_n_train_steps=7)
-    ends = EarlyStopping("seen", mode="max", patience=1, min_delta=2.5)  # 2, 5, 7
-    callbacks = [ends, saving, BadStepGuard("rewind", z_score=None)]
-    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2, "default_root_dir": tmp_path}
-    trainer = quiet(enable_checkpointing=True, callbacks=callbacks, **options)
-    trainer.fit(CountsUp(), loader(3), loader(1))
-    assert trainer.global_step == 7
 
 
 class Stops(Callback):
