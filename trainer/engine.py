@@ -56,6 +56,7 @@ from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparame
 from trainer.loop.accumulation import even_window
 from trainer.loop.agreement_at_start import compare_loaders
 from trainer.loop.compare_ranks import compare
+from trainer.loop.held_generators import parts_of, report_lacking, set_states_with, states_with
 from trainer.loop.hook_changes import KIND as HOOK_CHANGES
 from trainer.loop.hook_changes import HookChanges
 from trainer.loop.loaders import refuse_data
@@ -73,10 +74,8 @@ from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import (
     derive_seed,
     global_seed,
-    rng_state,
     seed_generators,
     set_deterministic,
-    set_rng_state,
     share_random_numbers,
 )
 from trainer.settings import Settings
@@ -784,7 +783,10 @@ class Engine:
     def _state(self, parts: _Parts, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a checkpoint. Those that a Trainer writes, too, mean the same."""
         strategy, processes = self.strategy, self.strategy.processes
-        own = {"rng": rng_state(strategy.device), "loader": [place.state_dict(self) for place in self._places]}
+        own = {
+            "rng": states_with(parts.owners(), strategy.device),
+            "loader": [place.state_dict(self) for place in self._places],
+        }
         if processes.world_size > 1:
             own = map_leaves(own, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
         per_rank = processes.all_gather_object(own)
@@ -846,13 +848,13 @@ class Engine:
             raise CheckpointError(f"{path} is not a checkpoint of an Engine or a Trainer: {problem}.")
         rest = parts.restore(checkpoint, strict, str(path), report_left_out(where, strategy.processes.is_global_zero))
         if parts.optimizers and "engine" in checkpoint:
-            self._resume(checkpoint, str(path))
+            self._resume(checkpoint, str(path), parts)
             for key, changes in checkpoint["engine"].get("changes", {}).items():  # earlier versions have none
                 if key in parts.models:
                     parts.models[key]._changes.put_back_now(changes)
         return rest
 
-    def _resume(self, checkpoint: dict[str, Any], path: str) -> None:
+    def _resume(self, checkpoint: dict[str, Any], path: str, parts: _Parts) -> None:
         """Restore the loaders' positions, the loss scale and the generators."""
         strategy, saved = self.strategy, checkpoint["loader"]
         loaders, training = saved[0]["loaders"], sum(one._training for one in self._loaders)
@@ -885,7 +887,8 @@ class Engine:
             log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
         else:
             check_rng_state(checkpoint["rng"][rank], f"{path}, 'rng' of rank {rank}", strategy.device)
-            set_rng_state(checkpoint["rng"][rank], strategy.device)
+            lacking = set_states_with(parts.owners(), checkpoint["rng"][rank], strategy.device)
+            report_lacking(lacking if self.is_global_zero else [])
         share_random_numbers(strategy.processes, strategy.device)
 
     def full_state_dict(self, module: EngineModule, everywhere: bool = False) -> dict[str, torch.Tensor]:
@@ -1497,6 +1500,11 @@ class _Parts:
             self.stateful[key] = value
         else:
             self.values[key] = value
+
+    def owners(self) -> dict[str, Any]:
+        """Return the models and optimizers, which may hold random generators, by name."""
+        models = {f"model {key}": model.module for key, model in self.models.items()}
+        return parts_of(models, {f"optimizer {key}": one.optimizer for key, one in self.optimizers.items()})
 
     def _prefixes(self, keys: Mapping[str, Any]) -> dict[str, str]:
         """Return the beginnings of the models' names in a checkpoint, no one of them that of another's names."""
