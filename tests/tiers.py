@@ -69,6 +69,7 @@ SLOW = (
     "loop/test_mistakes.py::test_folders_of_the_user_called_callbacks_and_strategies",
     "loop/test_mistakes.py::test_parameters_without_gradient_on_two_processes",
     "loop/test_nonfinite.py",
+    "loop/test_own_generators.py",
     "loop/test_programs.py",
     "loop/test_resume.py",
     "loop/test_step_meaning.py",
@@ -227,6 +228,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "callbacks-prediction_writer",
     ),
     "loop/test_hook_changes.py::test_on_two_processes": ("ddp",),
+    "loop/test_own_generators.py::test_a_resumed_run_draws_on": ("module", "late", "data", "optimizer", "callback"),
     "loop/test_left_validation.py::test_all_processes_leave_the_same_validation": ("uneven-ddp",),
     "loop/test_waiting_gradients.py::test_a_resume_inside_a_window_of_the_users_is_exact": ("*-auto",),
     "loop/test_resume.py::test_a_broken_run_ends_with_the_same_bits": (
