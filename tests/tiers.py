@@ -300,7 +300,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_strategy_batch_norm.py::*": ("DDP x2", "FSDP x2"),
     "strategies/test_deepspeed_engine.py::test_schedules_reach_cpu_adam": (),
     "strategies/test_fsdp_gradients.py::test_weights_are_those_of_a_hand_written_loop": (
-        *("x2-Toggled", "x2-Penalty", "x2-HeadsInWindows", "x2-Experts", "x2-Depth"),
+        *("x2-Toggled", "x2-Penalty", "x2-Critic", "x2-HeadsInWindows", "x2-Experts", "x2-Depth"),
     ),
     "strategies/test_foreign_optimizers.py::test_a_resumed_run_has_the_same_bits": ("single", "FSDP x2"),
     "strategies/test_frozen_dtypes.py::*": ("FSDP x2", "ZeRO-3 x2"),
