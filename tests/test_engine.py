@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,26 @@ def test_a_broken_loop_goes_on_to_the_same_bits(stop: int, workers: int, tmp_pat
     unbroken = train(tmp_path / "none", workers=workers)
     train(tmp_path / "checkpoint", stop=stop, workers=workers)
     assert_same_bits(train(tmp_path / "checkpoint", resume=True, workers=workers), unbroken)
+
+
+def test_generators_of_models_and_optimizers_go_on(tmp_path: Path) -> None:
+    def draws(stop: int | None, resume: bool) -> list[float]:
+        with Engine(**CPU) as engine:
+            net = make_net()
+            net[0].noise = random.Random(1)
+            model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
+            optimizer.optimizer.noise = torch.Generator().manual_seed(1)
+            state, drawn = {"model": model, "optimizer": optimizer}, []
+            if resume:
+                engine.load(tmp_path / "checkpoint", state)
+            for step in range(3 if resume else 0, 6):
+                drawn.append(net[0].noise.random() + float(torch.rand((), generator=optimizer.optimizer.noise)))
+                if step + 1 == stop:
+                    engine.save(tmp_path / "checkpoint", state)
+            return drawn
+
+    whole = draws(3, resume=False)
+    assert draws(None, resume=True) == whole[3:]
 
 
 def test_an_epoch_left_by_break_is_over_before_and_after_a_resume(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ SLOW = (
     "loop/test_mistakes.py::test_folders_of_the_user_called_callbacks_and_strategies",
     "loop/test_mistakes.py::test_parameters_without_gradient_on_two_processes",
     "loop/test_nonfinite.py",
+    "loop/test_own_generators.py",
     "loop/test_programs.py",
     "loop/test_resume.py",
     "loop/test_step_meaning.py",
@@ -226,6 +227,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "callbacks-prediction_writer",
     ),
     "loop/test_hook_changes.py::test_on_two_processes": ("ddp",),
+    "loop/test_own_generators.py::test_a_resumed_run_draws_on": ("module", "late", "data", "optimizer", "callback"),
     "loop/test_left_validation.py::test_all_processes_leave_the_same_validation": ("uneven-ddp",),
     "loop/test_waiting_gradients.py::test_a_resume_inside_a_window_of_the_users_is_exact": ("*-auto",),
     "loop/test_resume.py::test_a_broken_run_ends_with_the_same_bits": (
@@ -297,7 +299,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_strategy_batch_norm.py::*": ("DDP x2", "FSDP x2"),
     "strategies/test_deepspeed_engine.py::test_schedules_reach_cpu_adam": (),
     "strategies/test_fsdp_gradients.py::test_weights_are_those_of_a_hand_written_loop": (
-        *("x2-Toggled", "x2-Penalty", "x2-HeadsInWindows", "x2-Experts", "x2-Depth"),
+        *("x2-Toggled", "x2-Penalty", "x2-Critic", "x2-HeadsInWindows", "x2-Experts", "x2-Depth"),
     ),
     "strategies/test_foreign_optimizers.py::test_a_resumed_run_has_the_same_bits": ("single", "FSDP x2"),
     "strategies/test_frozen_dtypes.py::*": ("FSDP x2", "ZeRO-3 x2"),

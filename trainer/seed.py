@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -130,15 +130,10 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     Args:
         device: include the generator of this device, if it has one that torch shows.
     """
-    version, words, gauss = random.getstate()
-    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    inner = dict(numpy_state["state"])
-    if numpy_state["bit_generator"] == "MT19937":
-        inner["key"] = torch.from_numpy(inner["key"].astype(np.int64))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": {**numpy_state, "state": inner},
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": _numpy_as_data(np.random.get_state(legacy=False)),
+        "python": _python_as_data(random.getstate()),
     }
     if device is not None and device.type == "xla":
         from torch_xla.core import xla_model
@@ -148,6 +143,71 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
         assert device is not None
         state[device.type] = module.get_rng_state(*_argument(device))
     return state
+
+
+def _numpy_as_data(state: Mapping[str, Any]) -> dict[str, Any]:
+    inner = dict(state["state"])
+    if state["bit_generator"] == "MT19937":
+        inner["key"] = torch.from_numpy(inner["key"].astype(np.int64))
+    return {**state, "state": inner}
+
+
+def _python_as_data(state: tuple[Any, ...]) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+
+
+def _numpy_of_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    inner = dict(data["state"])
+    if isinstance(inner.get("key"), torch.Tensor):
+        inner["key"] = inner["key"].cpu().numpy().astype(np.uint32)
+    return {**data, "state": inner}
+
+
+def _python_of_data(data: Mapping[str, Any]) -> tuple[Any, ...]:
+    return data["version"], tuple(data["words"].tolist()), data["gauss"]
+
+
+def generator_state(generator: Any) -> dict[str, Any]:
+    """Return the state of one generator of torch, numpy or Python as data, under the name that `rng_state` gives it.
+
+    {} for a numpy generator with bits from another package.
+    """
+    if isinstance(generator, torch.Generator):
+        kind = generator.device.type
+        return {"torch" if kind == "cpu" else kind: generator.get_state()}
+    if isinstance(generator, random.Random):
+        return {"python": _python_as_data(random.Random.getstate(generator))}
+    is_legacy = isinstance(generator, np.random.RandomState)
+    state = generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state
+    return {"numpy": _numpy_as_data(state)} if hasattr(np.random, state["bit_generator"]) else {}
+
+
+def set_generator_state(generator: Any, state: Mapping[str, Any]) -> bool:
+    """Restore what `generator_state` returned; return False, and do nothing, for a generator of another kind."""
+    own = generator_state(generator)
+    kinds = [(*one, *one.get("numpy", ()), one.get("numpy", {}).get("bit_generator")) for one in (own, state)]
+    if kinds[0] != kinds[1]:
+        return False
+    if isinstance(generator, torch.Generator):
+        generator.set_state(next(iter(state.values())).cpu())
+    elif isinstance(generator, random.Random):
+        random.Random.setstate(generator, _python_of_data(state["python"]))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_numpy_of_data(state["numpy"]))
+    else:
+        generator.bit_generator.state = _numpy_of_data(state["numpy"])
+    return True
+
+
+def generator_like(state: Mapping[str, Any]) -> Any:
+    """Return a new generator of the kind of a state that `generator_state` returned."""
+    if "python" in state:
+        return random.Random()
+    if "numpy" in state:
+        bits = getattr(np.random, state["numpy"]["bit_generator"])(0)
+        return np.random.RandomState(bits) if "gauss" in state["numpy"] else np.random.Generator(bits)
+    return torch.Generator("cpu" if "torch" in state else next(iter(state)))
 
 
 def _module_with_generator(device: torch.device | None) -> Any:
@@ -172,12 +232,8 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
             xla_model.set_rng_state(state["xla"], device)
         elif (module := _module_with_generator(device)) is not None:
             module.set_rng_state(state[device.type].cpu(), *_argument(device))
-    inner = dict(state["numpy"]["state"])
-    if isinstance(inner.get("key"), torch.Tensor):
-        inner["key"] = inner["key"].cpu().numpy().astype(np.uint32)
-    np.random.set_state({**state["numpy"], "state": inner})
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(_numpy_of_data(state["numpy"]))
+    random.setstate(_python_of_data(state["python"]))
 
 
 def seed_readers(seed: int, given: bool, processes: SingleProcess, device: torch.device) -> None:

@@ -63,7 +63,8 @@ class Gradients:
         self._lacking: list[Any] = []
         """The records for which this process has reduced zeros."""
         self._present = torch.zeros(0)
-        """Numbers of processes that have a gradient, by record; complete when `_pending` has ended."""
+        """Numbers of processes that have a gradient, by record, and then those that have one after the reduction of its
+        group; complete when `_pending` has ended."""
         self._pending: Any = None
         for record in self._records:
             record.in_backward = self._is_running
@@ -215,10 +216,18 @@ class Gradients:
     def _reduce_the_rest(self) -> None:
         """Reduce what no hook of autograd has reduced, and take back the gradients that no process has."""
         reduces = bool(self._groups) and self._groups[0].reduce_grads
+        late: Sequence[Any] = ()
         if reduces:
             self._exchange()
+            if self._held:
+                self._wait()
+                late = [
+                    group
+                    for group, number in zip(self._groups, self._present[len(self._records) :], strict=True)
+                    if number
+                ]
         for group in reversed(self._groups):
-            if group._training_state != TrainingState.POST_BACKWARD:
+            if group._training_state != TrainingState.POST_BACKWARD or group in late:
                 due = [record for record in group.fsdp_params if id(record) in self._due]
                 if reduces and not any(map(self._is_somewhere, due)):
                     self._due.difference_update(map(id, due))
@@ -236,10 +245,17 @@ class Gradients:
         self._wait()
         self._found.update(id(record) for record in self._records if _gradient(record) is not None)
         present = [id(record) in self._found for record in self._records]
-        self._present = torch.tensor(present, dtype=torch.int32, device="cpu")
+        # A gradient of gradients comes after the last hook of its unit, if no output of the unit leads to it.
+        late = [bool(self._held) and self._is_late(group) for group in self._groups]
+        self._present = torch.tensor([*present, *late], dtype=torch.int32, device="cpu")
         for processes in self._processes:
             self._wait()
             self._pending = dist.all_reduce(self._present, group=processes, async_op=True)
+
+    def _is_late(self, group: Any) -> bool:
+        """Whether this process has got a gradient since the reduction of its group."""
+        ended = group._training_state == TrainingState.POST_BACKWARD
+        return ended and any(_gradient(record) is not None for record in group.fsdp_params)
 
     def _wait(self) -> None:
         if self._pending is not None:

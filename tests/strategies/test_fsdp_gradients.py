@@ -41,11 +41,13 @@ class Block(realistic_modules.Block):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.mixes, self.skips = False, False
+        self.mixes, self.skips, self.is_linear = False, False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.skips:
             return x * 1.5
+        if self.is_linear:
+            return self.second(x)
         y = self.second(torch.tanh(self.first(x)))
         if self.mixes:
             chosen = (x[:, 0] > 0).long() + (x[:, 1] > 1.5).long()
@@ -182,6 +184,25 @@ class Penalty(Program):
         yield self.D(made).mean() - real.mean() + penalty, 1
 
 
+class Critic(Program):
+    """The penalty before another forward: the last block's second gradients come after the reduction of its first."""
+
+    manual, clip = False, 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.D.blocks[1].is_linear = True  # type: ignore[assignment]
+
+    def turns(self, x: torch.Tensor, kind: int) -> Any:
+        mix = (0.3 * x + 0.7 * x.flip(0)).detach().requires_grad_(True)
+        (at_mix,) = torch.autograd.grad(self.D(mix).sum(), mix, create_graph=True)
+        yield self.D(x).mean() + (at_mix.norm(dim=1) - 1).square().mean(), 0
+
+
+class CriticInWindows(Critic):
+    window = 2
+
+
 class Curvature(Program):
     """Score matching: gradients of gradients, with another forward in between, and one without a graph."""
 
@@ -250,7 +271,7 @@ PROGRAMS: dict[str, type[Program]] = {
     kind.__name__: kind
     for kind in (
         *(Plain, Toggled, ToggledModel, FrozenByOptimizer, FrozenByList, FrozenByModule),
-        *(Penalty, Curvature, Attacked, Heads, HeadsInWindows, Experts, Depth),
+        *(Penalty, Critic, CriticInWindows, Curvature, Attacked, Heads, HeadsInWindows, Experts, Depth),
     )
 }
 

@@ -23,6 +23,7 @@ _MAXIMA = {
 """The maxima of the integers in the states of numpy's generators; the minima are 0."""
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_DEVICES = ("cuda", "mps", "xpu")
 _TORCH_BYTES, _TORCH_WORDS = 5056, 624
 
 
@@ -39,11 +40,28 @@ def check_rng_state(state: Any, where: str, device: torch.device | None = None) 
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"{where} is a {type(state).__name__}, not the states of random generators")
-    problem = _torch_problem(state.get("torch")) or _numpy_problem(state.get("numpy")) or _python_problem(state)
+    problem = (
+        _torch_problem(state.get("torch")) or _numpy_problem(state.get("numpy")) or _python_problem(state.get("python"))
+    )
     if problem is None and device is not None and device.type in state:
         problem = _device_problem(state[device.type], rng_state(device).get(device.type), device)
+    problem = problem or _own_problem(state.get("own", {}))
     if problem is not None:
         raise CheckpointError(f"{where}: {problem}. It is damaged, or was not written by this package")
+
+
+def _own_problem(own: Any) -> str | None:
+    """Return what is wrong with the states of generators that users' objects hold, by object and name."""
+    if not isinstance(own, dict) or not all(isinstance(states, dict) for states in own.values()):
+        return "'own' does not have states by object and name"
+    for owner, states in own.items():
+        for name, state in states.items():
+            kind, value = next(iter(state.items())) if isinstance(state, dict) and len(state) == 1 else ("", None)
+            of_device = isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and kind in _DEVICES
+            problem = None if of_device else _PROBLEMS.get(kind, lambda _: "it is not a generator's state")(value)
+            if problem is not None:
+                return f"{name!r} of {owner!r}: {problem}"
+    return None
 
 
 def check_torch_states(data: Any, where: str) -> None:
@@ -110,13 +128,12 @@ def _difference(state: Any, like: Any, path: str) -> str | None:
     return None
 
 
-def _python_problem(state: dict[str, Any]) -> str | None:
-    given = state.get("python")
+def _python_problem(given: Any) -> str | None:
     try:
-        words = tuple(given["words"].tolist())  # type: ignore[index]
-        if given["gauss"] is not None and type(given["gauss"]) is not float:  # type: ignore[index]
+        words = tuple(given["words"].tolist())
+        if given["gauss"] is not None and type(given["gauss"]) is not float:
             return "'python.gauss' is not a number"
-        random.Random().setstate((given["version"], words, given["gauss"]))  # type: ignore[index]
+        random.Random().setstate((given["version"], words, given["gauss"]))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         return f"'python' is refused ({error})"
     return None
@@ -128,3 +145,6 @@ def _device_problem(state: Any, own: Any, device: torch.device) -> str | None:
     if isinstance(own, torch.Tensor) and (state.dtype, state.shape) != (own.dtype, own.shape):
         return f"{device.type!r} is not the state of this device's generator"
     return None
+
+
+_PROBLEMS = {"python": _python_problem, "numpy": _numpy_problem, "torch": _torch_problem}

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import sys
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
 from trainer.model.reachable import OwnGenerator, attributes, is_filled, is_generator
 
 _MAX_DEPTH, _MAX_ITEMS, _MAX_NUMBERS = 5, 1000, 100_000
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_COMMON = frozenset({dict, OrderedDict, list, tuple, set})
 _OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
+_NOT_STATE = (torch.Tensor, np.ndarray, Dataset, Sampler, type, ModuleType, *SCALARS)
+"""The same where the state of a program is looked for; the loaders' own is kept with them."""
+_LOOKED_INTO = (*_CONTAINERS, FunctionType, MethodType, CellType, partial, SimpleNamespace, nn.Module)
+_LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names})
+"""Packages whose other objects are not looked into then."""
 
 
 def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False) -> list[OwnGenerator]:
@@ -30,42 +38,80 @@ def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False)
         depth: levels of objects in objects that are looked through.
         of_data: also those of datasets.
     """
-    known = {id(torch.default_generator), id(getattr(np.random.mtrand, "_rand", None)), id(getattr(random, "_inst", 0))}
-    seen, opaque = set[int](), tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
-    found = [one for owner in owners for one in _walk(owner, depth, seen, opaque) if id(one) not in known]
+    seen, opaque = _global_generators(), tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
+    found = [one for owner in owners for _, one in _walk(owner, "", depth, seen, opaque)]
     return [OwnGenerator(one) for one in found]
 
 
-def _walk(value: Any, depth: int, seen: set[int], opaque: tuple[type, ...]) -> Iterator[Any]:
-    """Yield the random generators inside a value, each once."""
+def named_generators(owners: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the generators in the attributes of parts of a program, by the part and the way to them, such as "noise".
+
+    Those in globals that the methods use, too. Datasets, samplers and objects of libraries are not looked into.
+    """
+    seen = _global_generators() | {id(owner) for owner in owners.values()}
+    found = {
+        name: {
+            path: one
+            for attribute, value in _inside(owner).items()
+            if _is_filled(value)
+            for path, one in _walk(value, str(attribute), _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES)
+        }
+        for name, owner in owners.items()
+    }
+    return {name: of_one for name, of_one in found.items() if of_one}
+
+
+def _global_generators() -> set[int]:
+    known = torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
+    return {id(one) for one in known}
+
+
+def _walk(
+    value: Any, path: str, depth: int, seen: set[int], opaque: tuple[type, ...], libraries: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield the random generators inside a value, each once, with the way to them."""
     if id(value) in seen or depth < 0 or isinstance(value, opaque):
         return
     seen.add(id(value))
     if is_generator(value):
-        yield value
-        return
+        yield path, value
+    elif isinstance(value, _LOOKED_INTO) or type(value).__module__.partition(".")[0] not in libraries:
+        for name, one in _inside(value).items():
+            if _is_filled(one):
+                yield from _walk(one, f"{path}.{name}", depth - 1, seen, opaque, libraries)
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a value is no scalar, and no empty container: most attributes of modules are, and this is quick."""
+    kind = type(value)
+    return kind not in SCALARS and (kind not in _COMMON or bool(value))
+
+
+def _inside(value: Any) -> dict[Any, Any]:
+    """Return what is inside a value by its name, or its number."""
     container: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
     if container is not None:
         # By its own methods: a subclass may do anything in them.
         several = container.__len__(value) <= _MAX_ITEMS
-        inside = [*(dict.values(value) if container is dict else container.__iter__(value))] if several else []
-    elif isinstance(value, CellType):
-        inside = [value.cell_contents] if is_filled(value) else []
-    elif isinstance(value, FunctionType):
-        names = [name for name in value.__code__.co_names if name in value.__globals__]
-        inside = [value.__globals__[name] for name in names if is_generator(value.__globals__[name])]
-        inside += [*(value.__closure__ or ()), *(value.__defaults__ or ())]
-    elif isinstance(value, MethodType):
-        inside = [value.__func__, value.__self__]
-    elif isinstance(value, partial):
-        inside = [value.func, *value.args, *value.keywords.values()]
-    else:
-        inside = [*attributes(value).values()]
-        for kind in type(value).__mro__:
-            if not kind.__module__.startswith(("torch.", "builtins", "typing", "abc")):
-                inside += vars(kind).values()
-    for one in inside:
-        yield from _walk(one, depth - 1, seen, opaque)
+        items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
+        # A key may be anything: an optimizer's are parameters.
+        return {key if type(key) is str else n: one for n, (key, one) in enumerate(items)} if several else {}
+    if isinstance(value, CellType):
+        return {"": value.cell_contents} if is_filled(value) else {}
+    if isinstance(value, FunctionType):
+        known = value.__globals__
+        used = {name: known[name] for name in value.__code__.co_names if is_generator(known.get(name))}
+        enclosed = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=False))
+        return used | enclosed | dict(enumerate(value.__defaults__ or ()))
+    if isinstance(value, MethodType):
+        return {"": value.__func__, "self": value.__self__}
+    if isinstance(value, partial):
+        return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
+    found = attributes(value)
+    for kind in type(value).__mro__:
+        if not kind.__module__.startswith(("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc")):
+            found = {**vars(kind), **found}
+    return found
 
 
 def plain_attributes(sampler: Any) -> dict[str, Any]:

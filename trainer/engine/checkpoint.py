@@ -23,11 +23,12 @@ from trainer.engine.loader import EngineLoader
 from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring, shown
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
+from trainer.loop.held_generators import parts_of, report_lacking, set_states_with, states_with
 from trainer.loop.hook_changes import KIND as HOOK_CHANGES
 from trainer.loop.training_state import counterpart, entries_of_processes, gather_states, read_entries
 from trainer.loop.waiting_gradients import give_gradients, gradients_of
 from trainer.module import TrainModule
-from trainer.seed import rng_state, set_rng_state, share_random_numbers
+from trainer.seed import share_random_numbers
 from trainer.strategy import has_gradients, synchronize_buffers
 
 log = logging.getLogger("trainer")
@@ -65,7 +66,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
             "stays."
         )
     positions = engine.loaders.positions
-    own = {"rng": rng_state(strategy.device), "loader": [one.state_dict() for one in positions]}
+    own = {"rng": states_with(parts.owners(), strategy.device), "loader": [one.state_dict() for one in positions]}
     per_rank = gather_states(own, strategy.processes)
     first = next(iter(parts.models.values())).module if parts.models else None
     hparams = first.hparams if isinstance(first, TrainModule) else {}
@@ -105,14 +106,14 @@ def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) 
         raise CheckpointError(f"{path} is not a checkpoint of an Engine or a Trainer: {problem}.")
     rest = parts.restore(checkpoint, strict, str(path), report_left_out(where, engine.is_global_zero))
     if parts.optimizers and "engine" in checkpoint:
-        _resume(engine, checkpoint, str(path))
+        _resume(engine, checkpoint, str(path), parts)
         for key, changes in checkpoint["engine"].get("changes", {}).items():  # earlier versions have none
             if key in parts.models:
                 parts.models[key]._changes.put_back_now(changes)
     return rest
 
 
-def _resume(engine: Any, checkpoint: dict[str, Any], path: str) -> None:
+def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: Parts) -> None:
     """Restore the loaders' positions, the loss scale and the generators."""
     strategy, saved, alive = engine.strategy, checkpoint["loader"], engine.loaders.alive()
     training = sum(one._training for one in alive)
@@ -143,7 +144,8 @@ def _resume(engine: Any, checkpoint: dict[str, Any], path: str) -> None:
         log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
     else:
         check_rng_state(checkpoint["rng"][rank], f"{path}, 'rng' of rank {rank}", strategy.device)
-        set_rng_state(checkpoint["rng"][rank], strategy.device)
+        lacking = set_states_with(parts.owners(), checkpoint["rng"][rank], strategy.device)
+        report_lacking(lacking if engine.is_global_zero else [])
     share_random_numbers(strategy.processes, strategy.device)
 
 
@@ -190,6 +192,11 @@ class Parts:
             self.stateful[key] = value
         else:
             self.values[key] = value
+
+    def owners(self) -> dict[str, Any]:
+        """Return the models and optimizers, which may hold random generators, by name."""
+        models = {f"model {key}": model.module for key, model in self.models.items()}
+        return parts_of(models, {f"optimizer {key}": one.optimizer for key, one in self.optimizers.items()})
 
     def _prefixes(self, keys: Mapping[str, Any]) -> dict[str, str]:
         """Return the beginnings of the models' names in a checkpoint, no one of them that of another's names."""

@@ -19,7 +19,6 @@ from trainer.metrics.metric_log import MetricScope
 from trainer.model.copies import deepcopy_with_functions
 from trainer.model.memory_limit import free_memory, is_out_of_memory, limited_memory
 from trainer.module import TrainModule
-from trainer.seed import isolated_rng
 
 log = logging.getLogger("trainer")
 
@@ -95,7 +94,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
     data = slice_samples(batch.data, samples, 0, min(size, samples))
     parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
-        with isolated_rng(run.strategy.device), limited_memory(_limit(run)):
+        with run.isolated_rng(), limited_memory(_limit(run)):
             module = _copy_sharing_weights(run.module)
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
             for _ in range(2):

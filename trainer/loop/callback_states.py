@@ -17,6 +17,10 @@ _UNKNOWN = ""
 """The fingerprint of a state that may be that of any callback of its class."""
 
 
+OF_CALLBACK = "callback "
+"""The beginning of the name of a callback among the owners of random generators."""
+
+
 class Restored(NamedTuple):
     """The states of a checkpoint, sorted by their owners in this run."""
 
@@ -38,6 +42,21 @@ def callbacks_by_state_key(callbacks: list[Callback]) -> dict[str, Callback]:
             key = f"{callback.state_key}-{number}"
         by_key[key] = callback
     return by_key
+
+
+def states_of_generators(
+    callbacks: list[Callback], checkpoint: Mapping[str, Any], rng: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the states of random generators in a checkpoint, by the names that their callbacks have in this run."""
+    now = {id(callback): key for key, callback in callbacks_by_state_key(callbacks).items()}
+    owners = owners_of_states(callbacks, checkpoint).owners
+    names = {OF_CALLBACK + key: OF_CALLBACK + now[id(callback)] for key, callback in owners.items()}
+    own = {
+        names.get(owner, owner): states
+        for owner, states in rng.get("own", {}).items()
+        if owner in names or not owner.startswith(OF_CALLBACK)
+    }
+    return {**rng, "own": own}
 
 
 def identities(callbacks: list[Callback]) -> dict[str, dict[str, str]]:

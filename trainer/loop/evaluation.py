@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -77,7 +78,7 @@ def validate_during_fit(run: Run) -> bool:
         evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad(), leaving=leaving)
         if leaving.left:
             leaving.restore()
-            run.drop_waiting_saves()
+            run.drop_left_validation(leaving.logged)
     if not leaving.left:
         run.report_once(never_reset(run.metrics, updates))
     return not leaving.left
@@ -139,17 +140,7 @@ def evaluate(
     synchronize_buffers(run.strategy)
     results: list[dict[str, float]] = [{} for _ in loaders]
 
-    def read(values: ReducedMetrics, to: list[dict[str, float]]) -> None:
-        if log_results:
-            run.log_to_loggers(values)
-            for one in to:
-                one.update(values.results)
-            if run.stage == "fit":
-                run.nonfinite.check_validation(values.results)
-        else:
-            run.session.store(values)
-            run.expect(values.all)
-
+    publish = partial(_publish, run, log_results)
     if run.stage == "fit":
         module.on_validation_model_zero_grad()
     with eval_mode(module), no_gradients:
@@ -159,19 +150,19 @@ def evaluate(
             hooks.epoch_start()
             if leaving is not None:
                 leaving.begin()
-            found: list[tuple[ReducedMetrics, list[dict[str, float]]]] = []
+            found: list[ReducedMetrics] = []
             for dataloader_idx, (name, loader) in enumerate(loaders.items()):
                 scope.loader = name if len(loaders) > 1 else ""
                 deque(run_batches(run, hooks, loader, dataloader_idx, max_batches, leaving), maxlen=0)
                 if leaving is not None and leaving.left:
                     run.strategy.release_gathered()
                     return []
-                found.append((metrics.read_epoch(scope), [results[dataloader_idx]]))
+                found.append(metrics.read_epoch(scope))
                 if len(loaders) > 1:
                     metrics.reset_computed()
             # Not before all loaders are done: an evaluation that is left comes again.
-            for values, to in (*found, (metrics.read_overall(scope), [])):
-                read(values, to)
+            for number, values in enumerate((*found, metrics.read_overall(scope))):
+                publish(values, results[number : number + 1])
         run.strategy.release_gathered()
         if run.strategy.processes.world_size > 1:
             metrics.fill_empty_lists()
@@ -179,14 +170,26 @@ def evaluate(
         closing = metrics.begin_evaluation_end()
         with metrics.latest_including(closing), metrics.recording(closing):
             hooks.epoch_end()
-            read(metrics.read_epoch(closing), results)
+            publish(metrics.read_epoch(closing), results)
             if run.stage == "fit" and log_results:
                 run.end_validation()
             hooks.end()
-            read(metrics.read_epoch(closing), results)
+            publish(metrics.read_epoch(closing), results)
             metrics.reset_computed()
     hooks.model_train()
     return results
+
+
+def _publish(run: Run, log_results: bool, values: ReducedMetrics, results: list[dict[str, float]]) -> None:
+    if not log_results:
+        run.session.store(values)
+        run.expect(values.all)
+        return
+    run.log_to_loggers(values)
+    for one in results:
+        one.update(values.results)
+    if run.stage == "fit":
+        run.nonfinite.check_validation(values.results)
 
 
 def run_prediction(run: Run, keep: bool) -> list[list[Any]]:

@@ -11,7 +11,6 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.loop.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states
 from trainer.loop.run import Run
 from trainer.precision import is_quantized
-from trainer.seed import rng_state, set_rng_state
 
 _FEW = 8
 """Values of a weight that are looked at, at least, if it has as many."""
@@ -34,8 +33,9 @@ class Leaving:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.left = False
-        self._rng = rng_state(run.strategy.device)
-        self._logged = {id(logger): logger.state_dict() for logger in run.loggers}
+        self._rng = run.rng_state()
+        self.logged = {id(logger): logger.state_dict() for logger in run.loggers}
+        """The states of the loggers before the validation, by their ids."""
         self._restore: list[Restore] = [*keep_states(run, looks_inside=True)]
         buffers = [buffer for buffer in run.module.buffers() if is_dense(buffer)]
         many = sum(buffer.nbytes for buffer in buffers) > _MOST
@@ -91,8 +91,7 @@ class Leaving:
         """Put back what the validation has changed that was left."""
         for restore in self._restore:
             restore()
-        set_rng_state(self._rng, self.run.strategy.device)
-        self.run.logged_before = self._logged  # media of the validation come again, too
+        self.run.set_rng_state(self._rng)
 
     def _few_weights(self) -> list[torch.Tensor]:
         """Return copies of a few values of each weight, or of this process's part of it, without a synchronization."""

@@ -19,15 +19,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.callback import Callback
-from trainer.data.sampler_state import own_generators
 from trainer.hyperparameters import is_scalar
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import is_torchmetric
 from trainer.metrics.state import kept_torchmetrics
-from trainer.model.reachable import OwnGenerator, attributes
+from trainer.model.reachable import attributes, is_generator
 from trainer.model.unsupported import shares_elements
 from trainer.module import EXCLUDED_FROM_PICKLE
-from trainer.seed import isolated_rng
 
 _OWN = frozenset({*vars(nn.Module()), *EXCLUDED_FROM_PICKLE})
 _LARGEST = 2**26
@@ -57,10 +55,10 @@ class Uncopied:
 
 @contextmanager
 def no_trace(run: Run) -> Iterator[None]:
-    """Restore on exit what `keep` keeps, and the random generators: torch's, numpy's and Python's, and those in
-    attributes of the module and of the data that are evaluated."""
+    """Restore on exit what `keep` keeps, and the random generators: the global ones, those that the user's objects
+    hold, and those of the data that are evaluated."""
     of_data = [one for loader in run.loaders.evaluated.values() for one in loader.generators()]
-    with isolated_rng(run.strategy.device, [*_generators(run.module), *of_data]):
+    with run.isolated_rng(of_data):
         restore = keep(run)
         try:
             yield
@@ -210,7 +208,7 @@ def keep_values(
 
 
 def _is_plain(value: Any) -> bool:
-    return is_scalar(value) or type(value) in _PLAIN
+    return is_scalar(value) or type(value) in _PLAIN or is_generator(value)
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -243,10 +241,3 @@ def _put_items(base: Any, items: Any, before: Any) -> None:
     """Set what a container holds by the methods of `base`, its class or the one from which that is derived."""
     base.clear(items)
     (base.extend if hasattr(base, "extend") else base.update)(items, before)
-
-
-def _generators(module: nn.Module) -> list[OwnGenerator]:
-    """Return the random generators in the attributes of a module and its parts."""
-    parts = [vars(part).items() for part in module.modules()]
-    own = [one for part in parts for name, one in part if name not in _OWN]
-    return own_generators(*own, depth=2)

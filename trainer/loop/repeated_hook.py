@@ -18,7 +18,6 @@ from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
 from trainer.loop.run import Run
 from trainer.metrics.state import kept_torchmetrics
-from trainer.seed import set_rng_state
 
 
 def begins_epochs(run: Run) -> bool:
@@ -40,7 +39,7 @@ def repeating(run: Run) -> Iterator[None]:
     users = _users_callbacks(run)
     mine = begins_epochs(run)
     if run.rng_to_restore is not None and run.epoch_rng is not None:
-        set_rng_state(run.epoch_rng, run.strategy.device)  # it draws what it drew in the run before
+        run.set_rng_state(run.epoch_rng)  # it draws what it drew in the run before
     # Copies are made only where somebody's code could change something: they take as much host memory as the weights.
     kept = _kept(run, users) if any(run.strategy.processes.all_gather_object(mine)) else []
     with run.hook_changes.repeating():

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -32,8 +32,10 @@ from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparame
 from trainer.loop.averaged_weights import OptimizerAverages
 from trainer.loop.bad_steps import BadSteps
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
+from trainer.loop.callback_states import OF_CALLBACK, callbacks_by_state_key
 from trainer.loop.direct_backward import RefusingDirectBackward
 from trainer.loop.gradient_norms import GradientNorms, clipping_finds_it
+from trainer.loop.held_generators import isolated_with, parts_of, report_lacking, set_states_with, states_with
 from trainer.loop.hook_changes import HookChanges
 from trainer.loop.host_times import SAVING, HostTimes
 from trainer.loop.nonfinite import NonFiniteMonitor
@@ -59,9 +61,10 @@ from trainer.metrics.phases import (
     unheard,
 )
 from trainer.model.hugging_face import processing_files
+from trainer.model.reachable import OwnGenerator
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
-from trainer.seed import rng_state, seed_readers, set_rng_state, share_random_numbers
+from trainer.seed import seed_readers, share_random_numbers
 from trainer.settings import Settings
 from trainer.strategy import ChangingBuffers, StepConfig, inherits, keeps_batches, keeps_step
 
@@ -414,13 +417,13 @@ class Run:
 
     def remember_epoch(self, hooked: bool) -> None:
         """Keep the generators' states before the first hook of an epoch, which a resumed run calls again."""
-        self.epoch_rng = rng_state(self.strategy.device) if hooked else None
+        self.epoch_rng = self.rng_state() if hooked else None
 
     def draw_loaders_from(self, rng: dict[str, Any] | None) -> None:
         """Make the loaders of a resumed run with the random numbers with which they were made before."""
         self.loaders_rng = rng
         if rng is not None:
-            set_rng_state(rng, self.strategy.device)
+            self.set_rng_state(rng)
 
     def take_weights(self) -> None:
         """Let users gather, change and save weights from now on."""
@@ -493,9 +496,14 @@ class Run:
         """Write a checkpoint at the end of `saving_later`; of a validation that is left none: it is done again."""
         self._waiting_saves.append(save)
 
-    def drop_waiting_saves(self) -> None:
-        """Write no checkpoint for which the validation in progress has asked."""
+    def drop_left_validation(self, logged: Mapping[int, dict[str, Any]]) -> None:
+        """Write no checkpoint for which the validation in progress has asked.
+
+        Args:
+            logged: the states of the loggers from before it, which checkpoints have: what it has logged comes again.
+        """
         self._waiting_saves.clear()
+        self.logged_before = logged
 
     def end_validation(self) -> None:
         """Count the validation as done, before its last hook: a resumed run does not repeat it."""
@@ -591,7 +599,7 @@ class Run:
     def reload_if_due(self) -> None:
         """Make the loaders anew if they are those of other epochs than the one in progress. Collective."""
         if self.epoch_of_loaders(self.progress.epoch) != self._loaders_epoch:
-            self.loaders_rng = rng_state(self.strategy.device)
+            self.loaders_rng = self.rng_state()
             self._reload()
 
     def rng_of_epoch(self) -> dict[str, Any]:
@@ -751,12 +759,33 @@ class Run:
             self.stop_reason = None
         self.ends = not exit_code(self.stop_reason)
 
+    def _owners(self) -> dict[str, Any]:
+        """Return the objects of the user's that may hold random generators, by name."""
+        of_schedulers = {f"scheduler {number}": one.scheduler for number, one in enumerate(self.scheduler_configs)}
+        of_callbacks = {OF_CALLBACK + key: one for key, one in callbacks_by_state_key(self.callbacks).items()}
+        of_data = {} if self.datamodule is None else {"data module": self.datamodule}
+        optimizers = {f"optimizer {number}": one for number, one in enumerate(self.optimizers)}
+        return parts_of({"module": self.module}, optimizers) | of_data | of_schedulers | of_callbacks
+
+    def rng_state(self) -> dict[str, Any]:
+        """Return the states of the global generators, and of those that the user's objects hold, as data."""
+        return states_with(self._owners(), self.strategy.device)
+
+    def set_rng_state(self, state: dict[str, Any]) -> list[str]:
+        """Restore what `rng_state` returned; return the names of generators that are missing."""
+        return set_states_with(self._owners(), state, self.strategy.device)
+
+    def isolated_rng(self, others: Sequence[OwnGenerator] = ()) -> AbstractContextManager[None]:
+        """Restore the states of all these generators, and of others, on exit."""
+        return isolated_with(self._owners(), others, self.strategy.device)
+
     def restore_rng(self) -> None:
         """Restore the generators' states from the checkpoint, once in a resumed run. Collective."""
         if self.rng_to_restore is not None:
-            set_rng_state(self.rng_to_restore, self.strategy.device)
+            lacking = self.set_rng_state(self.rng_to_restore)
             self.rng_to_restore = None
             self.share_random_numbers()
+            report_lacking(lacking if self.strategy.processes.is_global_zero else [])
 
     # -- batches -------------------------------------------------------------------------------------------------------
 

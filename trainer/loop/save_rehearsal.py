@@ -17,7 +17,6 @@ from trainer.loop.callback_states import callbacks_by_state_key
 from trainer.loop.no_trace import keep_users
 from trainer.loop.run import Run
 from trainer.module import TrainModule
-from trainer.seed import isolated_rng
 
 log = logging.getLogger("trainer")
 
@@ -36,7 +35,7 @@ def rehearse_save(run: Run) -> None:
         CheckpointError: names everything that cannot be stored.
     """
     processes, problem = run.strategy.processes, None
-    with isolated_rng(run.strategy.device):
+    with run.isolated_rng():
         restore = [*keep_users(run)]
         state = _rehearsed_state(run)
         if processes.is_global_zero or run.strategy.shards_state:

@@ -22,7 +22,6 @@ from trainer.checkpoint.left_out import report_left_out
 from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
-from trainer.data.sampler_state import own_generators
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import was_requeued
@@ -79,7 +78,7 @@ from trainer.model.dispatched import refuse_dispatched
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, parse_optimizers
-from trainer.seed import isolated_rng, set_deterministic
+from trainer.seed import set_deterministic
 from trainer.settings import DEFAULT_MAX_EPOCHS
 
 log = logging.getLogger("trainer")
@@ -125,7 +124,7 @@ def start_run(
         try:
             join_processes(run, cleanup)
             if run.settings.fast_dev_run:
-                cleanup.enter_context(isolated_rng(run.strategy.device))
+                cleanup.enter_context(run.isolated_rng())
             run.connect_callbacks(caller)
             check_settings(run)
             check_folders_of_shards(run)
@@ -386,13 +385,6 @@ def build_optimizers(run: Run) -> None:
     check_optimizers(run, optimizers, schedulers)
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)
-    parts = [vars(part) for part in module.modules()]
-    if run.checkpoint_callbacks and own_generators(*parts, *map(vars, optimizers), depth=3):
-        log.info(
-            "resume will not be exact: %s or its optimizers have random generators in attributes, whose states are not "
-            "in a checkpoint, unless your hooks or get_extra_state keep them. The global ones are.",
-            type(module).__name__,
-        )
     planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
     if run.loggers and planned < every:
         log.info(

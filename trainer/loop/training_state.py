@@ -32,7 +32,7 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, printable, restoring
 from trainer.fault_tolerance.stop import exit_code
 from trainer.loop import hook_changes
-from trainer.loop.callback_states import callbacks_by_state_key, identities, owners_of_states
+from trainer.loop.callback_states import callbacks_by_state_key, identities, owners_of_states, states_of_generators
 from trainer.loop.changes_since_checkpoint import leave_out_changing_facts
 from trainer.loop.progress import LATER, Progress
 from trainer.loop.run import Run
@@ -42,7 +42,7 @@ from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
-from trainer.seed import global_seed, rng_state
+from trainer.seed import global_seed
 from trainer.settings import Settings
 from trainer.strategy import Strategy, synchronize_buffers
 
@@ -74,7 +74,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     leave_out_changing_facts(run)
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
-        "rng": run.rng_to_restore or rng_state(strategy.device),
+        "rng": run.rng_to_restore or run.rng_state(),
         "epoch_rng": run.rng_of_epoch(),
         "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
         "metrics": metrics_state(run.metrics),
@@ -356,6 +356,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         run.hook_changes.load_state_dict(changes)
     rng, followed = None if rank is None else checkpoint["rng"][rank], checkpoint.get("followed_buffers", ())
     of_epoch = None if rank is None or "epoch_rng" not in checkpoint else checkpoint["epoch_rng"][rank]["hook"] or None
+    rng, of_epoch = (one and states_of_generators(run.callbacks, checkpoint, one) for one in (rng, of_epoch))
     run.resume(rng, of_epoch, checkpoint.get("postponed_stop"), followed)
     _restore_place_in_data(run, checkpoint, rank)
     _restore_callbacks(run, checkpoint)
@@ -386,11 +387,12 @@ def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[N
     if checkpoint is None or of_all is None or rank is None:
         yield
         return
-    made, device = run.epoch_of_loaders(run.progress.epoch) == of_all[rank]["epoch"], run.strategy.device
+    made = run.epoch_of_loaders(run.progress.epoch) == of_all[rank]["epoch"]
     run.draw_loaders_from(of_all[rank]["loaders"] or None if made else checkpoint["rng"][rank])
     yield
     if not made:  # the run goes on with what they have left
-        checkpoint["rng"][rank] = rng_state(device)
+        left, before = run.rng_state(), checkpoint["rng"][rank].get("own", {})
+        checkpoint["rng"][rank] = {**left, "own": {**before, **left["own"]}}
 
 
 def readers_of(checkpoint: Mapping[str, Any]) -> tuple[list[int], list[int]]:

@@ -1,0 +1,324 @@
+"""Random generators that users' objects hold are state: a resumed run draws from them as one that never stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from tests.helpers.processes import run_distributed
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, DataModule
+from trainer.callbacks import BadStepGuard, ModelCheckpoint
+from trainer.checkpoint.generator_states import check_rng_state
+from trainer.errors import CheckpointError
+from trainer.loop.training_state import load_training_state
+
+STEPS, EPOCHS = 3, 2
+KINDS: dict[str, Any] = {
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
+    "numpy": np.random.default_rng,
+    "philox": lambda seed: np.random.Generator(np.random.Philox(seed)),
+    "twister": lambda seed: np.random.Generator(np.random.MT19937(seed)),
+    "sfc64": lambda seed: np.random.Generator(np.random.SFC64(seed)),
+    "legacy": np.random.RandomState,
+    "python": random.Random,
+}
+PLACES = (
+    *("module", "part", "listed", "hidden", "method", "class", "late", "epoch"),
+    *("data", "optimizer", "callback", "inside a callback", "global"),
+)
+STOPS: dict[str, Any] = {
+    "epoch's end": ("stop", STEPS),
+    "inside an epoch": ("stop", STEPS + 2),
+    "killed inside an epoch": ("kill", STEPS + 3),
+    "killed at an epoch's first step": ("kill", STEPS + 1),
+    "in validation": ("signal", STEPS),
+    "killed in validation": ("kill in validation", STEPS),
+    "twice": ("stop", 2),
+}
+
+
+def normal(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return float(torch.randn((), generator=generator))
+    return float(generator.gauss(0, 1) if isinstance(generator, random.Random) else generator.normal())
+
+
+class Source:
+    """A user's object that holds a generator, perhaps deep inside."""
+
+    def __init__(self, generator: Any) -> None:
+        self.inner = {"of": [generator]}
+
+    def __call__(self) -> float:
+        return normal(self.inner["of"][0])
+
+
+class NoisySGD(SGD):
+    def __init__(self, parameters: Any, generator: Any) -> None:
+        super().__init__(parameters, 0.1)
+        self.noise = generator
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += 0.01 * normal(self.noise)
+        return super().step(closure)
+
+
+class Held(Callback):
+    """Draws at the end of each step, and stops the run."""
+
+    def __init__(self, generator: Any, inside: bool, how: str = "", step: int = -1) -> None:
+        self.noise = Source(generator) if inside and generator is not None else generator
+        self.how, self.step = how, step
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        if self.noise is not None:
+            drawn = self.noise() if isinstance(self.noise, Source) else normal(self.noise)
+            module.layer.bias.data += 0.01 * drawn
+        if trainer.global_step == self.step and self.how == "stop":
+            trainer.stop("the test")
+        if trainer.global_step == self.step and self.how == "kill":
+            raise KeyboardInterrupt
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step and self.how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if trainer.global_step == self.step and self.how == "kill in validation":
+            raise KeyboardInterrupt
+
+
+class Data(DataModule):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.noise = generator
+
+    def train_dataloader(self) -> Any:
+        return loader(STEPS)
+
+    def val_dataloader(self) -> Any:
+        return loader(2)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if self.noise is None else (batch[0] + 0.1 * normal(self.noise), batch[1])
+
+
+class Noisy(Toy):
+    """Draws in training and in validation from a generator at one place."""
+
+    def __init__(self, place: str, make: Any) -> None:
+        super().__init__()
+        self.make = make
+        self.place, self.part = place, nn.Identity()
+        new = make(1)
+        if place == "module":
+            self.noise = new
+        if place == "part":
+            self.part.noise = new
+        if place == "listed":
+            self.sources = [Source(new)]
+        if place == "hidden":
+            self.hidden = [nn.Identity()]
+            self.hidden[0].noise = new
+        if place == "method":
+            self.draws = Source(new).__call__
+        if place == "class":
+            type(self).of_class = new
+        if place in ("late", "epoch"):
+            self.noise = None
+        if place == "global":
+            globals()["NOISE"] = new
+
+    def on_train_epoch_start(self) -> None:
+        if self.place == "epoch":
+            self.noise = self.make(self.current_epoch)
+
+    def draw(self) -> float:
+        if self.place in ("module", "late", "epoch"):
+            if self.noise is None:
+                self.noise = self.make(1)
+            return normal(self.noise)
+        if self.place == "part":
+            return normal(self.part.noise)
+        if self.place == "listed":
+            return self.sources[0]()
+        if self.place == "hidden":
+            return normal(self.hidden[0].noise)
+        if self.place == "class":
+            return normal(self.of_class)
+        return normal(NOISE) if self.place == "global" else self.draws() if self.place == "method" else 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.draw())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.draw()
+        super().validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        new = self.make(1)
+        return NoisySGD(self.parameters(), new) if self.place == "optimizer" else super().configure_optimizers()
+
+
+NOISE: Any = None
+
+
+def fit(folder: Path, place: str, kind: str, how: str = "", step: int = -1, **options: Any) -> list[Any]:
+    """Train, perhaps up to a stop, from the last checkpoint; return the weights."""
+    make = KINDS[kind]
+    torch.manual_seed(0)
+    module = Noisy(place, make)
+    data = Data(make(1) if place == "data" else None)
+    held = Held(make(1) if "callback" in place else None, place != "callback", how, step)
+    saves = ModelCheckpoint(every_n_train_steps=2) if how == "kill" else ModelCheckpoint(save_on_exception=False)
+    settings = {"max_epochs": EPOCHS, "num_sanity_val_steps": 1, "enable_checkpointing": True} | options
+    trainer = quiet(callbacks=[held, saves], default_root_dir=folder, **settings)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path="last")
+    except (KeyboardInterrupt, SystemExit):
+        assert how, "the run that goes on has to end by itself"
+    return [value.tolist() for value in module.state_dict().values()]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_resumed_run_draws_on(place: str, tmp_path: Path) -> None:
+    for number, (kind, stop) in enumerate((kind, stop) for kind in KINDS for stop in STOPS):
+        if number % len(PLACES) != PLACES.index(place):
+            continue
+        how, step = STOPS[stop]
+        whole = fit(tmp_path / f"whole {number}", place, kind)
+        folder = tmp_path / f"{number}"
+        for further in (0, STEPS) if stop == "twice" else (0,):
+            fit(folder, place, kind, how, step + further)
+        assert fit(folder, place, kind) == whole, (kind, stop)
+
+
+class Unstable(Noisy):
+    """Has a loss that is not finite in the second step of an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 1 else loss
+
+
+def test_a_rewind_takes_them_back(tmp_path: Path) -> None:
+    class Note(Callback):
+        def __init__(self) -> None:
+            self.at: dict[int, list[float]] = {}
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            state = torch.Generator()
+            state.set_state(module.noise.get_state())
+            self.at.setdefault(trainer.global_step, []).append(normal(state))
+
+    note, guard = Note(), BadStepGuard("rewind", max_bad_steps=3)
+    saves = ModelCheckpoint(every_n_train_steps=1)
+    trainer = quiet(
+        callbacks=[note, guard, saves], default_root_dir=tmp_path, enable_checkpointing=True, max_steps=STEPS
+    )
+    trainer.fit(Unstable("module", KINDS["torch"]), loader(STEPS), loader(1))
+    assert guard.bad_steps
+    assert len(note.at[1]) > 1
+    assert len({*note.at[1]}) == 1
+
+
+def test_searches_and_checks_leave_them(tmp_path: Path) -> None:
+    class Saves(Noisy):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.global_step == 0:  # the rehearsal
+                self.draw()
+
+    def weights(place: str, sanity: int, checkpointing: bool) -> list[Any]:
+        torch.manual_seed(0)
+        module = Saves(place, KINDS["numpy"])
+        folder = tmp_path / f"{place} {sanity} {checkpointing}"
+        held = Held(KINDS["numpy"](1) if "callback" in place else None, True)
+        quiet(
+            callbacks=[held],
+            max_epochs=1,
+            num_sanity_val_steps=sanity,
+            default_root_dir=folder,
+            enable_checkpointing=checkpointing,
+        ).fit(module, datamodule=Data(KINDS["numpy"](1) if place == "data" else None))
+        return [value.tolist() for value in module.state_dict().values()]
+
+    for place in ("module", "listed", "late", "data", "inside a callback", "global"):
+        assert weights(place, 2, True) == weights(place, 0, False), place
+
+
+def test_generators_of_a_program_that_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, "part", "numpy", "stop", 2)
+    fit(tmp_path, "part", "python")
+    told = "random generators of the checkpoint that this program does not have, or has of another kind"
+    assert f"{told}: their states are not restored: noise of module part" in caplog.text
+
+
+def test_callbacks_keep_theirs_in_another_order(tmp_path: Path) -> None:
+    class Draws(Callback):
+        def __init__(self, size: float) -> None:
+            self.size, self.noise = size, random.Random(1)
+
+        def on_train_step_end(self, trainer: Any, module: Any) -> None:
+            for _ in range(int(self.size)):
+                self.noise.random()
+
+    def drawn(epochs: int, sizes: tuple[int, ...]) -> dict[float, Any]:
+        draws = [Draws(size) for size in sizes]
+        trainer = quiet(callbacks=draws, max_epochs=epochs, enable_checkpointing=True, default_root_dir=tmp_path)
+        trainer.fit(Toy(), loader(2), ckpt_path="last")
+        return {one.size: one.noise.random() for one in draws}
+
+    drawn(1, (1, 5))
+    last = random.Random(1), random.Random(1)
+    expected = {size: [one.random() for _ in range(size * 4 + 1)][-1] for size, one in zip((1, 5), last, strict=True)}
+    assert drawn(2, (5, 1)) == expected
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, "part", "torch", "stop", 2)
+    (path,) = tmp_path.rglob("checkpoints/*step*")
+    checkpoint = load_training_state(path)
+    (own,) = [rng["own"]["module part"] for rng in checkpoint["rng"]]
+    for name, damaged in {
+        "position": {"torch": own["noise"]["torch"].clone().index_fill_(0, torch.arange(8, 12), 255)},
+        "size": {"torch": own["noise"]["torch"][:8]},
+        "kind": {"text": "none"},
+        "number": 3,
+    }.items():
+        own["noise"] = damaged
+        with pytest.raises(CheckpointError, match="'noise' of 'module part'"):
+            check_rng_state(checkpoint["rng"][0], name)
+
+
+class OfRank(Noisy):
+    """Draws numbers of its own on each process, without a seed in common."""
+
+    def __init__(self) -> None:
+        super().__init__("module", lambda _: random.Random(int(os.environ.get("RANK", 0))))
+
+
+def across(folder: Path, processes: int, stop: int) -> list[Any]:
+    module = OfRank()
+    held = Held(None, False, "stop", stop)
+    options = {"strategy": "ddp", "devices": processes, "max_epochs": 2, "enable_checkpointing": True}
+    trainer = quiet(callbacks=[held], default_root_dir=folder, **options)
+    torch.manual_seed(0)
+    trainer.fit(module, loader(6), ckpt_path="last")
+    return [value.tolist() for value in module.state_dict().values()]
+
+
+def test_each_process_has_its_own(tmp_path: Path) -> None:
+    (whole, *_) = run_distributed(across, 2, tmp_path / "whole", 2, -1)
+    run_distributed(across, 2, tmp_path / "stopped", 2, 4)
+    (resumed, *_) = run_distributed(across, 2, tmp_path / "stopped", 2, -1)
+    assert resumed == whole

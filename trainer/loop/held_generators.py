@@ -1,0 +1,85 @@
+"""held_generators: save and restore the random generators of a program: the global ones, and those of its objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.data.sampler_state import named_generators
+from trainer.errors import first_of, printable
+from trainer.model.reachable import OwnGenerator, attributes
+from trainer.optimizers import optimizers_inside
+from trainer.seed import (
+    generator_like,
+    generator_state,
+    isolated_rng,
+    rng_state,
+    set_generator_state,
+    set_rng_state,
+)
+
+log = logging.getLogger("trainer")
+
+
+def parts_of(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """Return the modules and optimizers, and those in them, by name, as owners for the functions below."""
+    parts: dict[str, Any] = {
+        f"{name} {path}".rstrip(): part for name, one in modules.items() for path, part in one.named_modules()
+    }
+    return parts | {
+        f"{name} {path}".rstrip(): part
+        for name, one in optimizers.items()
+        for path, part in optimizers_inside(one).items()
+    }
+
+
+def states_with(owners: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the states of the global generators, and of those that the owners hold, as data."""
+    own = {
+        owner: {name: state for name, one in held.items() if (state := generator_state(one))}
+        for owner, held in named_generators(owners).items()
+    }
+    return {**rng_state(device), "own": own}
+
+
+def set_states_with(owners: Mapping[str, Any], state: dict[str, Any], device: torch.device) -> list[str]:
+    """Restore what `states_with` returned; a generator that an owner does not have yet is made.
+
+    Returns:
+        the names of generators that are not there, or are of another kind.
+    """
+    set_rng_state(state, device)
+    lacking, held = [], named_generators(owners)
+    for owner, states in state.get("own", {}).items():
+        for name, saved in states.items():
+            generator = held.get(owner, {}).get(name)
+            if generator is None and owner in owners and attributes(owners[owner]).get(name) is None:
+                generator = generator_like(saved)
+                setattr(owners[owner], name, generator)
+            if generator is None or not set_generator_state(generator, saved):
+                lacking.append(f"{name} of {owner}")
+    return lacking
+
+
+def report_lacking(names: Sequence[str]) -> None:
+    """Say that a program does not have generators of which a checkpoint has the states."""
+    if names:
+        log.warning(
+            "random generators of the checkpoint that this program does not have, or has of another kind: their states "
+            "are not restored: %s",
+            printable(first_of(names)),
+        )
+
+
+def isolated_with(
+    owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device
+) -> AbstractContextManager[None]:
+    """Restore the states of the global generators, of those that the owners hold, and of others, on exit."""
+    own = [OwnGenerator(one) for held in named_generators(owners).values() for one in held.values()]
+    return isolated_rng(device, [*own, *others])
