@@ -141,8 +141,11 @@ RIGHT: dict[str, list[list[str]]] = {
     "validate": [["--config", "run.yaml"]],
     "test": [["--config", "run.yaml"]],
     "predict": [["--config", "run.yaml"]],
-    "plan": [["--params", "7e9", "--gpus", "8", "--memory", "80G", "--seq", "4096"]],
-    "estimate": [["--params", "7e9"], ["--config", "run.yaml"]],
+    "estimate": [
+        ["--params", "7e9"],
+        ["--config", "run.yaml"],
+        "--params 7e9 --layers 32 --hidden 4096 --heads 32 --sequence 4k --gpus 8 --memory 80G".split(),
+    ],
     "config": [["--preset", "cpu"], ["--list"]],
     "init": [["--template", "digits", "new"], ["--list"]],
     "launch": [["--slurm", "--print", "script.py"]],
