@@ -264,7 +264,7 @@ def predict(samples: int) -> list[torch.Tensor]:
         return engine.gather_uneven([torch.cat(one) if one else None for one in (outputs, targets)])
 
 
-MISTAKES = {"number": 3.0, "scalar": {"a": torch.ones(())}, "a number on 0 and 2": 3.0}
+NOT_ROWS = {"number": 3.0, "scalar": {"a": torch.ones(())}, "a number on 0 and 2": 3.0}
 
 
 def gather_more() -> dict[str, Any]:
@@ -276,7 +276,7 @@ def gather_more() -> dict[str, Any]:
         found["gradient"] = weight.grad
         found["nowhere"] = engine.gather_uneven({"a": None, "b": [torch.ones(0, 2)]})
         found["stacked"] = engine.all_gather(torch.ones(0, 2))
-        for name, mistake in MISTAKES.items():
+        for name, mistake in NOT_ROWS.items():
             with pytest.raises(ConfigError) as error:
                 engine.gather_uneven(mistake if rank != 1 or "2" not in name else torch.ones(2))
             found[name] = str(error.value)
