@@ -413,7 +413,8 @@ class ModelCheckpoint(Checkpoint):
         self._finish_write(trainer)
         # That of this step may be from before the validation by which a callback stopped the run.
         before = trainer.stop_reason is not None and self._saved_place not in (None, _place(trainer.progress))
-        if trainer.global_step > 0 and (self.save_last or self.save_top_k):
+        there = self.saved_step == trainer.global_step and not self.kept  # in the folder of a former run
+        if trainer.global_step > 0 and (self.save_last or self.save_top_k) and not there:
             self._unsaved = None
             self._save(trainer, renew=before)
             self._finish_write(trainer)
