@@ -77,8 +77,11 @@ class SingleProcess:
         """Overwrite tensors with the values of reader 0, of its process that holds the same part of the model."""
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all processes, on its device and without reading it on the host."""
-        return value
+        """Return the sum of a tensor over all processes, on its device and without reading it on the host.
+
+        Whole numbers and booleans are added as int64, as by `torch.sum`.
+        """
+        return value if value.is_floating_point() or value.is_complex() else value.long()
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks, on every process.
@@ -127,7 +130,7 @@ class TorchProcessGroup(SingleProcess):
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         self.begun += 1
-        total = value.clone()
+        total = super().sum(value).clone()
         dist.all_reduce(total)
         return total
 

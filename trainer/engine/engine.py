@@ -573,7 +573,7 @@ class Engine:
     def _reduced(self, reduce_op: str, path: str, leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float)):
             leaf = torch.tensor(leaf, device=self.device)
-        if not isinstance(leaf, torch.Tensor) or self.world_size == 1:
+        if not isinstance(leaf, torch.Tensor) or (self.world_size == 1 and leaf.is_floating_point()):
             return leaf
         if reduce_op in ("min", "max"):
             gathered = gather_nested(leaf, self.device, None, False)
