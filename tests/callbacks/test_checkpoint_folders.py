@@ -477,3 +477,18 @@ def test_a_checkpoint_of_a_stop_gets_the_value_by_which_the_resumed_run_ends(epo
     assert list(saving.kept) == ["step=2"]
     assert saving.best_model_path == saving.last_model_path
     assert saving.best_model_score is not None
+
+
+@pytest.mark.parametrize("names", ["fw", "wf"])
+def test_weights_alone_that_a_stop_has_written_are_deleted_by_the_resumed_run(names: str, tmp_path: Path) -> None:
+    def run(*more: Callback) -> Path:
+        kinds = {"f": {}, "w": {"save_weights_only": True}}
+        savers = [ModelCheckpoint(filename=f"{name}-{{step}}", **kinds[name]) for name in names]
+        options: dict[str, Any] = {"max_epochs": 2, "default_root_dir": tmp_path}
+        trainer = quiet(enable_checkpointing=True, callbacks=[*more, *savers], **options)
+        trainer.fit(Toy(), loader(4), ckpt_path="last")
+        return trainer.run_dir / "checkpoints"
+
+    with pytest.raises(SystemExit):
+        run(Stops())
+    assert there(run()) == ["f-step=8", "w-step=8"]

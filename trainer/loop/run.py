@@ -326,7 +326,9 @@ class Run:
         self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
         self.listen(phase_of(self.callbacks))
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
-        self.saving_hooks = CallbackList(self.checkpoint_callbacks, caller, self.module, self.phase)
+        # A run goes on from a checkpoint that is no weights alone, and that one knows only what was written before it.
+        savers = sorted(self.checkpoint_callbacks, key=lambda one: not one.save_weights_only)
+        self.saving_hooks = CallbackList(savers, caller, self.module, self.phase)
         self.times.time_hooks(self.hooks)
         self.times.time_hooks(self.saving_hooks, SAVING)
 
