@@ -612,7 +612,8 @@ class ModelCheckpoint(Checkpoint):
         self.last = self.last if nonfinite else name
         self.best = self._best_of(self._remaining())
         # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
-        return {"metrics": metrics, "follows": self._pointed or self._previous[1], "owner": self._owner}
+        follows = self._pointed or self._previous[1]
+        return {"metrics": metrics, "follows": follows, "owner": self._owner, "name": name}
 
     def _value(self, run: Run) -> float | None:
         """Return the monitored value of this step; None if it was not measured at this step."""
@@ -886,7 +887,7 @@ class ModelCheckpoint(Checkpoint):
         self._continues, self.saved_step = True, state_dict["saved_step"]
         self._owner = state_dict.get("owner", self._owner)
         # Checkpoints of later versions have the monitor in the key of the state.
-        if (monitored := state_dict.get("monitor")) not in (None, self._monitored()):
+        if begins_anew := (monitored := state_dict.get("monitor")) not in (None, self._monitored()):
             log.warning(
                 "ModelCheckpoint: the former run chose checkpoints by monitor=%r, mode=%r, this run by monitor=%r, "
                 "mode=%r, and begins anew; the former run's checkpoints stay, and are not deleted later.",
@@ -909,13 +910,24 @@ class ModelCheckpoint(Checkpoint):
             self.saved_step = int(self._restored_step)
         self.last = next((name for name in (self.last, state_dict["last"]) if name in self.kept), None)
         self.nonfinite = [name for name in state_dict.get("nonfinite", ()) if name in self.kept]
-        if self.last is not None:
-            # Those after which the run was resumed from the last finite one, which does not know of them.
-            later = CheckpointDirectory(self._in_folder(self.last).parent).nonfinite_after(self.last)
-            later = [name for name in later if name not in self.kept and self._is_own(self._in_folder(name))]
-            self.nonfinite += later
-            self.kept |= dict.fromkeys(later)
+        if not begins_anew:
+            self._take_unlisted()
         self.best = self._best_of(self.kept)
+
+    def _take_unlisted(self) -> None:
+        """Take those of this callback into the list of which the restored state does not know.
+
+        The run was resumed from the last finite one, and these are not finite; or they are weights alone, which were
+        written at the end of that process after the checkpoint from which the run goes on. A copy has another name.
+        """
+        assert self._folder is not None
+        for path in CheckpointDirectory(self._folder).list():
+            info = _info(path) or {}
+            nonfinite = bool(info.get("nonfinite")) and info.get("follows") == self.last is not None
+            beside = info.get("name") == path.name and info.get("step") == self._restored_step
+            if path.name not in self.kept and (nonfinite or beside) and self._is_own(path):
+                self.kept[path.name] = None
+                self.nonfinite += [path.name] if nonfinite else []
 
 
 def _info(path: StoragePath) -> dict[str, Any] | None:

@@ -258,11 +258,6 @@ class CheckpointDirectory:
                 return found
             found, step = self.folder / name, _step(infos.pop(name))
 
-    def nonfinite_after(self, name: str) -> _Names:
-        """Return the checkpoints written after this one whose states are not finite."""
-        infos = ((path.name, read_manifest(path).info) for path in self.list())
-        return [other for other, info in infos if info.get("follows") == name and info.get("nonfinite")]
-
     def _is_intact(self, path: StoragePath) -> bool:
         damage = find_damage(path)
         if damage:

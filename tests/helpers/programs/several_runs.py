@@ -322,18 +322,23 @@ def check(program: Any, folder: Path) -> list[str]:
     broken = left_in(folder / "broken", program)
     if again != final:
         return [f"weights after all processes: {again} instead of {final}"]
-    extra = {name for name in broken if name.startswith("checkpoint") and name not in whole}
     # A process that is stopped writes its last checkpoint between those that are due, and no other at that step.
     stopped = any(stop.how in ("signal", "stop", "end") for stop in program.stops)
-    loose = extra and stopped
     if stopped:
         broken["last"], whole["last"] = (one["last"].partition("step=")[2] for one in (broken, whole))
+        whole["best"] = broken["best"] = None  # a stop's checkpoint may have a value
+    savers = zip("abcd", (program.first, *program.savers), strict=False)
+    loose = [f"checkpoint {letter}" for letter, one in savers if stopped and (one.monitored or _keeps_all(one))]
     for name in sorted({*whole, *broken}):
-        if loose and (name.startswith("checkpoint") or name == "best"):
+        if name.startswith(tuple(loose)):
             continue
         if whole.get(name) != broken.get(name):
             return [f"{name}: {_shown(broken.get(name), whole.get(name))}"]
     return []
+
+
+def _keeps_all(saver: Any) -> bool:
+    return getattr(saver, "top_k", 1) == -1
 
 
 def _shown(found: Any, wanted: Any) -> str:
