@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -28,6 +29,10 @@ log = logging.getLogger("trainer")
 
 _ANY_GROUPS = (StepLR, MultiStepLR, ConstantLR, LinearLR, ExponentialLR)
 """Schedulers that multiply the rate of each group that the optimizer has."""
+_DEEPEST = 4
+"""Names on the way to the last object in which optimizers are looked for."""
+_LIBRARIES = frozenset({"torch", "trainer", *sys.stdlib_module_names} - {"types"})
+"""Packages whose objects are not looked into, but for namespaces, which are of `types`."""
 
 
 @dataclass
@@ -280,18 +285,29 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return an optimizer, under the name "", and those that it holds in its attributes, by the way to them."""
-    found, waiting = {"": optimizer}, [("", optimizer)]
-    while waiting:
-        path, outer = waiting.pop()
+    """Return an optimizer, under the name "", and those that it holds, by the way to them.
+
+    They are in its attributes, in lists, tuples and dicts there, and in the attributes of users' objects there.
+    """
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), optimizer)]
+    seen = {id(optimizer)}
+    for path, outer in waiting:
         for attribute, value in vars(outer).items():
             in_order = isinstance(value, (list, tuple))
             held = value.items() if isinstance(value, dict) else enumerate(value) if in_order else ()
-            for name, one in ((attribute, value), *((f"{attribute}.{key}", one) for key, one in held)):
-                if isinstance(one, Optimizer) and all(one is not known for known in found.values()):
-                    waiting.append((f"{path}.{name}".removeprefix("."), one))
-                    found[waiting[-1][0]] = one
-    return found
+            for name, one in (((attribute,), value), *(((attribute, key), one) for key, one in held)):
+                is_one = isinstance(one, Optimizer) or (len(path) < _DEEPEST and _is_users(one))
+                if is_one and id(one) not in seen:
+                    seen.add(id(one))
+                    waiting.append((path + name, one))
+    # A name is made here, and not of each key, which may be a parameter: words for a tensor take long.
+    return {".".join(map(str, path)): one for path, one in waiting if isinstance(one, Optimizer)}
+
+
+def _is_users(one: Any) -> bool:
+    """Whether a value is an object with attributes, of a class that is not a library's, and no module."""
+    package = type(one).__module__.partition(".")[0]
+    return package not in _LIBRARIES and hasattr(one, "__dict__") and not isinstance(one, nn.Module)
 
 
 def with_modes(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

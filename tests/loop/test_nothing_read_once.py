@@ -467,6 +467,63 @@ def test_the_sanity_check_leaves_validation_data_as_they_were(tmp_path: Path) ->
     assert float(trainer.callback_metrics["v"]) == pytest.approx(2.0)
 
 
+class Source:
+    """Counts on where it was left."""
+
+    def __init__(self) -> None:
+        self.place = {"next": 0}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.place["next"] += 1
+            yield torch.full((1, 1), float(self.place["next"]))
+
+
+class SourceWithLength(Source):
+    def __len__(self) -> int:
+        return 100
+
+
+class Reading(IterableDataset[Any]):
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.source
+
+
+def workers(dataset: Any) -> Any:
+    return DataLoader(dataset, None, num_workers=1, persistent_workers=True)
+
+
+PLACES: dict[str, Any] = {
+    "of a loader": Source,
+    "of a loader with a length": SourceWithLength,
+    "in an object of a dataset": lambda: DataLoader(Reading(Source()), None),
+    "in a loader's loader": lambda: Reading(DataLoader(Reading(Source()), None)),
+    "of two loaders together": lambda: CombinedLoader([DataLoader(Reading(Source()), None), Source()], "min_size"),
+    "of persistent workers": lambda: workers(Reading(Source())),
+    "in an iterator": lambda: DataLoader(Reading(iter([torch.full((1, 1), float(n)) for n in range(9)])), None),
+    "in an iterator of an object": lambda: Reading(Reading(iter([torch.full((1, 1), float(n)) for n in range(9)]))),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_sanity_check_leaves_the_place_of_a_stream_without_a_state(name: str, tmp_path: Path) -> None:
+    class Validated(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if not self.trainer.sanity_checking:
+                validated[-1].append({int(one) for one in tree_leaves(batch[0]) if one is not None})
+
+    settings = {**QUIET, "max_epochs": 2, "limit_val_batches": 2, "logger": False, "seed": 1}
+    validated: list[Any] = []
+    for steps in (0, 1):
+        validated.append([])
+        trainer = Trainer(default_root_dir=tmp_path, num_sanity_val_steps=steps, **settings)
+        trainer.fit(Validated(), DataLoader(numbers(0, 2), 2), PLACES[name]())
+    assert validated[1] == validated[0]
+
+
 class OfAPackage(DataLoader[Any]):
     """A subclass, as of torch_geometric or monai, whose order is drawn where it is iterated."""
 

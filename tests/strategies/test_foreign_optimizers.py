@@ -90,13 +90,28 @@ class Wrapping(Optimizer):
                 p.lerp_(self.state[p]["old"], group["rho"])
 
 
+class Helper:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
 def test_optimizers_within_others_are_found() -> None:
     optimizer: Any
-    optimizer, *others = [SGD(MLP().parameters(), lr=0.1) for _ in range(5)]
+    optimizer, *others = [SGD(MLP().parameters(), lr=0.1) for _ in range(7)]
     optimizer.one, optimizer.in_tuple, optimizer.in_list = others[0], (None, others[1]), [others[2]]
     optimizer.in_dict = {"other": others[3]}
+    optimizer.in_object, optimizer.in_objects = Helper(others[4]), [Helper(Helper({"one": others[5]}))]
+    optimizer.in_object.outer = optimizer
     found = optimizers_inside(optimizer)
-    assert [*found] == ["", "one", "in_tuple.1", "in_list.0", "in_dict.other"]
+    assert [*found] == [
+        "",
+        "one",
+        "in_tuple.1",
+        "in_list.0",
+        "in_dict.other",
+        "in_object.held",
+        "in_objects.0.held.held.one",
+    ]
     assert [*found.values()] == [optimizer, *others]
 
 
@@ -305,6 +320,18 @@ class Counted(Bare):
         p.sub_(p.grad, alpha=0.1 * self.largest / self.count)
 
 
+class Around(Bare):
+    """Has another optimizer, with the moments, in an object."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.helper = Helper(SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9))
+
+    def step(self, closure: Any = None) -> Any:
+        self.helper.held.step()
+        return super().step(closure)
+
+
 class Made(Defaults):
     FACTORY = staticmethod(lambda: 0.0)
 
@@ -335,7 +362,7 @@ class OneOptimizer(Toy):
         return self.kind(self.parameters())
 
 
-@pytest.mark.parametrize("kind", [Bare, Defaults, Counted])
+@pytest.mark.parametrize("kind", [Bare, Defaults, Counted, Around])
 def test_states_of_other_types_come_back_as_they_were(kind: Any, tmp_path: Path) -> None:
     ends = []
     for folder, stops in (("whole", (4,)), ("stopped", (2, 4))):

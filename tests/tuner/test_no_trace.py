@@ -6,6 +6,7 @@ import collections
 import random
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.tiers import Inputs
 from trainer import Callback, ConfigError, DataModule, Tuner
 from trainer.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from trainer.logger import Logger
+from trainer.model.reachable import OwnGenerator
 
 SAMPLES = 24
 OURS = ("_trainer", "_wrapper", "_hparams")
@@ -326,6 +328,39 @@ def test_closures_of_a_loader_are_as_they_were(search: str, monkeypatch: pytest.
     before = state()
     getattr(Tuner(quiet(max_epochs=1)), search)(Toy(), loader)
     assert state() == before
+
+
+AT_MODULE_LEVEL = random.Random(7)
+
+
+class Sharing(Toy):
+    """Draws from generators that a copy of the module shares."""
+
+    of_class, in_a_dict = np.random.default_rng(7), {"generator": torch.Generator().manual_seed(7)}
+    fails = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.rand((), generator=self.in_a_dict["generator"]) + self.of_class.random()
+        assert not self.fails
+        return super().training_step([batch[0] + noise + AT_MODULE_LEVEL.random(), batch[1]], batch_idx)
+
+
+class SharingData(Data):
+    of_data = random.Random(7)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + self.of_data.random(), batch[1]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_generators_that_a_copy_shares_are_as_they_were(fails: bool) -> None:
+    shared = [AT_MODULE_LEVEL, SharingData.of_data, Sharing.of_class, Sharing.in_a_dict["generator"]]
+    states = lambda: [snapshot(OwnGenerator(one).get_state()) for one in shared]  # noqa: E731
+    before, module = states(), Sharing()
+    module.fails = fails
+    with pytest.raises(AssertionError) if fails else nullcontext():
+        Tuner(quiet(max_epochs=1)).lr_find(module, datamodule=SharingData(shuffled()), update_attr=False)
+    assert states() == before
 
 
 def test_data_that_would_be_used_up_are_refused() -> None:

@@ -237,6 +237,9 @@ class CombinedBatches(BatchLoader):
         for part, one in zip(self.parts, state.get("loaders", []), strict=False):
             part.load_state_dict(one)
 
+    def streams(self) -> list[Any]:
+        return [one for part in self.parts for one in part.streams()]
+
     @contextmanager
     def kept_place(self) -> Iterator[None]:
         lengths = list(self._lengths)

@@ -229,6 +229,9 @@ class IterableLoader(BatchLoader):
             self._first = place.pop("first", self._first)
             self._restored = place
 
+    def streams(self) -> list[Any]:
+        return [] if self.exact else [self._loader, *(one.dataset for one in data_loaders_in(self._loader))]
+
     @contextmanager
     def kept_place(self) -> Iterator[None]:
         place = None if self._keeper is None else deepcopy(self._keeper.state_dict())

@@ -236,6 +236,10 @@ class BatchLoader(ABC):
         """Return the random generators in the user's loader and data, from which reading draws."""
         return own_generators(self._users, of_data=True)
 
+    def streams(self) -> list[Any]:
+        """Return the user's objects that may keep a place in the data, and have no state by which to put it back."""
+        return []
+
     @contextmanager
     def kept_place(self) -> Iterator[None]:
         """Iterate in the block, and go on afterwards as if that had not been."""
@@ -254,6 +258,8 @@ class BatchLoader(ABC):
             yield
         for one, values in before:
             set_attributes(one, values)
+        if self.streams():
+            self.close()  # persistent workers have the streams at another place
 
     def _none_error(self, number: int) -> ConfigError:
         """Return the error for a batch that is None: processes that skip different batches would lose each other."""

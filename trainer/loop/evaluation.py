@@ -18,7 +18,7 @@ from trainer.loop.hook_checks import takes
 from trainer.loop.host_times import VALIDATION
 from trainer.loop.leaving import Leaving
 from trainer.loop.monitors import refuse_misspelt_monitors
-from trainer.loop.no_trace import no_trace
+from trainer.loop.no_trace import keeps_an_iterator, no_trace
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, during, each_wait
@@ -89,7 +89,7 @@ def sanity_check(run: Run) -> None:
     batches = run.settings.num_sanity_val_steps
     if not run.val_loaders or batches == 0 or run.settings.fast_dev_run:
         return
-    if any(loader.one_shot for loader in run.val_loaders.values()):
+    if any(one.one_shot or any(map(keeps_an_iterator, one.streams())) for one in run.val_loaders.values()):
         log.info("no sanity check: it would use up the validation data, which can be read only once")
         return
     with run.during("sanity checking"), no_trace(run), run.session.dropping_values():

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainer.arguments import defines
 from trainer.callback import Callback
 from trainer.hyperparameters import is_scalar
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import is_torchmetric
 from trainer.metrics.state import kept_torchmetrics
-from trainer.model.reachable import attributes, is_generator
+from trainer.model.reachable import attributes, content, is_container, is_generator
 from trainer.model.unsupported import shares_elements
 from trainer.module import EXCLUDED_FROM_PICKLE
 
@@ -34,6 +35,8 @@ _LARGE, _SMALL = 2**20, 2**10
 """The same of what a checkpoint has, and of the states of optimizers, which are as many as the weights."""
 _DEEPEST, _MANY = 4, 1000
 """Levels of containers in containers, and items of one, up to which what is in them is kept, too."""
+_LEVEL_OF_DATA = 2
+"""The level at which streams count, because data can hold many containers: fewer levels of them are looked into."""
 _CONTAINERS = (OrderedDict, dict, deque, list, set)
 # No subclasses, which may do more than store; a tuple cannot change, but what is in it can.
 _PLAIN = (*_CONTAINERS, defaultdict, Counter, tuple, np.ndarray, torch.Tensor)
@@ -56,14 +59,16 @@ class Uncopied:
 @contextmanager
 def no_trace(run: Run) -> Iterator[None]:
     """Restore on exit what `keep` keeps, and the random generators: the global ones, those that the user's objects
-    hold, and those of the data that are evaluated."""
+    hold, and those of the data that are evaluated, with the places of streams in their attributes."""
     of_data = [one for loader in run.loaders.evaluated.values() for one in loader.generators()]
     with run.isolated_rng(of_data):
-        restore = keep(run)
+        streams = [one for loader in run.loaders.evaluated.values() for one in loader.streams()]
+        restore = [*keep_values(streams, _SMALL, set(), _LEVEL_OF_DATA), keep(run)]
         try:
             yield
         finally:
-            restore()
+            for one in restore:
+                one()
 
 
 def keep(run: Run) -> Restore:
@@ -162,6 +167,13 @@ def _keep_object(owner: Any, largest: float, seen: set[int], depth: int) -> Iter
             if isinstance(part, nn.Module):
                 yield from keep_buffers(part, largest)
             yield from keep_attributes(part, largest, seen, depth)
+
+
+def keeps_an_iterator(value: Any, depth: int = _LEVEL_OF_DATA) -> bool:
+    """Whether a stream has an iterator, or an open file, in its attributes: no place in it can be put back."""
+    looked_into = is_container(value) and (type(value) in _PLAIN or _may_have_a_state(value))
+    inside = content(value).values() if looked_into and depth <= _DEEPEST else ()
+    return any(defines(one, "__next__") or keeps_an_iterator(one, depth + 1) for one in inside)
 
 
 def _may_have_a_state(value: Any) -> bool:

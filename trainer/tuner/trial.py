@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+
 from trainer.callback import Callback
 from trainer.data.datamodule import DataModule
 from trainer.data.untouched import untouched
 from trainer.errors import ConfigError
+from trainer.loop.held_generators import isolated_with, parts_of
 from trainer.model.copies import deepcopy_with_functions
 from trainer.module import TrainModule
 from trainer.optimizers import parse_optimizers
-from trainer.seed import global_seed, isolated_rng
+from trainer.seed import global_seed
 from trainer.settings import ARGUMENTS, Settings
 from trainer.trainer import Trainer
 
@@ -62,7 +65,10 @@ def run_trial(
     Raises:
         ConfigError: the module or the data cannot be copied.
     """
-    with isolated_rng(), ExitStack() as cleanup, _quiet(), tempfile.TemporaryDirectory() as folder:
+    # A copy shares generators with the original: those of its class, at module level, and in a closure.
+    owners = parts_of({"module": module}, {}) | ({} if datamodule is None else {"data module": datamodule})
+    isolated = isolated_with(owners, (), torch.device("cpu"))
+    with isolated, ExitStack() as cleanup, _quiet(), tempfile.TemporaryDirectory() as folder:
         memo: dict[int, Any] = {}
         try:
             module = deepcopy_with_functions(module, memo)
