@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+from argparse import Namespace
+from collections import UserDict, deque
+from collections.abc import Callable
+from functools import cached_property, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +205,83 @@ def test_a_resumed_run_draws_on(place: str, tmp_path: Path) -> None:
         for further in (0, STEPS) if stop == "twice" else (0,):
             fit(folder, place, kind, how, step + further)
         assert fit(folder, place, kind) == whole, (kind, stop)
+
+
+DRAWN = random.Random(1)
+
+
+class Hidden(Noisy):
+    """Draws from a generator that is not in plain sight: inside a method's code, or of a container."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place, KINDS["python"])
+        DRAWN.seed(1)
+        vars(Hidden)["partial"].args[0].seed(1)
+        self.queue = deque([random.Random(1)])
+        self.space = Namespace(noise=random.Random(1))
+        self.user = UserDict(noise=random.Random(1))
+
+    def draw(self) -> float:
+        return float(getattr(self, self.place)())
+
+    def comprehension(self) -> float:
+        return sum([sum(DRAWN.random() for _ in range(2)) for _ in range(2)])
+
+    def function(self) -> float:
+        return (lambda: (lambda: DRAWN.random())())()
+
+    @staticmethod
+    def static() -> float:
+        return DRAWN.random()
+
+    @classmethod
+    def of_class(cls) -> float:
+        return DRAWN.random()
+
+    @property
+    def number(self) -> float:
+        return DRAWN.random()
+
+    @cached_property
+    def source(self) -> Callable[[], float]:
+        return lambda: DRAWN.random()
+
+    def times(self, source: random.Random) -> float:
+        return source.random()
+
+    partial = partialmethod(times, random.Random(1))
+    of_a_property = lambda self: self.number  # noqa: E731
+    cached = lambda self: self.source()  # noqa: E731
+    in_a_queue = lambda self: self.queue[0].random()  # noqa: E731
+    in_a_namespace = lambda self: self.space.noise.random()  # noqa: E731
+    in_a_dict_around_a_dict = lambda self: self.user["noise"].random()  # noqa: E731
+
+
+HIDDEN = (
+    *("comprehension", "function", "static", "of_class", "of_a_property", "cached", "partial"),
+    *("in_a_queue", "in_a_namespace", "in_a_dict_around_a_dict"),
+)
+
+
+def resumed(folder: Path, make: Callable[[], Noisy]) -> tuple[list[Any], list[Any]]:
+    """Train a module in one go, and with a stop inside an epoch; return the weights of both."""
+
+    def weights(name: str, step: int = -1) -> list[Any]:
+        torch.manual_seed(0)
+        module, held = make(), Held(None, False, "stop", step)
+        options = {"max_epochs": EPOCHS, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+        trainer = quiet(callbacks=[held], default_root_dir=folder / name, **options)
+        trainer.fit(module, loader(STEPS), ckpt_path="last")
+        return [value.tolist() for value in module.state_dict().values()]
+
+    weights("stopped", STEPS + 1)
+    return weights("whole"), weights("stopped")
+
+
+@pytest.mark.parametrize("place", HIDDEN)
+def test_those_not_in_plain_sight(place: str, tmp_path: Path) -> None:
+    whole, after_a_stop = resumed(tmp_path, lambda: Hidden(place))
+    assert after_a_stop == whole
 
 
 class Unstable(Noisy):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from functools import partial, partialmethod
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,26 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
-from trainer.model.reachable import OwnGenerator, attributes, is_filled, is_generator
+from trainer.model.reachable import (
+    WRAPPERS,
+    OwnGenerator,
+    attributes,
+    functions_of,
+    is_filled,
+    is_generator,
+    used_globals,
+)
 
 _MAX_DEPTH, _MAX_ITEMS, _MAX_NUMBERS = 5, 1000, 100_000
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COMMON = frozenset({dict, OrderedDict, list, tuple, set})
 _OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
 _NOT_STATE = (torch.Tensor, np.ndarray, Dataset, Sampler, type, ModuleType, *SCALARS)
 """The same where the state of a program is looked for; the loaders' own is kept with them."""
-_LOOKED_INTO = (*_CONTAINERS, FunctionType, MethodType, CellType, partial, SimpleNamespace, nn.Module)
-_LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names})
+_LOOKED_INTO = (*_CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
+_HOLDERS = {"argparse", "collections", "types"}
+"""Packages with namespaces, and with objects around a dict or a list."""
+_LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names} - _HOLDERS)
 """Packages whose other objects are not looked into then."""
 
 
@@ -99,14 +109,15 @@ def _inside(value: Any) -> dict[Any, Any]:
     if isinstance(value, CellType):
         return {"": value.cell_contents} if is_filled(value) else {}
     if isinstance(value, FunctionType):
-        known = value.__globals__
-        used = {name: known[name] for name in value.__code__.co_names if is_generator(known.get(name))}
+        used = {name: one for name, one in used_globals(value).items() if is_generator(one)}
         enclosed = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=False))
         return used | enclosed | dict(enumerate(value.__defaults__ or ()))
     if isinstance(value, MethodType):
         return {"": value.__func__, "self": value.__self__}
-    if isinstance(value, partial):
+    if isinstance(value, (partial, partialmethod)):
         return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
+    if isinstance(value, WRAPPERS):
+        return dict(enumerate(functions_of(value)))
     found = attributes(value)
     for kind in type(value).__mro__:
         if not kind.__module__.startswith(("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc")):
