@@ -287,6 +287,48 @@ def test_those_not_in_plain_sight(place: str, tmp_path: Path) -> None:
     assert after_a_stop == whole
 
 
+class Late(Noisy):
+    """Makes the generator when it first draws, in something that it holds."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place, KINDS["python"])
+        self.named: dict[str, random.Random] = {}
+        self.numbered: dict[int, random.Random] = {}
+        self.several: list[random.Random] = []
+        self.space = Namespace(noise=None)
+        self.deep = [{"of": Namespace(named={})}]
+
+    def draw(self) -> float:
+        return float(getattr(self, self.place)())
+
+    def dict(self) -> float:
+        return self.named.setdefault("noise", random.Random(1)).random()
+
+    def other_keys(self) -> float:
+        return self.numbered.setdefault(7, random.Random(1)).random()
+
+    def list(self) -> float:
+        self.several = self.several or [random.Random(1)]
+        return self.several[0].random()
+
+    def object(self) -> float:
+        self.space.noise = self.space.noise or random.Random(1)
+        return self.space.noise.random()
+
+    def deep_inside(self) -> float:
+        return self.deep[0]["of"].named.setdefault("noise", random.Random(1)).random()
+
+
+@pytest.mark.parametrize("place", ["dict", "other_keys", "list", "object", "deep_inside"])
+def test_those_made_later(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, after_a_stop = resumed(tmp_path, lambda: Late(place))
+    lacking = {"other_keys": "numbered.0 of module", "list": "several.0 of module"}
+    if place in lacking:
+        assert f"their states are not restored: {lacking[place]}" in caplog.text
+    else:
+        assert after_a_stop == whole
+
+
 class Unstable(Noisy):
     """Has a loss that is not finite in the second step of an epoch."""
 

@@ -71,6 +71,24 @@ def named_generators(owners: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: of_one for name, of_one in found.items() if of_one}
 
 
+def place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
+    """Return the object that a way of `named_generators` ends in, what can be set in it, and the name there."""
+    *way, last = path.split(".")
+    for part in way:
+        owner = next((one for name, one in _inside(owner).items() if str(name) == part), None)
+    # A number stands for an item of a list, or a key that is not a text; a name in a function for a global.
+    takes_none = last.isdecimal() or isinstance(owner, FunctionType)
+    places = () if takes_none else (owner, getattr(owner, "__dict__", None))
+    return owner, next((one for one in places if isinstance(one, dict)), {}), last
+
+
+def put_generator(owner: Any, path: str, generator: Any) -> None:
+    """Put a generator where `named_generators` finds it, if nothing is there and the object can take one."""
+    holder, entries, last = place_of(owner, path)
+    if _inside(holder).get(last) is None:
+        entries[last] = generator
+
+
 def _global_generators() -> set[int]:
     known = torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
     return {id(one) for one in known}

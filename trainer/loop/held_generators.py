@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.data.sampler_state import named_generators
+from trainer.data.sampler_state import named_generators, put_generator
 from trainer.errors import first_of, printable
-from trainer.model.reachable import OwnGenerator, attributes
+from trainer.model.reachable import OwnGenerator
 from trainer.optimizers import optimizers_inside
 from trainer.seed import (
     generator_like,
@@ -55,16 +55,17 @@ def set_states_with(owners: Mapping[str, Any], state: dict[str, Any], device: to
         the names of generators that are not there, or are of another kind.
     """
     set_rng_state(state, device)
-    lacking, held = [], named_generators(owners)
-    for owner, states in state.get("own", {}).items():
-        for name, saved in states.items():
-            generator = held.get(owner, {}).get(name)
-            if generator is None and owner in owners and attributes(owners[owner]).get(name) is None:
-                generator = generator_like(saved)
-                setattr(owners[owner], name, generator)
-            if generator is None or not set_generator_state(generator, saved):
-                lacking.append(f"{name} of {owner}")
-    return lacking
+    held = named_generators(owners)
+    own = [(owner, name, one) for owner, states in state.get("own", {}).items() for name, one in states.items()]
+    for owner, name, saved in own:
+        if owner in owners and name not in held.get(owner, {}):
+            put_generator(owners[owner], name, generator_like(saved))
+    held = named_generators(owners)
+    return [
+        f"{name} of {owner}"
+        for owner, name, saved in own
+        if name not in held.get(owner, {}) or not set_generator_state(held[owner][name], saved)
+    ]
 
 
 def report_lacking(names: Sequence[str]) -> None:
