@@ -53,16 +53,22 @@ def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False)
     return [OwnGenerator(one) for one in found]
 
 
-def named_generators(owners: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def named_generators(
+    owners: Mapping[str, Any], contents: dict[int, dict[Any, Any]] | None = None
+) -> dict[str, dict[str, Any]]:
     """Return the generators in the attributes of parts of a program, by the part and the way to them, such as "noise".
 
     Those in globals that the methods use, too. Datasets, samplers and objects of libraries are not looked into.
+
+    Args:
+        contents: is given what is inside each object that is looked into, by its id.
     """
-    seen = _global_generators() | {id(owner) for owner in owners.values()}
+    seen = {} if contents is None else contents
+    seen |= _global_generators() | {id(owner): _inside(owner) for owner in owners.values()}
     found = {
         name: {
             path: one
-            for attribute, value in _inside(owner).items()
+            for attribute, value in seen[id(owner)].items()
             if _is_filled(value)
             for path, one in _walk(value, str(attribute), _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES)
         }
@@ -89,22 +95,41 @@ def put_generator(owner: Any, path: str, generator: Any) -> None:
         entries[last] = generator
 
 
-def _global_generators() -> set[int]:
+def take_back(owner: Any, path: str, contents: Mapping[int, dict[Any, Any]]) -> None:
+    """Put back what was in the place of a generator, by the `contents` of `named_generators` before it was made.
+
+    An object that was not there then keeps it.
+    """
+    holder, entries, last = place_of(owner, path)
+    before = contents.get(id(holder), {last: entries.get(last)})
+    if last in before:
+        entries[last] = before[last]
+    else:
+        entries.pop(last, None)
+
+
+def _global_generators() -> dict[int, dict[Any, Any]]:
     known = torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
-    return {id(one) for one in known}
+    return {id(one): {} for one in known}
 
 
 def _walk(
-    value: Any, path: str, depth: int, seen: set[int], opaque: tuple[type, ...], libraries: Collection[str] = ()
+    value: Any,
+    path: str,
+    depth: int,
+    seen: dict[int, dict[Any, Any]],
+    opaque: tuple[type, ...],
+    libraries: Collection[str] = (),
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the random generators inside a value, each once, with the way to them."""
+    """Yield the random generators inside a value, each once, with the way to them; `seen` is given what is inside."""
     if id(value) in seen or depth < 0 or isinstance(value, opaque):
         return
-    seen.add(id(value))
+    seen[id(value)] = {}
     if is_generator(value):
         yield path, value
     elif isinstance(value, _LOOKED_INTO) or type(value).__module__.partition(".")[0] not in libraries:
-        for name, one in _inside(value).items():
+        seen[id(value)] = inside = _inside(value)
+        for name, one in inside.items():
             if _is_filled(one):
                 yield from _walk(one, f"{path}.{name}", depth - 1, seen, opaque, libraries)
 

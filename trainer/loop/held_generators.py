@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.data.sampler_state import named_generators, put_generator
+from trainer.data.sampler_state import named_generators, put_generator, take_back
 from trainer.errors import first_of, printable
 from trainer.model.reachable import OwnGenerator
 from trainer.optimizers import optimizers_inside
@@ -78,9 +78,23 @@ def report_lacking(names: Sequence[str]) -> None:
         )
 
 
+@contextmanager
 def isolated_with(
-    owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device
-) -> AbstractContextManager[None]:
-    """Restore the states of the global generators, of those that the owners hold, and of others, on exit."""
-    own = [OwnGenerator(one) for held in named_generators(owners).values() for one in held.values()]
-    return isolated_rng(device, [*own, *others])
+    owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device, keeps_new: bool = False
+) -> Iterator[None]:
+    """Restore the states of the global generators, of those that the owners hold, and of others, on exit.
+
+    Args:
+        keeps_new: generators that are made meanwhile stay. Else they are taken from the objects that were there before,
+            which make them again, from the start.
+    """
+    contents: dict[int, dict[Any, Any]] = {}
+    own = {id(one): one for held in named_generators(owners, contents).values() for one in held.values()}
+    with isolated_rng(device, [*map(OwnGenerator, own.values()), *others]):
+        try:
+            yield
+        finally:
+            for owner, held in named_generators({} if keeps_new else owners).items():
+                for path, one in held.items():
+                    if id(one) not in own:
+                        take_back(owners[owner], path, contents)
