@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
@@ -327,6 +328,36 @@ def test_those_made_later(place: str, tmp_path: Path, caplog: pytest.LogCaptureF
         assert f"their states are not restored: {lacking[place]}" in caplog.text
     else:
         assert after_a_stop == whole
+
+
+class Scheduled(Noisy):
+    """Multiplies the learning rate by numbers from a generator of the scheduler."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place, KINDS["python"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), 0.1)
+        scheduler: Any = RandomRates(optimizer)
+        if self.place == "inside":
+            scheduler = SequentialLR(optimizer, [RandomRates(optimizer), RandomRates(optimizer)], [2])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class RandomRates(LRScheduler):
+    def __init__(self, optimizer: Any) -> None:
+        self.noise, self.several = random.Random(1), [random.Random(2)]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [rate * self.noise.random() * self.several[0].random() for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize("place", ["own", "inside"])
+def test_those_of_a_scheduler(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, after_a_stop = resumed(tmp_path, lambda: Scheduled(place))
+    assert after_a_stop == whole
+    assert "random generators" not in caplog.text
 
 
 class Unstable(Noisy):

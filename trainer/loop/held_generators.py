@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.data.sampler_state import named_generators, put_generator, take_back
 from trainer.errors import first_of, printable
-from trainer.model.reachable import OwnGenerator
+from trainer.model.reachable import OwnGenerator, is_generator
 from trainer.optimizers import optimizers_inside
 from trainer.seed import (
     generator_like,
@@ -66,6 +66,24 @@ def set_states_with(owners: Mapping[str, Any], state: dict[str, Any], device: to
         for owner, name, saved in own
         if name not in held.get(owner, {}) or not set_generator_state(held[owner][name], saved)
     ]
+
+
+def without_generators(state: Any) -> Any:
+    """Return nested data with None for each random generator, whose state is saved by the object that holds it."""
+    if type(state) is dict:
+        return {key: without_generators(one) for key, one in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(without_generators, state))
+    return None if is_generator(state) else state
+
+
+def with_generators(saved: Any, current: Any) -> Any:
+    """Return what `without_generators` returned, with the generators that are in its places in the current data."""
+    if type(saved) is type(current) is dict:
+        return {key: with_generators(one, current.get(key)) for key, one in saved.items()}
+    if type(saved) in (list, tuple) and type(saved) is type(current) and len(saved) == len(current):
+        return type(saved)(map(with_generators, saved, current))
+    return current if is_generator(current) else saved
 
 
 def report_lacking(names: Sequence[str]) -> None:
