@@ -331,17 +331,27 @@ def test_those_made_later(place: str, tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 class Scheduled(Noisy):
-    """Multiplies the learning rate by numbers from a generator of the scheduler."""
+    """Multiplies the learning rate by numbers from a generator of the scheduler, or draws from that of a group."""
 
     def __init__(self, place: str) -> None:
         super().__init__(place, KINDS["python"])
 
     def configure_optimizers(self) -> Any:
+        if self.place == "group":
+            return NoiseOfGroups([{"params": self.parameters(), "noise": random.Random(1)}], 0.1)
         optimizer = SGD(self.parameters(), 0.1)
         scheduler: Any = RandomRates(optimizer)
         if self.place == "inside":
             scheduler = SequentialLR(optimizer, [RandomRates(optimizer), RandomRates(optimizer)], [2])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class NoiseOfGroups(SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += 0.01 * group["noise"].random()
+        return super().step(closure)
 
 
 class RandomRates(LRScheduler):
@@ -353,8 +363,8 @@ class RandomRates(LRScheduler):
         return [rate * self.noise.random() * self.several[0].random() for rate in self.base_lrs]
 
 
-@pytest.mark.parametrize("place", ["own", "inside"])
-def test_those_of_a_scheduler(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("place", ["own", "inside", "group"])
+def test_those_of_a_scheduler_or_a_group(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole, after_a_stop = resumed(tmp_path, lambda: Scheduled(place))
     assert after_a_stop == whole
     assert "random generators" not in caplog.text

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.hook_checkpoint import saved_by_hooks
+from trainer.checkpoint.optimizer_state import options_of
 from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.writing import serialize_state
 from trainer.errors import CheckpointError, printable
@@ -65,7 +66,7 @@ def _rehearsed_state(run: Run) -> dict[str, Any]:
             return {}
 
     callbacks = callbacks_by_state_key(run.callbacks)
-    groups = [[{**group, "params": []} for group in optimizer.param_groups] for optimizer in run.optimizers]
+    groups = [[{**options_of(group), "params": []} for group in optimizer.param_groups] for optimizer in run.optimizers]
     state = {
         "model": tried("state_dict of the module", module.state_dict),
         "optimizers": [{"state": {}, "param_groups": of_one} for of_one in groups],
