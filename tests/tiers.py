@@ -228,6 +228,7 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "loop/test_hook_changes.py::test_on_two_processes": ("ddp",),
     "loop/test_own_generators.py::test_a_resumed_run_draws_on": ("module", "late", "data", "optimizer", "callback"),
+    "loop/test_own_generators.py::test_those_not_in_plain_sight": ("function", "static", "cached", "in_a_queue"),
     "loop/test_left_validation.py::test_all_processes_leave_the_same_validation": ("uneven-ddp",),
     "loop/test_waiting_gradients.py::test_a_resume_inside_a_window_of_the_users_is_exact": ("*-auto",),
     "loop/test_resume.py::test_a_broken_run_ends_with_the_same_bits": (

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+from argparse import Namespace
+from collections import UserDict, deque
+from collections.abc import Callable
+from functools import cached_property, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
@@ -203,6 +208,168 @@ def test_a_resumed_run_draws_on(place: str, tmp_path: Path) -> None:
         assert fit(folder, place, kind) == whole, (kind, stop)
 
 
+DRAWN, IN_A_PARTIAL = random.Random(1), random.Random(1)
+
+
+class Hidden(Noisy):
+    """Draws from a generator that is not in plain sight: inside a method's code, or of a container."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place, KINDS["python"])
+        self.queue = deque([random.Random(1)])
+        self.space = Namespace(noise=random.Random(1))
+        self.user = UserDict(noise=random.Random(1))
+
+    def draw(self) -> float:
+        return float(getattr(self, self.place)())
+
+    def comprehension(self) -> float:
+        return sum([sum(DRAWN.random() for _ in range(2)) for _ in range(2)])
+
+    def function(self) -> float:
+        return (lambda: (lambda: DRAWN.random())())()
+
+    @staticmethod
+    def static() -> float:
+        return DRAWN.random()
+
+    @classmethod
+    def of_class(cls) -> float:
+        return DRAWN.random()
+
+    @property
+    def number(self) -> float:
+        return DRAWN.random()
+
+    @cached_property
+    def source(self) -> Callable[[], float]:
+        return lambda: DRAWN.random()
+
+    def times(self, source: random.Random) -> float:
+        return source.random()
+
+    partial = partialmethod(times, IN_A_PARTIAL)
+    of_a_property = lambda self: self.number  # noqa: E731
+    cached = lambda self: self.source()  # noqa: E731
+    in_a_queue = lambda self: self.queue[0].random()  # noqa: E731
+    in_a_namespace = lambda self: self.space.noise.random()  # noqa: E731
+    in_a_dict_around_a_dict = lambda self: self.user["noise"].random()  # noqa: E731
+
+
+HIDDEN = (
+    *("comprehension", "function", "static", "of_class", "of_a_property", "cached", "partial"),
+    *("in_a_queue", "in_a_namespace", "in_a_dict_around_a_dict"),
+)
+
+
+def resumed(folder: Path, make: Callable[[], Noisy]) -> tuple[list[Any], list[Any]]:
+    """Train a module in one go, and with a stop inside an epoch; return the weights of both."""
+
+    def weights(name: str, step: int = -1) -> list[Any]:
+        torch.manual_seed(0)
+        module, held = make(), Held(None, False, "stop", step)
+        options = {"max_epochs": EPOCHS, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+        trainer = quiet(callbacks=[held], default_root_dir=folder / name, **options)
+        trainer.fit(module, loader(STEPS), ckpt_path="last")
+        return [value.tolist() for value in module.state_dict().values()]
+
+    weights("stopped", STEPS + 1)
+    return weights("whole"), weights("stopped")
+
+
+@pytest.mark.parametrize("place", HIDDEN)
+def test_those_not_in_plain_sight(place: str, tmp_path: Path) -> None:
+    def make() -> Hidden:
+        for one in (DRAWN, IN_A_PARTIAL):  # not by a method, whose names are looked at
+            one.seed(1)
+        return Hidden(place)
+
+    whole, after_a_stop = resumed(tmp_path, make)
+    assert after_a_stop == whole
+
+
+class Late(Noisy):
+    """Makes the generator when it first draws, in something that it holds."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place, KINDS["python"])
+        self.named: dict[str, random.Random] = {}
+        self.numbered: dict[int, random.Random] = {}
+        self.several: list[random.Random] = []
+        self.space = Namespace(noise=None)
+        self.deep = [{"of": Namespace(named={})}]
+
+    def draw(self) -> float:
+        return float(getattr(self, self.place)())
+
+    def dict(self) -> float:
+        return self.named.setdefault("noise", random.Random(1)).random()
+
+    def other_keys(self) -> float:
+        return self.numbered.setdefault(7, random.Random(1)).random()
+
+    def list(self) -> float:
+        self.several = self.several or [random.Random(1)]
+        return self.several[0].random()
+
+    def object(self) -> float:
+        self.space.noise = self.space.noise or random.Random(1)
+        return self.space.noise.random()
+
+    def deep_inside(self) -> float:
+        return self.deep[0]["of"].named.setdefault("noise", random.Random(1)).random()
+
+
+@pytest.mark.parametrize("place", ["dict", "other_keys", "list", "object", "deep_inside"])
+def test_those_made_later(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, after_a_stop = resumed(tmp_path, lambda: Late(place))
+    lacking = {"other_keys": "numbered.0 of module", "list": "several.0 of module"}
+    if place in lacking:
+        assert f"their states are not restored: {lacking[place]}" in caplog.text
+    else:
+        assert after_a_stop == whole
+
+
+class Scheduled(Noisy):
+    """Multiplies the learning rate by numbers from a generator of the scheduler, or draws from that of a group."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place, KINDS["python"])
+
+    def configure_optimizers(self) -> Any:
+        if self.place == "group":
+            return NoiseOfGroups([{"params": self.parameters(), "noise": random.Random(1)}], 0.1)
+        optimizer = SGD(self.parameters(), 0.1)
+        scheduler: Any = RandomRates(optimizer)
+        if self.place == "inside":
+            scheduler = SequentialLR(optimizer, [RandomRates(optimizer), RandomRates(optimizer)], [2])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class NoiseOfGroups(SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += 0.01 * group["noise"].random()
+        return super().step(closure)
+
+
+class RandomRates(LRScheduler):
+    def __init__(self, optimizer: Any) -> None:
+        self.noise, self.several = random.Random(1), [random.Random(2)]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [rate * self.noise.random() * self.several[0].random() for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize("place", ["own", "inside", "group"])
+def test_those_of_a_scheduler_or_a_group(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, after_a_stop = resumed(tmp_path, lambda: Scheduled(place))
+    assert after_a_stop == whole
+    assert "random generators" not in caplog.text
+
+
 class Unstable(Noisy):
     """Has a loss that is not finite in the second step of an epoch."""
 
@@ -254,6 +421,41 @@ def test_searches_and_checks_leave_them(tmp_path: Path) -> None:
 
     for place in ("module", "listed", "late", "data", "inside a callback", "global"):
         assert weights(place, 2, True) == weights(place, 0, False), place
+
+
+class Holder:
+    """Has a generator once it was asked for a number."""
+
+    def draw(self) -> float:
+        if getattr(self, "noise", None) is None:
+            self.noise = random.Random(1)
+        return self.noise.random()
+
+
+class HolderOfNone(Holder):
+    def __init__(self) -> None:
+        self.noise = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Holder, HolderOfNone])
+def test_a_check_takes_back_what_it_made(kind: type[Holder]) -> None:
+    def weights(sanity: int) -> list[Any]:
+        class Draws(Toy):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                holder.draw()
+                super().validation_step(batch, batch_idx)
+
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                assert self.global_step or vars(holder) == before
+                return super().training_step(batch, batch_idx) * holder.draw()
+
+        torch.manual_seed(0)
+        module, holder = Draws(), kind()
+        module.holder, before = holder, dict(vars(holder))
+        quiet(max_epochs=1, num_sanity_val_steps=sanity).fit(module, loader(STEPS), loader(2))
+        return [value.tolist() for value in module.state_dict().values()]
+
+    assert weights(1) == weights(0)
 
 
 def test_generators_of_a_program_that_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -191,6 +192,20 @@ class Table(Block):
         return super().forward(x + self.table, scale=scale)
 
 
+NOISE = random.Random()
+
+
+class Drawing(Block):
+    """A module whose static method draws, inside a comprehension, from a generator at module level."""
+
+    @staticmethod
+    def draw() -> float:
+        return sum(NOISE.random() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, scale=scale * self.draw())
+
+
 class Shrinking(Block):
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
         return super().forward(x.mul_(scale), scale=scale)
@@ -202,6 +217,15 @@ def test_what_a_block_changes_is_changed_once(block: type[Block]) -> None:
     enable_activation_checkpointing(recomputed)
     assert_same(train(plain), train(recomputed))
     assert [vars(one).get("calls") for one in recomputed.blocks] == [vars(one).get("calls") for one in plain.blocks]
+
+
+def test_a_block_draws_the_same_again() -> None:
+    plain, recomputed = net(Drawing), net(Drawing)
+    enable_activation_checkpointing(recomputed)
+    NOISE.seed(1)
+    before = train(plain)
+    NOISE.seed(1)
+    assert_same(before, train(recomputed))
 
 
 def test_a_second_backward_through_one_graph_begins_with_the_same() -> None:

@@ -30,6 +30,7 @@ from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
 from trainer.errors import CheckpointError
+from trainer.model.reachable import is_generator
 from trainer.optimizers import optimizers_inside
 
 Take = Callable[[torch.Tensor, Loadable], torch.Tensor]
@@ -74,7 +75,7 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     saved = {
         "kind": type(optimizer).__name__,
         "state": {position_to_name[key]: in_full_precision(v) for key, v in packed.items() if key in position_to_name},
-        "param_groups": [{**group, "params": group_names} for group, group_names in groups],
+        "param_groups": [{**options_of(group), "params": group_names} for group, group_names in groups],
     }
     name_of: dict[Any, str] = {parameter: name for name, parameter in module.named_parameters()}
 
@@ -133,7 +134,7 @@ def _parts(
                 found["state"][name_of[key]] = in_full_precision(value)
         shared = [id(group) for group in optimizer.param_groups] if path else [id(group) for group in part.param_groups]
         if any(id(group) not in shared for group in part.param_groups):
-            found["param_groups"] = [_options(group) for group in part.param_groups]
+            found["param_groups"] = [options_of(group) for group in part.param_groups]
         if any(found.values()):
             parts[path] = {key: value for key, value in found.items() if value}
     return parts
@@ -187,8 +188,9 @@ def _is_name(key: Any) -> bool:
     return isinstance(key, tuple) and len(key) == 2 and key[0] in ("parameter", "id")
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in group.items() if option != "params"}
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of parameters, without random generators: their states are saved elsewhere."""
+    return {option: value for option, value in group.items() if option != "params" and not is_generator(value)}
 
 
 def set_groups(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -320,6 +322,9 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     dtypes, parts = state["dtypes"], optimizers_inside(optimizer)
     groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
     optimizer.load_state_dict({key: value for key, value in state.items() if key not in ("dtypes", "parts")})
+    for one, _, before in groups:
+        for old, new in zip(before, one.param_groups, strict=False):
+            new.update({option: value for option, value in old.items() if is_generator(value)})
     for part in parts.values():
         if {"param_groups", "state"} <= vars(part).keys():
             _take_ids_for_parameters(part)

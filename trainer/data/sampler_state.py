@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from functools import partial, partialmethod
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,26 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
-from trainer.model.reachable import OwnGenerator, attributes, is_filled, is_generator
+from trainer.model.reachable import (
+    WRAPPERS,
+    OwnGenerator,
+    attributes,
+    functions_of,
+    is_filled,
+    is_generator,
+    used_globals,
+)
 
 _MAX_DEPTH, _MAX_ITEMS, _MAX_NUMBERS = 5, 1000, 100_000
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COMMON = frozenset({dict, OrderedDict, list, tuple, set})
 _OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
 _NOT_STATE = (torch.Tensor, np.ndarray, Dataset, Sampler, type, ModuleType, *SCALARS)
 """The same where the state of a program is looked for; the loaders' own is kept with them."""
-_LOOKED_INTO = (*_CONTAINERS, FunctionType, MethodType, CellType, partial, SimpleNamespace, nn.Module)
-_LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names})
+_LOOKED_INTO = (*_CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
+_HOLDERS = {"argparse", "collections", "types"}
+"""Packages with namespaces, and with objects around a dict or a list."""
+_LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names} - _HOLDERS)
 """Packages whose other objects are not looked into then."""
 
 
@@ -43,16 +53,22 @@ def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False)
     return [OwnGenerator(one) for one in found]
 
 
-def named_generators(owners: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def named_generators(
+    owners: Mapping[str, Any], contents: dict[int, dict[Any, Any]] | None = None
+) -> dict[str, dict[str, Any]]:
     """Return the generators in the attributes of parts of a program, by the part and the way to them, such as "noise".
 
     Those in globals that the methods use, too. Datasets, samplers and objects of libraries are not looked into.
+
+    Args:
+        contents: is given what is inside each object that is looked into, by its id.
     """
-    seen = _global_generators() | {id(owner) for owner in owners.values()}
+    seen = {} if contents is None else contents
+    seen |= _global_generators() | {id(owner): _inside(owner) for owner in owners.values()}
     found = {
         name: {
             path: one
-            for attribute, value in _inside(owner).items()
+            for attribute, value in seen[id(owner)].items()
             if _is_filled(value)
             for path, one in _walk(value, str(attribute), _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES)
         }
@@ -61,22 +77,59 @@ def named_generators(owners: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: of_one for name, of_one in found.items() if of_one}
 
 
-def _global_generators() -> set[int]:
+def place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
+    """Return the object that a way of `named_generators` ends in, what can be set in it, and the name there."""
+    *way, last = path.split(".")
+    for part in way:
+        owner = next((one for name, one in _inside(owner).items() if str(name) == part), None)
+    # A number stands for an item of a list, or a key that is not a text; a name in a function for a global.
+    takes_none = last.isdecimal() or isinstance(owner, FunctionType)
+    places = () if takes_none else (owner, getattr(owner, "__dict__", None))
+    return owner, next((one for one in places if isinstance(one, dict)), {}), last
+
+
+def put_generator(owner: Any, path: str, generator: Any) -> None:
+    """Put a generator where `named_generators` finds it, if nothing is there and the object can take one."""
+    holder, entries, last = place_of(owner, path)
+    if _inside(holder).get(last) is None:
+        entries[last] = generator
+
+
+def take_back(owner: Any, path: str, contents: Mapping[int, dict[Any, Any]]) -> None:
+    """Put back what was in the place of a generator, by the `contents` of `named_generators` before it was made.
+
+    An object that was not there then keeps it.
+    """
+    holder, entries, last = place_of(owner, path)
+    before = contents.get(id(holder), {last: entries.get(last)})
+    if last in before:
+        entries[last] = before[last]
+    else:
+        entries.pop(last, None)
+
+
+def _global_generators() -> dict[int, dict[Any, Any]]:
     known = torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
-    return {id(one) for one in known}
+    return {id(one): {} for one in known}
 
 
 def _walk(
-    value: Any, path: str, depth: int, seen: set[int], opaque: tuple[type, ...], libraries: Collection[str] = ()
+    value: Any,
+    path: str,
+    depth: int,
+    seen: dict[int, dict[Any, Any]],
+    opaque: tuple[type, ...],
+    libraries: Collection[str] = (),
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the random generators inside a value, each once, with the way to them."""
+    """Yield the random generators inside a value, each once, with the way to them; `seen` is given what is inside."""
     if id(value) in seen or depth < 0 or isinstance(value, opaque):
         return
-    seen.add(id(value))
+    seen[id(value)] = {}
     if is_generator(value):
         yield path, value
     elif isinstance(value, _LOOKED_INTO) or type(value).__module__.partition(".")[0] not in libraries:
-        for name, one in _inside(value).items():
+        seen[id(value)] = inside = _inside(value)
+        for name, one in inside.items():
             if _is_filled(one):
                 yield from _walk(one, f"{path}.{name}", depth - 1, seen, opaque, libraries)
 
@@ -99,14 +152,15 @@ def _inside(value: Any) -> dict[Any, Any]:
     if isinstance(value, CellType):
         return {"": value.cell_contents} if is_filled(value) else {}
     if isinstance(value, FunctionType):
-        known = value.__globals__
-        used = {name: known[name] for name in value.__code__.co_names if is_generator(known.get(name))}
+        used = {name: one for name, one in used_globals(value).items() if is_generator(one)}
         enclosed = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=False))
         return used | enclosed | dict(enumerate(value.__defaults__ or ()))
     if isinstance(value, MethodType):
         return {"": value.__func__, "self": value.__self__}
-    if isinstance(value, partial):
+    if isinstance(value, (partial, partialmethod)):
         return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
+    if isinstance(value, WRAPPERS):
+        return dict(enumerate(functions_of(value)))
     found = attributes(value)
     for kind in type(value).__mro__:
         if not kind.__module__.startswith(("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc")):

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from trainer.arguments import defines
 from trainer.callback import Callback
 from trainer.hyperparameters import is_scalar
+from trainer.loop.held_generators import with_generators, without_generators
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import is_torchmetric
 from trainer.metrics.state import kept_torchmetrics
@@ -105,7 +106,9 @@ def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
         yield from keep_values([optimizer.param_groups], _LARGE)
         yield from keep_values([optimizer.state], _SMALL)
     for config in run.scheduler_configs:
-        yield partial(config.scheduler.load_state_dict, deepcopy(config.scheduler.state_dict()))
+        state = config.scheduler.state_dict()
+        copied = with_generators(deepcopy(without_generators(state)), state)  # which others may hold, too
+        yield partial(config.scheduler.load_state_dict, copied)
 
 
 def keep_users(run: Run, seen: set[int] | None = None) -> Iterator[Restore]:

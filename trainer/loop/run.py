@@ -777,9 +777,11 @@ class Run:
         """Restore what `rng_state` returned; return the names of generators that are missing."""
         return set_states_with(self._owners(), state, self.strategy.device)
 
-    def isolated_rng(self, others: Sequence[OwnGenerator] = ()) -> AbstractContextManager[None]:
-        """Restore the states of all these generators, and of others, on exit."""
-        return isolated_with(self._owners(), others, self.strategy.device)
+    def isolated_rng(
+        self, others: Sequence[OwnGenerator] = (), keeps_new: bool = False
+    ) -> AbstractContextManager[None]:
+        """Restore the states of all these generators, and of others, on exit, and take back those made meanwhile."""
+        return isolated_with(self._owners(), others, self.strategy.device, keeps_new)
 
     def restore_rng(self) -> None:
         """Restore the generators' states from the checkpoint, once in a resumed run. Collective."""

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.hook_checkpoint import saved_by_hooks
+from trainer.checkpoint.optimizer_state import options_of
 from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.writing import serialize_state
 from trainer.errors import CheckpointError, printable
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.callback_states import callbacks_by_state_key
+from trainer.loop.held_generators import without_generators
 from trainer.loop.no_trace import keep_users
 from trainer.loop.run import Run
 from trainer.module import TrainModule
@@ -64,11 +66,11 @@ def _rehearsed_state(run: Run) -> dict[str, Any]:
             return {}
 
     callbacks = callbacks_by_state_key(run.callbacks)
-    groups = [[{**group, "params": []} for group in optimizer.param_groups] for optimizer in run.optimizers]
+    groups = [[{**options_of(group), "params": []} for group in optimizer.param_groups] for optimizer in run.optimizers]
     state = {
         "model": tried("state_dict of the module", module.state_dict),
         "optimizers": [{"state": {}, "param_groups": of_one} for of_one in groups],
-        "schedulers": [config.scheduler.state_dict() for config in run.scheduler_configs],
+        "schedulers": [without_generators(config.scheduler.state_dict()) for config in run.scheduler_configs],
         "progress": run.progress.state_dict(),
         "callbacks": {key: tried(f"state_dict of {key}", one.state_dict) for key, one in callbacks.items()},
         "data": {} if data is None else tried("state_dict of the data module", data.state_dict),

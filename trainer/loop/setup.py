@@ -124,7 +124,7 @@ def start_run(
         try:
             join_processes(run, cleanup)
             if run.settings.fast_dev_run:
-                cleanup.enter_context(run.isolated_rng())
+                cleanup.enter_context(run.isolated_rng(keeps_new=True))
             run.connect_callbacks(caller)
             check_settings(run)
             check_folders_of_shards(run)

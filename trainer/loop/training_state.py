@@ -34,6 +34,7 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.loop import hook_changes
 from trainer.loop.callback_states import callbacks_by_state_key, identities, owners_of_states, states_of_generators
 from trainer.loop.changes_since_checkpoint import leave_out_changing_facts
+from trainer.loop.held_generators import with_generators, without_generators
 from trainer.loop.progress import LATER, Progress
 from trainer.loop.run import Run
 from trainer.loop.waiting_gradients import restore_gradients, waiting_gradients
@@ -84,7 +85,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     per_rank = gather_states(own, strategy.processes)
     return {
         **tensors,
-        "schedulers": [config.scheduler.state_dict() for config in run.scheduler_configs],
+        "schedulers": [without_generators(config.scheduler.state_dict()) for config in run.scheduler_configs],
         "scaler": strategy.scaler.state_dict() if strategy.scaler is not None else {},
         "progress": run.progress.state_dict(),
         "global_micro_batch": _global_micro_batch(run),
@@ -427,7 +428,9 @@ def _metrics_for(checkpoint: Mapping[str, Any], processes: SingleProcess) -> lis
 def _restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Restore a scheduler, whose `load_state_dict` takes whatever it is given for its attributes."""
     what = f"the state of {type(scheduler).__name__}"
-    _require_alike(state, scheduler.state_dict(), what, type(scheduler))
+    current = scheduler.state_dict()
+    state = with_generators(state, current)
+    _require_alike(state, current, what, type(scheduler))
     with restoring(what):
         scheduler.load_state_dict(state)
 

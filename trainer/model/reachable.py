@@ -7,9 +7,9 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial, partialmethod
 from operator import is_
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,9 @@ _OPAQUE = (np.ndarray, type, ModuleType, str, bytes, int, float, complex, bool, 
 _LIBRARIES = frozenset({"trainer", "torch", "transformers", "deepspeed"})
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
+WRAPPERS = (staticmethod, classmethod, property, cached_property, partialmethod)
+"""Classes of objects that a class holds around a function, in one of the attributes of the next line."""
+_WRAPPED = ("__func__", "fget", "fset", "func")
 _LARGEST = 1000
 """Items of a container that is looked through: larger ones are data."""
 _LARGEST_COPY = 100_000
@@ -195,6 +198,23 @@ def attributes(value: Any) -> dict[str, Any]:
     return found
 
 
+def functions_of(value: Any) -> list[FunctionType]:
+    """Return a function of a class, or those of a static method, a property and the like."""
+    of_wrapper = [getattr(value, name, None) for name in _WRAPPED] if isinstance(value, WRAPPERS) else [value]
+    return [one for one in of_wrapper if isinstance(one, FunctionType)]
+
+
+def used_globals(function: FunctionType) -> dict[str, Any]:
+    """Return the values at module level by the names that a function uses, and the comprehensions and functions in it.
+
+    A name that is not there has the value None.
+    """
+    codes, known = [function.__code__], function.__globals__
+    for code in codes:
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return {name: known.get(name) for code in codes for name in code.co_names}
+
+
 def _is_dataclass(one: Any) -> bool:
     return dataclasses.is_dataclass(one) and not isinstance(one, type)
 
@@ -220,11 +240,11 @@ def _written_by(child: nn.Module) -> list[tuple[str, Any]]:
 def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield containers and random generators at module level that a block's methods use, and functions of theirs."""
     kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if kind is not nn.Module}
-    waiting = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+    waiting = [function for kind in kinds for one in vars(kind).values() for function in functions_of(one)]
     seen: set[int] = set()
     for function in waiting:
-        for name in function.__code__.co_names if id(function) not in seen else ():
-            value, package = function.__globals__.get(name), function.__module__.partition(".")[0]
+        package = function.__module__.partition(".")[0]
+        for name, value in used_globals(function).items() if id(function) not in seen else ():
             is_written = isinstance(value, (list, deque, set, dict)) or is_generator(value)
             if is_written and package not in _LIBRARIES:
                 yield f"{name} at the level of {function.__module__}", value
@@ -280,8 +300,7 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, CellType):
         return [value.cell_contents] if is_filled(value) else []
     if isinstance(value, FunctionType):
-        known = value.__globals__
-        return [*(value.__closure__ or ()), *(known.get(name) for name in value.__code__.co_names)]
+        return [*(value.__closure__ or ()), *used_globals(value).values()]
     # Of a module its own attributes, which a hook may write; its parts are asked for by themselves.
     return [one for key, one in attributes(value).items() if not isinstance(value, nn.Module) or key[:1] != "_"]
 
