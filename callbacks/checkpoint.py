@@ -372,6 +372,11 @@ class ModelCheckpoint(Checkpoint):
         if origin.parent in folders:
             if self._is_owed(trainer):
                 self._save(trainer)
+            elif self._continues:
+                # Weights alone, which the end of a process has written after that one. A copy has another name.
+                self._take_unlisted(
+                    lambda name, info: (info.get("name"), info.get("step")) == (name, self._restored_step)
+                )
             return
         self._earlier_last = origin
         if name is not None and is_committed(origin.parent / name):
@@ -884,10 +889,12 @@ class ModelCheckpoint(Checkpoint):
         for name in state_dict["kept"]:
             if not name or name.startswith(".") or "/" in name or "\0" in name:
                 raise CheckpointError(f"ModelCheckpoint: {name!r} is not the name of a checkpoint")
-        self._continues, self.saved_step = True, state_dict["saved_step"]
+        self.saved_step = state_dict["saved_step"]
         self._owner = state_dict.get("owner", self._owner)
         # Checkpoints of later versions have the monitor in the key of the state.
-        if begins_anew := (monitored := state_dict.get("monitor")) not in (None, self._monitored()):
+        monitored = state_dict.get("monitor")
+        self._continues = monitored in (None, self._monitored())
+        if monitored is not None and not self._continues:
             log.warning(
                 "ModelCheckpoint: the former run chose checkpoints by monitor=%r, mode=%r, this run by monitor=%r, "
                 "mode=%r, and begins anew; the former run's checkpoints stay, and are not deleted later.",
@@ -910,24 +917,19 @@ class ModelCheckpoint(Checkpoint):
             self.saved_step = int(self._restored_step)
         self.last = next((name for name in (self.last, state_dict["last"]) if name in self.kept), None)
         self.nonfinite = [name for name in state_dict.get("nonfinite", ()) if name in self.kept]
-        if not begins_anew:
-            self._take_unlisted()
+        if self.last is not None:
+            # Those after which the run was resumed from the last finite one, which does not know of them.
+            self._take_unlisted(lambda _, info: info.get("follows") == self.last and bool(info.get("nonfinite")))
         self.best = self._best_of(self.kept)
 
-    def _take_unlisted(self) -> None:
-        """Take those of this callback into the list of which the restored state does not know.
-
-        The run was resumed from the last finite one, and these are not finite; or they are weights alone, which were
-        written at the end of that process after the checkpoint from which the run goes on. A copy has another name.
-        """
+    def _take_unlisted(self, unlisted: Callable[[str, Mapping[str, Any]], bool]) -> None:
+        """Take checkpoints of this callback of which the restored state does not know into the list."""
         assert self._folder is not None
         for path in CheckpointDirectory(self._folder).list():
             info = _info(path) or {}
-            nonfinite = bool(info.get("nonfinite")) and info.get("follows") == self.last is not None
-            beside = info.get("name") == path.name and info.get("step") == self._restored_step
-            if path.name not in self.kept and (nonfinite or beside) and self._is_own(path):
+            if path.name not in self.kept and unlisted(path.name, info) and self._is_own(path):
                 self.kept[path.name] = None
-                self.nonfinite += [path.name] if nonfinite else []
+                self.nonfinite += [path.name] if info.get("nonfinite") else []
 
 
 def _info(path: StoragePath) -> dict[str, Any] | None:

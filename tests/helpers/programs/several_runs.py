@@ -328,7 +328,7 @@ def check(program: Any, folder: Path) -> list[str]:
         broken["last"], whole["last"] = (one["last"].partition("step=")[2] for one in (broken, whole))
         whole["best"] = broken["best"] = None  # a stop's checkpoint may have a value
     savers = zip("abcd", (program.first, *program.savers), strict=False)
-    loose = [f"checkpoint {letter}" for letter, one in savers if stopped and (one.monitored or _keeps_all(one))]
+    loose = [f"checkpoint {letter}" for letter, one in savers if stopped and (one.monitored or _keeps_several(one))]
     for name in sorted({*whole, *broken}):
         if name.startswith(tuple(loose)):
             continue
@@ -337,8 +337,8 @@ def check(program: Any, folder: Path) -> list[str]:
     return []
 
 
-def _keeps_all(saver: Any) -> bool:
-    return getattr(saver, "top_k", 1) == -1
+def _keeps_several(saver: Any) -> bool:
+    return getattr(saver, "top_k", 1) != 1
 
 
 def _shown(found: Any, wanted: Any) -> str:
