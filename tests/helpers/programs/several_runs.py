@@ -332,6 +332,9 @@ def check(program: Any, folder: Path) -> list[str]:
     for name in sorted({*whole, *broken}):
         if name.startswith(tuple(loose)):
             continue
+        if stopped and name.startswith("checkpoint") and name in whole and name in broken:
+            for one in (whole, broken):
+                one[name] = one[name][:2]  # the end of an epoch at the stop is in it, and in one go it may not be
         if whole.get(name) != broken.get(name):
             return [f"{name}: {_shown(broken.get(name), whole.get(name))}"]
     return []
