@@ -373,10 +373,10 @@ class ModelCheckpoint(Checkpoint):
             if self._is_owed(trainer):
                 self._save(trainer)
             elif self._continues:
-                # Weights alone, which the end of a process has written after that one. A copy has another name.
-                self._take_unlisted(
-                    lambda name, info: (info.get("name"), info.get("step")) == (name, self._restored_step)
-                )
+                # Written after that one by a process that has ended: weights alone, as a rule. A copy has another name.
+                known, step = len(self.kept), trainer.global_step
+                self._take_unlisted(lambda name, info: (info.get("name"), info.get("step")) == (name, step))
+                self.saved_step = step if len(self.kept) > known else self.saved_step
             return
         self._earlier_last = origin
         if name is not None and is_committed(origin.parent / name):
