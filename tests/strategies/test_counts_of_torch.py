@@ -40,13 +40,14 @@ class BySamples(GPT):
 
 
 def counted_by_trainer(way: str, kind: type[GPT]) -> tuple[Counted, Counted]:
-    """Return what is sent, and the flags among them, one for each parameter."""
+    """Return what is sent, and the flags among them, one for each parameter and, for late gradients, each unit."""
     counting = Counting()
     torch.manual_seed(3)
     module = kind()
     trainer = WAYS[way].trainer(max_epochs=1, log_every_n_steps=100, callbacks=counting)
     trainer.fit(module, DataLoader(module.data(8 * MICRO_BATCH * 2), MICRO_BATCH))
-    assert all(size == 4 * len([*module.parameters()]) for _, size in counting.mode.flags)
+    number = len([*module.parameters()]) + len(find_blocks(module)) + 1
+    assert all(size == 4 * number for _, size in counting.mode.flags)
     return counting.mode.counted, counting.mode.flags
 
 
