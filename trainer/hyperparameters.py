@@ -517,8 +517,10 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
         if name in _READ:
             return _READ[name](value, of_class) if name in ("deque", "timedelta") else _READ[name](value)
         if name == "scalar":
-            with contextlib.suppress(LookupError):  # of a class that is not known here: the plain value
+            try:
                 return type(value).__new__(_class_named(owner, of_class, type(value)), value)
+            except LookupError as error:
+                log.warning("hyperparameter %s is a plain %s now: %s", where, type(value).__name__, error)
         if name == "enum":
             cls = _class_named(owner, of_class[0], enum.Enum)
             return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)

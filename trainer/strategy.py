@@ -498,6 +498,14 @@ def has_gradients(optimizer: Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
+def marks_of_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:
+    """Return numbers that change with the gradients."""
+    gradients = [parameter.grad for parameter in parameters]
+    # FSDP2 adds to the shard below a DTensor, of which the DTensor's own version knows nothing.
+    shards = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+    return [None if shard is None else (id(shard), shard._version) for shard in shards]
+
+
 def synchronize_buffers(strategy: Strategy) -> None:
     """Broadcast reader 0's replicated buffers; called before evaluation and checkpoints."""
     strategy.processes.broadcast_over_readers([buffer for buffer in strategy.module.buffers() if buffer.numel()])

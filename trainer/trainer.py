@@ -595,8 +595,8 @@ class Trainer:
             if hooked:
                 hooks.on_before_zero_grad(optimizer)
             run.zero_grad(optimizer)
-        last, losses = len(window) - 1, list[torch.Tensor]()
-        plain = last == 0 and not run.divides_loss
+        losses: list[torch.Tensor] = []
+        plain = len(window) == 1 and not run.divides_loss
         divisors = NO_DIVISOR if plain else loss_divisors(window, module, strategy, run.weights_loss_by_items)
         for position, batch in enumerate(window):
             divisor, batch_idx = divisors[position], run.progress.batch + position
@@ -609,7 +609,7 @@ class Trainer:
                     return None, None, []
             if position == 0 and run.trainable is not None:
                 run.trainable.follow(metrics.window)
-            with strategy.gradient_sync(last=position == last) if run.syncs_gradients else NULL_CONTEXT:
+            with strategy.gradient_sync(last=position + 1 == len(window)) if run.syncs_gradients else NULL_CONTEXT:
                 step = partial(run.forward, "training_step") if run.wraps_step else module.training_step
                 outputs = step(data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
@@ -632,7 +632,7 @@ class Trainer:
                     losses += [loss.detach()] if run.keeps_losses else []
                     del loss
             outputs = outputs_for_hooks(hooks, outputs)
-            if position < last:
+            if position + 1 < len(window):
                 if run.reuses_memory:
                     copy_gradients(module.parameters())
                 if not repeated:

@@ -27,7 +27,12 @@ from tests.helpers.alike import alike
 from tests.helpers.toy import quiet
 from tests.tiers import Inputs
 from trainer import CheckpointError, ConfigError, DataModule, TrainModule
-from trainer.hyperparameters import construct, constructor_arguments
+from trainer.hyperparameters import (
+    construct,
+    constructor_arguments,
+    kinds_of_hyperparameters,
+    stored_hyperparameters,
+)
 
 try:
     from omegaconf import DictConfig
@@ -347,6 +352,17 @@ def test_a_class_that_is_not_there_is_asked_for() -> None:
         constructor_arguments(Model, kept["module"], None, {}, kept["kinds"]["module"])
     found = constructor_arguments(Model, kept["module"], None, {"value": 3}, kept["kinds"]["module"])
     assert found["value"] == 3
+
+
+@pytest.mark.parametrize("base", [str, int, float])
+def test_a_scalar_of_a_class_that_is_not_there_comes_back_plain_and_is_named(
+    base: type[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"value": type("Local", (base,), {})("1")}
+    kinds = kinds_of_hyperparameters(given)
+    found = constructor_arguments(Model, stored_hyperparameters(given), None, {}, kinds)["value"]
+    assert (type(found), found) == (base, base("1"))
+    assert f"hyperparameter value is a plain {base.__name__} now: no class Local is known" in caplog.text
 
 
 class Whole(Model):

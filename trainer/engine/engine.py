@@ -48,6 +48,7 @@ from trainer.strategy import (
     for_another_module,
     full_state_dict,
     has_gradients,
+    marks_of_gradients,
     without_cast,
     wrapping_problems,
 )
@@ -342,10 +343,11 @@ class Engine:
         self._calls += not chosen._accumulates
         if tensor.dim() and not args and not kwargs:
             raise ConfigError(f"engine.backward got a loss of shape {tuple(tensor.shape)}; reduce it: loss.mean().")
-        held = [(one, one.marks_of_gradients()) for one in self._models if one._held and one is not chosen]
+        waiting = [one for one in self._models if one._held and one is not chosen]
+        held = [(one, marks_of_gradients(one.module.parameters())) for one in waiting]
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
-        reduced = [chosen, *(one for one, marks in held if marks != one.marks_of_gradients())]
+        reduced = [chosen, *(one for one, marks in held if marks != marks_of_gradients(one.module.parameters()))]
         for one in self._models:
             if one._accumulates or one in reduced:
                 one._held = one._accumulates

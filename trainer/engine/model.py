@@ -179,10 +179,6 @@ class EngineModule(nn.Module):
             "load_state_dict(engine.full_state_dict(model))."
         )
 
-    def marks_of_gradients(self) -> list[tuple[int, int] | None]:
-        """Return numbers that change with the gradients."""
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.module.parameters()]
-
     def require_unchanged(self) -> None:
         """Raise ConfigError if parameters were added, replaced, frozen or unfrozen since `setup`."""
         tables = self._tables

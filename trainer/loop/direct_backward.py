@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
-from trainer.strategy import UNSCALED_BACKWARD
+from trainer.strategy import UNSCALED_BACKWARD, marks_of_gradients
 
 
 class RefusingDirectBackward:
@@ -27,12 +27,8 @@ class RefusingDirectBackward:
     def __call__(self, step: str, *args: Any) -> Any:
         if step != "training_step":
             return self._call_step(step, *args)
-        before = self._versions()
+        before = marks_of_gradients(self._parameters)
         outputs = self._call_step(step, *args)
-        if self._versions() != before:
+        if marks_of_gradients(self._parameters) != before:
             raise ConfigError(UNSCALED_BACKWARD)
         return outputs
-
-    def _versions(self) -> list[int | None]:
-        """Return numbers that change with the gradients."""
-        return [None if gradient is None else gradient._version for gradient in (p.grad for p in self._parameters)]

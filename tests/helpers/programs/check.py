@@ -111,13 +111,6 @@ def wrong_loops(seeds: list[int]) -> Iterator[tuple[int, LoopProgram, str | None
     for processes in (1, 2):
         chosen = {seed: one for seed, one in programs.items() if one.layout.processes == processes}
         for seed, problems in layouts.problems_of_loops(chosen, processes).items():
-            wrong = [] if _is_refused(programs[seed], problems) else problems
-            told = report(programs[seed], wrong, f"python -m tests.helpers.programs loops {seed}") if wrong else None
+            command = f"python -m tests.helpers.programs loops {seed}"
+            told = report(programs[seed], problems, command) if problems else None
             yield seed, programs[seed], told
-
-
-def _is_refused(program: LoopProgram, problems: list[str]) -> bool:
-    """Return True where fsdp says that it cannot tell whose gradients, of two models that no call names, are held."""
-    words = "optimizer.step() within no_backward_sync, or right after it"
-    unclear = program.layout.kind == "fsdp" and program.steps.held_back == "a"
-    return unclear and getattr(program.idea, "named", "") == "none" and any(words in one for one in problems)
