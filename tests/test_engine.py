@@ -411,6 +411,23 @@ def test_gradients_that_wait_are_saved_with_the_loss_scale_of_then(tmp_path: Pat
         assert_same_bits(end(state, engine), whole)
 
 
+def test_a_load_inside_the_training_takes_back_gradients_that_wait(tmp_path: Path) -> None:
+    x = torch.ones(2, 4)
+    with Engine(**CPU) as engine:
+        one, stepping = engine.setup(net := nn.Linear(4, 1), SGD(net.parameters(), 0.1))
+        other, waiting = engine.setup(net := nn.Linear(4, 1), SGD(net.parameters(), 0.1))
+        state = {"one": one, "other": other, "stepping": stepping, "waiting": waiting}
+        engine.save(tmp_path / "one", state)
+        engine.backward(other(x).mean(), model=other)
+        engine.backward(one(x).mean(), model=one)
+        stepping.step()
+        engine.load(tmp_path / "one", state)
+        before = other.module.weight.detach().clone()
+        engine.backward(other(x).mean(), model=other)
+        waiting.step()
+        torch.testing.assert_close(other.module.weight, before - 0.1)  # of one gradient
+
+
 @pytest.mark.parametrize("names", [("net", "net.ema"), ("model", "model.model"), ("a", "a.0", "a..0")])
 def test_names_with_dots_are_kept_apart(names: tuple[str, ...], tmp_path: Path) -> None:
     def models(engine: Engine, fill: float) -> dict[str, Any]:

@@ -310,6 +310,7 @@ class Parts:
                 own = [one for one in self.engine._optimizers if one.model is optimizer.model].index(optimizer)
                 optimizer.model._changes.restore_groups(own, state, changes)
             strategy.load_optimizer_state(optimizer.optimizer, with_dtypes_of(state, weights))
+            optimizer.zero_grad()  # gradients of batches that a load inside the training takes back
             if gradients := checkpoint.get("gradients"):
                 waiting = renamed(gradients[number], partial(_with, prefix=prefix))
                 give_gradients(strategy, optimizer.optimizer, waiting)
