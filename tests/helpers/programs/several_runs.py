@@ -324,8 +324,10 @@ def check(program: Any, folder: Path) -> list[str]:
         return [f"weights after all processes: {again} instead of {final}"]
     # A process that is stopped writes its last checkpoint between those that are due, and no other at that step.
     stopped = any(stop.how in ("signal", "stop", "end") for stop in program.stops)
-    if stopped:
+    # The run may have ended there, where another checkpoint of that step would have been written once more.
+    if stopped or any(stop.place == "saved" for stop in program.stops):
         broken["last"], whole["last"] = (one["last"].partition("step=")[2] for one in (broken, whole))
+    if stopped:
         whole["best"] = broken["best"] = None  # a stop's checkpoint may have a value
     savers = zip("abcd", (program.first, *program.savers), strict=False)
     loose = [f"checkpoint {letter}" for letter, one in savers if stopped and (one.monitored or _keeps_several(one))]
