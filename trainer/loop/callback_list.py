@@ -110,7 +110,7 @@ class CallbackList:
                 methods[hook].append(partial(_with_phase(callback, hook, phase), trainer, module))
         for hook, calls in methods.items():
             setattr(self, hook, _call_each(calls, hook in _ENDING))
-        self.inside_steps = any(getattr(self, hook) is not nothing for hook in _INSIDE_STEPS)
+        self.inside_steps = any(map(methods.get, _INSIDE_STEPS))
         """True if a hook before the end of a micro-batch is overridden; the loop leaves them out otherwise."""
         self.take_outputs = self.on_train_batch_end is not nothing
 
