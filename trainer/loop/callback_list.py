@@ -109,7 +109,7 @@ class CallbackList:
             for hook in overridden_hooks(callback):
                 methods[hook].append(partial(_with_phase(callback, hook, phase), trainer, module))
         for hook, calls in methods.items():
-            setattr(self, hook, _call_each(calls, hook in _ENDING))
+            setattr(self, hook, _call_each(calls, hook in _ENDING) if calls else nothing)
         self.inside_steps = any(map(methods.get, _INSIDE_STEPS))
         """True if a hook before the end of a micro-batch is overridden; the loop leaves them out otherwise."""
         self.take_outputs = self.on_train_batch_end is not nothing
@@ -172,8 +172,6 @@ def nothing(*args: Any) -> None:
 
 
 def _call_each(methods: Sequence[Callable[..., None]], continue_on_error: bool = False) -> Callable[..., None]:
-    if not methods:
-        return nothing
     if len(methods) == 1:
         return methods[0]
     if continue_on_error:

@@ -94,8 +94,7 @@ def check_signature(owner: object, name: str, expected: list[str]) -> str | None
             f"{where} is of type {type(method).__name__}, but the trainer calls a method of that name: "
             f"{name}({', '.join(['self', *expected])}). Give yours another name."
         )
-    least = [one for one in expected if one != "dataloader_idx=0"]
-    if takes(method, len(expected)) or takes(method, len(least)):
+    if takes(method, len(expected)) or takes(method, len(expected) - expected.count("dataloader_idx=0")):
         return None
     return (
         f"{where} takes {inspect.signature(method)}, but it is called with ({', '.join(expected)}): "

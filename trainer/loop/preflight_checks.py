@@ -272,15 +272,15 @@ STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("traini
 def _check_signatures(module: TrainModule, stage: str) -> list[str]:
     problems: list[str | None] = []
     for name in (*MODULE_HOOKS, *METHODS):
-        if name in STEPS.values() and name not in STEPS_OF[stage]:
+        if (name in STEPS.values() and name not in STEPS_OF[stage]) or not module.overrides(name):
             continue
-        if module.overrides(name) and (index := _optimizer_idx(module, name)):
+        if index := _optimizer_idx(module, name):
             problems.append(
                 f"{type(module).__name__}.{name} takes {index}, as in Lightning 1: with several optimizers set "
                 "automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise leave "
                 "the argument out."
             )
-        elif module.overrides(name):
+        else:
             evaluates = name in STEPS.values() and name != "training_step"
             expected = EVALUATION_ARGUMENTS if evaluates else parameters_of(getattr(TrainModule, name))
             expected = ["loss"] if name == "backward" else expected
