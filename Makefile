@@ -45,7 +45,7 @@ test-release: .venv/ready  ## by hand before a release: whole matrices, 2000 dra
 # torch_xla needs an older torch, and one process per file: an error in XLA ends the process.
 XLA_PYTHON ?= .venv-xla/bin/python
 # The quick tier without what reads the source, files and words only; tests of packages that are not in this environment are skipped.
-LOWEST := tests $(addprefix --ignore tests/,xla cli config lightning test_shape.py)
+LOWEST := tests $(addprefix --ignore tests/,xla cli config lightning test_budget.py test_shape.py)
 
 .venv-xla/ready: pyproject.toml constraints-xla.txt
 	$(PYTHON) -m venv .venv-xla

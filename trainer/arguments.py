@@ -83,20 +83,20 @@ def check_constructor(cls: type) -> None:
     init: Any = vars(cls).get("__init__")
     if init is None:
         return
-    signature = inspect.signature(init)
-    known = list(signature.parameters)[1:]
-    own = [one.name for one in signature.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
-    takes_others = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    words = argument_words(cls.__name__)
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
+        # Here and not above: of the classes of a table few are constructed.
+        signature, words = inspect.signature(init), argument_words(cls.__name__)
+        parameters = [*signature.parameters.values()]
+        own = [one.name for one in parameters[1:] if one.kind is one.POSITIONAL_OR_KEYWORD]
+        takes_others = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
         args, options = with_python_numbers(args), with_python_numbers(options)
         args, options = args[: len(own)], by_name(cls.__name__, own, args, options)
         options = {name: value for name, value in options.items() if not is_default(cls.__name__, name, value)}
-        refused = (name for name in options if name not in known and (name in words or not takes_others))
+        refused = (name for name in options if name not in signature.parameters and (name in words or not takes_others))
         if (unknown := next(refused, None)) is not None:
-            hint = did_you_mean(unknown, known, words)
+            hint = did_you_mean(unknown, [*signature.parameters][1:], words)
             raise ArgumentError(f"{cls.__name__}() got an unexpected keyword argument {unknown!r}.{hint}")
         try:
             given = signature.bind(self, *args, **options).arguments
@@ -169,7 +169,7 @@ def with_python_numbers(value: Any, depth: int = 3) -> Any:
     mappings of other classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
     """
     kind = type(value)
-    if kind in (bool, int, float):
+    if kind in (bool, int, float, str, NoneType):
         return value
     for abstract, plain_kind in ((MutableSequence, list), (MutableMapping, dict)):
         if depth > 0 and issubclass(kind, abstract) and not issubclass(kind, (plain_kind, bytearray)):
@@ -452,7 +452,7 @@ def local_path(path: str | Path, argument: str = "") -> Path:
         raise ConfigError(
             f"{named}{str(path)[:60]!r}: no file system has such a name, a character of it cannot be written."
         ) from None
-    if len(os.fsencode(expanded)) > 4095 or any(len(os.fsencode(part)) > 255 for part in Path(expanded).parts):
+    if len(os.fsencode(expanded)) > 4095 or max(map(len, os.fsencode(expanded).split(b"/"))) > 255:
         raise ConfigError(
             f"{named}{str(path)[:60]!r}...: the path is too long. It may have 4095 bytes, and 255 between two slashes."
         )

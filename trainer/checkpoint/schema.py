@@ -51,15 +51,15 @@ def wrong(value: Any, kind: Kind, where: str) -> str | None:
     if isinstance(kind, list) and isinstance(value, list):
         return _first(wrong(one, kind[0], f"{where}[{number}]") for number, one in enumerate(value))
     if isinstance(kind, dict) and str in kind:
-        if not isinstance(value, dict) or not all(_is_text(key) for key in value):
+        if not isinstance(value, dict) or not all(map(_is_text, value)):
             return _found_value(value, where)
         return _first(wrong(one, kind[str], f"{where}[{key!r:.100}]") for key, one in value.items())
     if isinstance(kind, dict) and isinstance(value, dict):
         missing = next((name for name in kind if not name.endswith("?") and name not in value), None)
         if missing is not None:
             return f"{where} has no {missing!r}"
-        there = ((name.removesuffix("?"), one) for name, one in kind.items() if name.removesuffix("?") in value)
-        return _first(wrong(value[name], one, f"{where}[{name!r}]") for name, one in there)
+        named = {name.removesuffix("?"): one for name, one in kind.items()}
+        return _first(wrong(value[name], one, f"{where}[{name!r}]") for name, one in named.items() if name in value)
     return None if _fits(value, kind) else _found_value(value, where)
 
 

@@ -114,7 +114,7 @@ def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
     keys: dict[str, Serialized] = {}
     refused = Refused()
     for key, value in state.items():
-        if not isinstance(key, str) or not KEY.fullmatch(key) or key.lower() in (other.lower() for other in keys):
+        if not isinstance(key, str) or not KEY.fullmatch(key) or key.lower() in map(str.lower, keys):
             raise CheckpointError(
                 f"{key!r} cannot be a top-level key of a checkpoint: it names a file, so it must begin with a letter, "
                 "have only letters, digits, '_' and '-', and differ from the others in more than upper and lower case"

@@ -24,7 +24,7 @@ def project(root: Path) -> Iterator[None]:
     """
     prefix = f"_{zlib.crc32(os.fsencode(root)):08x}_"
     own = {name.removeprefix(prefix): module for name, module in sys.modules.items() if name.startswith(prefix)}
-    taken = _names_in_use(root) | {_top(name) for name in own}
+    taken = _names_in_use(root) | {name.partition(".")[0] for name in own}
     others = _remove_modules(taken)
     sys.modules.update(own)
     sys.path.insert(0, str(root))
@@ -57,7 +57,7 @@ def _names_in_use(root: Path) -> set[str]:
     paths.pop("__main__", None)
     in_use = set()
     for name, module in sys.modules.items():
-        path = paths.get(_top(name))
+        path = paths.get(name.partition(".")[0])
         if path is None or getattr(module, "__file__", None) is None:
             continue
         # A folder without __init__.py is a package only where no other module has its name.
@@ -69,13 +69,9 @@ def _names_in_use(root: Path) -> set[str]:
     return in_use
 
 
-def _top(name: str) -> str:
-    return name.partition(".")[0]
-
-
 def _remove_modules(tops: set[str]) -> dict[str, ModuleType]:
     """Remove the modules and packages of these names, and return them by their full names."""
-    return {name: sys.modules.pop(name) for name in [*sys.modules] if _top(name) in tops}
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in tops}
 
 
 def _rename(module: ModuleType, name: str, prefix: str) -> None:

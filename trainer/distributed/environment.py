@@ -112,7 +112,7 @@ def _incomplete_mpirun(environ: Mapping[str, str]) -> list[str]:
         size = number(size_name, default=1)
         # Slurm's own PMI sets these too, and Slurm was asked: this is an interactive shell in a step.
         of_slurm = environ.get("SLURM_STEP_ID") and environ.get("SLURM_STEP_NUM_TASKS") == environ.get(size_name)
-        missing = [" or ".join(choice) for choice in mpi.names if not any(environ.get(name) for name in choice)]
+        missing = [" or ".join(choice) for choice in mpi.names if not any(map(environ.get, choice))]
         problems += number.problems
         others = size_name == "PMI_SIZE" and (of_slurm or (mpi.name == "PALS") != in_pals)
         unknown = in_pals and mpi.name == "PALS" and not environ.get(size_name)
@@ -224,7 +224,7 @@ class _Mpi:
     """Names of the variables for rank, size, local rank and local size; of each the first one that is set counts."""
 
     def read(self, environ: Mapping[str, str]) -> Environment | str:
-        found = [next((n for n in choice if environ.get(n)), "") for choice in self.names]
+        found = [next(filter(environ.get, choice), "") for choice in self.names]
         missing = [choice[0] for choice, name in zip(self.names, found, strict=True) if not name]
         if missing:
             alone = environ.get(found[0]) == "0" and environ.get(found[1]) == "1"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callback import HOOKS, Callback, Checkpoint
 from trainer.errors import raise_problems
-from trainer.loop.hook_checks import callback_problems, is_overridden, parameters_of, takes
+from trainer.loop.hook_checks import arguments_of, callback_problems, overridden_hooks, takes
 from trainer.metrics.phases import Phase, during, unheard
 
 if TYPE_CHECKING:
@@ -104,12 +104,13 @@ class CallbackList:
         self, callbacks: Iterable[Callback], trainer: object = None, module: object = None, phase: Phase = unheard
     ) -> None:
         self.callbacks = list(callbacks)
-        for hook in HOOKS:
-            used_by = [callback for callback in self.callbacks if is_overridden(callback, hook)]
-            calls = [_with_phase(callback, hook, phase) for callback in used_by]
-            methods = [partial(call, trainer, module) for call in calls]
-            setattr(self, hook, _call_each(methods, hook in _ENDING))
-        self.inside_steps = any(getattr(self, hook) is not nothing for hook in _INSIDE_STEPS)
+        methods: dict[str, list[Callable[..., None]]] = {hook: [] for hook in HOOKS}
+        for callback in self.callbacks:
+            for hook in overridden_hooks(callback):
+                methods[hook].append(partial(_with_phase(callback, hook, phase), trainer, module))
+        for hook, calls in methods.items():
+            setattr(self, hook, _call_each(calls, hook in _ENDING) if calls else nothing)
+        self.inside_steps = any(map(methods.get, _INSIDE_STEPS))
         """True if a hook before the end of a micro-batch is overridden; the loop leaves them out otherwise."""
         self.take_outputs = self.on_train_batch_end is not nothing
 
@@ -137,7 +138,7 @@ class ModuleCallback(Callback):
             return
         for hook in HOOKS:
             if hook not in NOT_ON_MODULES and module.overrides(hook):
-                expected = parameters_of(getattr(Callback, hook))[2:]
+                expected = arguments_of(hook)[2:]
                 call = _without_trainer_and_module(index_optional(getattr(module, hook), expected))
                 setattr(self, hook, self._remembering(call) if hook == "on_train_batch_start" else call)
 
@@ -153,7 +154,7 @@ def _without_trainer_and_module(method: Any) -> Any:
 
 
 def _with_phase(callback: Callback, hook: str, phase: Phase) -> Callable[..., None]:
-    method = index_optional(getattr(callback, hook), parameters_of(getattr(Callback, hook)))
+    method = index_optional(getattr(callback, hook), arguments_of(hook))
     name = f"{'module' if isinstance(callback, ModuleCallback) else type(callback).__name__}.{hook}"
     return during(phase, name, method)
 
@@ -171,8 +172,6 @@ def nothing(*args: Any) -> None:
 
 
 def _call_each(methods: Sequence[Callable[..., None]], continue_on_error: bool = False) -> Callable[..., None]:
-    if not methods:
-        return nothing
     if len(methods) == 1:
         return methods[0]
     if continue_on_error:

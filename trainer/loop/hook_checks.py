@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any
 
 from trainer.callback import DEFAULT_CALLBACKS, HOOKS, Callback
@@ -25,11 +26,7 @@ EVALUATION_ARGUMENTS = ["batch", "batch_idx", "dataloader_idx=0"]
 
 def callback_problems(callback: Callback) -> list[str]:
     """Return a problem for each misspelt hook and each hook with wrong parameters."""
-    wrong = [
-        check_signature(callback, hook, parameters_of(getattr(Callback, hook)))
-        for hook in HOOKS
-        if is_overridden(callback, hook)
-    ]
+    wrong = [check_signature(callback, hook, arguments_of(hook)) for hook in overridden_hooks(callback)]
     problems = [*check_hooks(callback, HOOKS), *filter(None, wrong)]
     if not isinstance(callback, Logger):
         problems += uncalled_overrides(callback)
@@ -47,12 +44,9 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     """Return a problem for each method of `plug` whose name looks like a hook, but which would never be called."""
     known, helpers = set(known), called_by_others(type(plug))
     problems = []
-    for name in dir(type(plug)):
-        if not is_like_a_hook(name, known) or name in helpers:
-            continue
-        without_on = f"on_{name}" in known
+    for name in like_hooks(sorted({*dir(type(plug))} - helpers), known):
         if callable(getattr(type(plug), name, None)):
-            renamed = OTHERS_HOOKS.get(name, f"on_{name}" if without_on else None)
+            renamed = OTHERS_HOOKS.get(name, f"on_{name}" if f"on_{name}" in known else None)
             advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
             if name in FORMER_HOOKS:
                 advice = f" Use {FORMER_HOOKS[name]}."
@@ -65,11 +59,10 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     return problems
 
 
-def is_like_a_hook(name: str, known: Collection[str]) -> bool:
-    """Whether a method of this name looks like a hook, of which `known` are the names, without being one."""
-    if name.startswith("on_"):
-        return name not in known
-    return f"on_{name}" in known and not name.endswith("_checkpoint")
+def like_hooks(names: Iterable[str], known: Collection[str]) -> list[str]:
+    """Return those of the names that look like a hook, of which `known` are the names, without being one."""
+    without_on = {hook[3:] for hook in known if hook.startswith("on_") and not hook.endswith("_checkpoint")}
+    return [name for name in names if (name not in known if name.startswith("on_") else name in without_on)]
 
 
 def called_by_others(kind: type) -> set[str]:
@@ -79,9 +72,14 @@ def called_by_others(kind: type) -> set[str]:
     return {name for one in functions for name in one.__code__.co_names if name != one.__code__.co_name}
 
 
-def is_overridden(callback: Callback, hook: str) -> bool:
-    method = getattr(callback, hook)
-    return method is not None and getattr(method, "__func__", None) is not getattr(Callback, hook)
+def overridden_hooks(callback: Callback) -> list[str]:
+    """Return the hooks that a callback, or its class, defines anew, in their order; one that is None is not defined."""
+    return [
+        hook
+        for hook in HOOKS
+        if (method := getattr(callback, hook)) is not None
+        and getattr(method, "__func__", None) is not getattr(Callback, hook)
+    ]
 
 
 def check_signature(owner: object, name: str, expected: list[str]) -> str | None:
@@ -96,8 +94,7 @@ def check_signature(owner: object, name: str, expected: list[str]) -> str | None
             f"{where} is of type {type(method).__name__}, but the trainer calls a method of that name: "
             f"{name}({', '.join(['self', *expected])}). Give yours another name."
         )
-    least = [one for one in expected if one != "dataloader_idx=0"]
-    if takes(method, len(expected)) or takes(method, len(least)):
+    if takes(method, len(expected)) or takes(method, len(expected) - expected.count("dataloader_idx=0")):
         return None
     return (
         f"{where} takes {inspect.signature(method)}, but it is called with ({', '.join(expected)}): "
@@ -109,6 +106,12 @@ def parameters_of(method: Callable[..., Any]) -> list[str]:
     """Return the parameters of a method after `self`, as source: `["batch", "batch_idx"]`, `["dataloader_idx=0"]`."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+
+
+@cache
+def arguments_of(hook: str) -> list[str]:
+    """Return the parameters of a callback's hook, as `parameters_of` does."""
+    return parameters_of(getattr(Callback, hook))
 
 
 def takes(method: Callable[..., Any], number: int) -> bool:

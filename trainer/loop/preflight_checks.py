@@ -23,7 +23,7 @@ from trainer.loop.hook_checks import (
     called_by_others,
     check_hooks,
     check_signature,
-    is_like_a_hook,
+    like_hooks,
     parameters_of,
 )
 from trainer.loop.loaders import micro_batch_of
@@ -174,13 +174,12 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     name = type(module).__name__
     if "_modules" not in vars(module):
         return [f"{name}.__init__ does not call super().__init__(): make that its first line."]
-    problems, helpers = check_hooks(module, MODULE_HOOKS), called_by_others(type(module))
+    problems = check_hooks(module, MODULE_HOOKS)
+    others = {*like_hooks(FORMER_HOOKS, MODULE_HOOKS), *called_by_others(type(module))}
     problems += [
         f"{name}.{method} would never be called. Use {instead}."
         for method, instead in FORMER_HOOKS.items()
-        if callable(getattr(type(module), method, None))
-        and not is_like_a_hook(method, MODULE_HOOKS)
-        and method not in helpers
+        if method not in others and callable(getattr(type(module), method, None))
     ]
     misspelt = _misspelt(module, TrainModule, METHODS)
     problems += misspelt.values()
@@ -273,15 +272,15 @@ STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("traini
 def _check_signatures(module: TrainModule, stage: str) -> list[str]:
     problems: list[str | None] = []
     for name in (*MODULE_HOOKS, *METHODS):
-        if name in STEPS.values() and name not in STEPS_OF[stage]:
+        if (name in STEPS.values() and name not in STEPS_OF[stage]) or not module.overrides(name):
             continue
-        if module.overrides(name) and (index := _optimizer_idx(module, name)):
+        if index := _optimizer_idx(module, name):
             problems.append(
                 f"{type(module).__name__}.{name} takes {index}, as in Lightning 1: with several optimizers set "
                 "automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise leave "
                 "the argument out."
             )
-        elif module.overrides(name):
+        else:
             evaluates = name in STEPS.values() and name != "training_step"
             expected = EVALUATION_ARGUMENTS if evaluates else parameters_of(getattr(TrainModule, name))
             expected = ["loss"] if name == "backward" else expected

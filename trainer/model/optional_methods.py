@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection
 from functools import partial, wraps
-from typing import Any
+from typing import Any, ClassVar
 
 METHODS = (
     "training_step",
@@ -40,29 +40,29 @@ class OptionalMethods:
     A method that is set to None, in a class or on an object, is not defined, as in Lightning: the default is called.
     """
 
+    _base: ClassVar[type]
+    """`TrainModule` or `DataModule`: the class with the defaults."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in vars(cls._base()):
+        if OptionalMethods in cls.__bases__:
+            cls._base = cls
+        for name in vars(cls._base):
             if _is_called(name) and getattr(cls, name, False) is None:
-                setattr(cls, name, vars(cls._base())[name])
+                setattr(cls, name, vars(cls._base)[name])
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             step = vars(cls).get(name)
             if inspect.isfunction(step) and _takes_batch_only(step):
                 setattr(cls, name, _with_batch_idx(step))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is None and _is_called(name) and name in vars(self._base()):
-            value = partial(vars(self._base())[name], self)
+        if value is None and _is_called(name) and name in vars(self._base):
+            value = partial(vars(self._base)[name], self)
         super().__setattr__(name, value)
-
-    @classmethod
-    def _base(cls) -> type:
-        """Return `TrainModule` or `DataModule`."""
-        return next(kind for kind in cls.__mro__ if OptionalMethods in kind.__bases__)
 
     def overrides(self, name: str) -> bool:
         """Return True if the subclass (or this object) defines the method `name`, and not as None."""
-        default, own = getattr(self._base(), name, None), vars(self).get(name)
+        default, own = getattr(self._base, name, None), vars(self).get(name)
         if isinstance(own, partial) and own.func is default:
             return False
         mine = own if name in vars(self) else getattr(type(self), name, None)
