@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from tests.helpers.drawn_values import POOL, ObjectError, draw, parameters, shown
+from tests.helpers.drawn_values import POOL, draw, parameters, shown
 from tests.helpers.fuzzing import ACCEPTED, REFUSED, WrongError, try_each
 from tests.helpers.toy import loader
 from tests.helpers.two_steps import BATCHES, MOST_STEPS, QUIET, Net, check_types, refused, train
@@ -88,8 +88,6 @@ def loaders(rng: random.Random) -> str:
     except TrainerError as error:
         return refused(error, ["loader", "module", "data", "batch", "checkpoint", "fsspec", wrong, method])
     except BaseException as error:
-        if isinstance(error, ObjectError) and type(given).__name__ == "RaisingIter":
-            return REFUSED  # a loader's own error, raised by its own method
         raise RuntimeError(text) from error
     return ACCEPTED
 
