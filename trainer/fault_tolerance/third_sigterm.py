@@ -21,37 +21,16 @@ _SAME_S = 0.1
 _WORDS = "the third SIGTERM ends this process in the middle of a step, without a checkpoint. The stacks of its threads:"
 
 
-class SigtermCount:
-    """Counts the SIGTERMs of one run; the last one ends the process with exit code 143."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._count = 0
-        self._last = -1.0
-
-    def add(self) -> None:
-        """Count one SIGTERM, unless it is one with the last. May be called in a signal handler."""
-        now = time.monotonic()
-        if now - self._last < _SAME_S:
-            return
-        self._last = now
-        self._count += 1
-        if self._count == SIGTERMS:
-            # Not through sys.stderr: the interrupted code may hold its lock.
-            os.write(2, f"rank {self._rank}: {_WORDS}\n".encode())
-            faulthandler.dump_traceback(file=2)
-            os._exit(128 + signal.SIGTERM)
-
-
 class SigtermWatch:
-    """Counts SIGTERMs in a thread, for the case that the main thread hangs in a call of C code, as in a collective.
+    """Counts the SIGTERMs of one run; the last one ends the process with exit code 143.
 
-    Python runs its signal handlers in the main thread only, and only between two instructions of Python. C code that
-    keeps Python's interpreter lock holds up this thread, too: then only SIGKILL ends the process.
+    In a thread, because Python runs its signal handlers between two instructions of the main thread only, which may
+    hang in C code, as in a collective. C code that keeps Python's interpreter lock holds up this thread, too: then only
+    SIGKILL ends the process.
     """
 
     def __init__(self, rank: int) -> None:
-        self._count = SigtermCount(rank)
+        self._rank = rank
         self._pid = os.getpid()
         self._write: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -86,8 +65,13 @@ class SigtermWatch:
             faulthandler.unregister(DUMP_SIGNAL)
 
     def _listen(self, read: socket.socket) -> None:
+        count, last = 0, -_SAME_S
         with read:
             while numbers := read.recv(64):
-                for number in numbers:
-                    if number == signal.SIGTERM:
-                        self._count.add()
+                if signal.SIGTERM in numbers and time.monotonic() - last >= _SAME_S:
+                    count, last = count + 1, time.monotonic()
+                if count == SIGTERMS:
+                    # Not through sys.stderr: the code that hangs may hold its lock.
+                    os.write(2, f"rank {self._rank}: {_WORDS}\n".encode())
+                    faulthandler.dump_traceback(file=2)
+                    os._exit(128 + signal.SIGTERM)
