@@ -31,11 +31,8 @@ def shortened(text: str, maximum: int = LONGEST) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value for a message; a description if `repr` raises."""
-    try:
-        return shortened(repr(value), 200)
-    except Exception as error:
-        return f"<a {type(value).__name__} whose repr raises {type(error).__name__}>"
+    """Return the repr of a value for a message."""
+    return shortened(repr(value), 200)
 
 
 class TrainerError(Exception):

@@ -273,8 +273,6 @@ _OPTIONAL_NUMBERS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "seed
 
 DEFAULT_MAX_EPOCHS = 1000
 """Epochs of a `fit` without max_epochs, max_steps and max_time."""
-MOST_DEVICES = 4096
-"""Maximum number of devices of one machine."""
 
 
 def _wrong_folder(settings: Settings) -> list[str]:
@@ -311,11 +309,6 @@ def _wrong_numbers(settings: Settings) -> list[str]:
         maximum = 1 if type(value) is float else 2**63 - 1
         if type(value) not in (int, float) or not 0 <= value <= maximum:
             problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
-    devices = settings.devices
-    if isinstance(devices, str) and devices.strip().isdecimal():
-        devices = int(devices) if len(devices) < 10 else MOST_DEVICES + 1
-    if isinstance(devices, int) and devices > MOST_DEVICES:
-        problems.append(f"devices={settings.devices!r}: no machine has more than {MOST_DEVICES}: give their number.")
     clip = settings.gradient_clip_val
     if clip is not None and not (is_finite_number(clip) and clip >= 0):
         problems.append(f"gradient_clip_val={clip!r}: give a number from 0; 0 or None: no clipping.")

@@ -147,7 +147,7 @@ def test_sigusr1_changes_nothing_when_the_command_has_nothing_left_to_train() ->
     assert codes == ["batch 75", "epoch 0", "train 0", "fit 0"]
 
 
-@pytest.mark.parametrize("number", ["one", "two"])
+@pytest.mark.parametrize("number", ["one", "files", "two"])
 def test_the_third_sigterm_ends_a_hung_step_with_its_stacks(number: str) -> None:
     running = start_python(TRAINING, "hung", number)
     running.wait_for("step", count=2 if number == "two" else 1)
@@ -161,14 +161,12 @@ def test_the_third_sigterm_ends_a_hung_step_with_its_stacks(number: str) -> None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs real-time signals")
-@pytest.mark.parametrize(("number", "code"), [("one", -signal.SIGKILL), ("files", -signal.SIGKILL), ("two", 143)])
-def test_the_third_sigterm_ends_a_step_that_holds_the_interpreters_lock(number: str, code: int) -> None:
-    running = start_python(TRAINING, "stuck", number)
-    running.wait_for("step", count=2 if number == "two" else 1)
+def test_a_launcher_kills_steps_that_hold_the_interpreters_lock_after_their_stacks() -> None:
+    running = start_python(TRAINING, "stuck", "two")
+    running.wait_for("step", count=2)
     for _ in range(3):
         assert running.process.poll() is None
         time.sleep(0.5)
         running.send(signal.SIGTERM)
-    error = running.wait(60).check(code).stderr
-    assert "Something holds Python's interpreter lock. The stacks of its threads:" in error
-    assert "training_step" in error  # "in " may stand apart: two processes write at once
+    error = running.wait(60).check(143).stderr
+    assert "training_step" in error

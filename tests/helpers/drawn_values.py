@@ -25,19 +25,6 @@ from trainer import callback, module, precision, strategy
 from trainer.arguments import LISTS, MAPPINGS, options_of
 
 
-class ObjectError(Exception):
-    """Raised by the objects of `raising`."""
-
-
-def raising(*methods: str) -> Any:
-    """Return an object whose special methods of these names raise."""
-
-    def fail(self: object, *args: Any) -> Any:
-        raise ObjectError("this object is not to be looked at")
-
-    return type(f"Raising{methods[0].strip('_').title()}", (), dict.fromkeys(methods, fail))()
-
-
 class Number(int):
     """A subclass of int."""
 
@@ -105,17 +92,13 @@ ODD: tuple[Any, ...] = (
     *(np.int8(-1), np.uint64(2**63), np.float16(0.5), np.complex64(1), np.datetime64("2030-01-01"), -0.0, 5e-324),
     *(np.array([1, 2]), torch.tensor([1, 2]), torch.tensor(True), torch.tensor(float("nan")), torch.Size([2])),
     *(torch.tensor(2.0, requires_grad=True), torch.empty(0), torch.empty(1, device="meta"), 2**31 - 1, 2.0, 1e9),
-    *("\ud800", "\udcff/x", "\x1b[2J", "\u202e", "y" * 100_000, "~nosuch/x", "${HOME}/x", "%s", "NaN", "-inf"),
+    *("\udcff/x", "\x1b[2J", "\u202e", "y" * 100_000, "~nosuch/x", "${HOME}/x", "%s", "NaN", "-inf"),
     *(bytearray(b"x"), memoryview(b"x"), iter([]), endless(), (one for one in [1]), itself(), nested(50), nested(900)),
     *({"x": {"x": itself()}}, collections.OrderedDict(x=1), collections.defaultdict(int), types.MappingProxyType({})),
     *(frozenset({1}), collections.deque([1]), [float("nan")], {"hours": float("nan")}, [True], list(range(10_000))),
     *(PurePosixPath("x"), Path(), lambda: None, type, object, sys, slice(2), Ellipsis, super, property()),
-    *(raising("__repr__"), raising("__eq__", "__hash__"), raising("__bool__"), raising("__len__"), raising("__iter__")),
-    *(raising("__getattr__"), raising("__class__"), raising("__fspath__"), raising("__index__"), raising("__float__")),
-    *(raising("__repr__", "__str__", "__eq__", "__bool__", "__len__", "__iter__", "__hash__"), [raising("__repr__")]),
-    *({"x": raising("__repr__")}, {raising("__repr__"): 1}, [raising("__eq__")]),
 )
-"""Subclasses, scalars of other packages, containers without end, and objects that raise when they are looked at."""
+"""Subclasses, scalars of other packages, and containers without end."""
 POOL = (*NUMBERS, *TEXTS, *COLLECTIONS, *OTHERS, *ODD)
 """Right for some arguments, wrong for most."""
 
@@ -150,10 +133,7 @@ def draw(rng: random.Random, parameter: inspect.Parameter) -> Any:
 
 def conforms(value: Any, annotation: Any) -> bool:
     """Whether a value is of the annotated type: an integer is a float, a bool is no number, numpy has its own."""
-    try:
-        return any(_is_one(value, option) for option in options_of(annotation))
-    except (ObjectError, TypeError):  # of an object that raises
-        return False
+    return any(_is_one(value, option) for option in options_of(annotation))
 
 
 def _is_one(value: Any, option: Any) -> bool:

@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 from torch.optim import SGD, Adam
 
-from tests.helpers.drawn_values import Level, raising
+from tests.helpers.drawn_values import Level
 from tests.helpers.mistakes import Net, fit, loader, net, net_that, quiet, refused
 from trainer import Callback, CheckpointError, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
@@ -366,13 +366,10 @@ def test_state_that_is_not_data(arguments: dict[str, Any], parts: list[str]) -> 
 @pytest.mark.parametrize(
     ("method", "option"), [("validate", "verbose"), ("test", "verbose"), ("predict", "return_predictions")]
 )
-@pytest.mark.parametrize(
-    "value", [raising("__bool__", "__repr__", "__eq__"), "yes", 3], ids=["raising", "text", "number"]
-)
+@pytest.mark.parametrize("value", ["yes", 3], ids=["text", "number"])
 def test_options_that_are_neither_true_nor_false(method: str, option: str, value: Any) -> None:
     refused(lambda: getattr(quiet(), method)(net(), loader(), **{option: value}), f"{option}=", "give True or False")
 
 
-@pytest.mark.parametrize("value", [raising("__getattr__"), Level.TWO], ids=["raising", "enum"])
-def test_loaders_that_cannot_be_looked_at(value: Any) -> None:
-    refused(lambda: quiet().validate(net(), value), "cannot be iterated")
+def test_a_member_of_an_enumeration_is_no_loader() -> None:
+    refused(lambda: quiet().validate(net(), Level.TWO), "cannot be iterated")

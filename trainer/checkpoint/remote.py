@@ -4,7 +4,8 @@ Files are written in place, one after the other, the manifest last. A directory 
 write or one in progress, and readers skip it. Deleting starts with the manifest. The files of a checkpoint that
 replaces another are in a folder in it, which the new manifest names. An operation that fails is tried again, as
 `PAUSES` says, also one that finds nothing where a list of the folder shows the object: not all stores show at once,
-and everywhere, what was written.
+and everywhere, what was written. tenacity was tried: it saves no line, and draws its pauses from the generator of
+the user's program; of fsspec's stores some try again, each in its own way, and most do not.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ WIDEST = 110
 LEAST_WORDS = 24
 """Columns of a description that stands next to its term; with less room it stands below."""
 COMMANDS = ("trainer ", "python ", "pip ", "eval ", "srun ", "torchrun ", "tensorboard ")
-"""Beginnings of lines that are typed, and that go on behind a backslash where they are broken."""
+"""Beginnings of lines that are typed: a terminal breaks them, and they are copied as one line."""
 
 
 def in_columns(rows: Iterable[Sequence[str]], right: Collection[int]) -> list[str]:
@@ -60,7 +60,7 @@ def print_fitted(text: str, file: TextIO | None = None) -> None:
 
 
 def fitted_text(text: str, columns: int | None) -> str:
-    """Return a text whose longer lines are broken: descriptions next to or below their terms, commands at backslashes.
+    """Return a text whose longer lines are broken, descriptions next to or below their terms; commands stay whole.
 
     Args:
         columns: the width; None: change nothing.
@@ -73,33 +73,18 @@ def fitted_text(text: str, columns: int | None) -> str:
 def _fitted_line(line: str, columns: int) -> str:
     own = line[: len(line) - len(line.lstrip())]
     described = re.fullmatch(r"(\s*\S.*?)(\s{2,})(\S.*)", line)
-    if described is None:
-        is_typed = line.strip().startswith(COMMANDS)
-        return _broken_command(line.strip(), columns, own, f"{own}    ") if is_typed else wrapped(line, columns)
-    term, gap, words = described.groups()
+    term, gap, words = described.groups() if described is not None else ("", "", line.lstrip())
+    if words.startswith(COMMANDS) or line.lstrip().startswith(COMMANDS):
+        return line
+    if not term:
+        return wrapped(line, columns)
     start = len(term + gap)
-    longest = len(words) if words.startswith(COMMANDS) else max(map(len, words.split()))
-    if columns - start >= max(LEAST_WORDS, longest):
+    if columns - start >= max(LEAST_WORDS, *map(len, words.split())):
         return _filled(words, columns, term + gap, " " * start)
     below = f"{own}    "
     return f"{fitted_text(term, columns)}\n{_filled(words, columns, below, below)}"
 
 
 def _filled(words: str, columns: int, first: str, others: str) -> str:
-    if words.startswith(COMMANDS):
-        return _broken_command(words, columns, first, f"{others}    ")
     wrapper = textwrap.TextWrapper(columns, first, others, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(words)
-
-
-def _broken_command(command: str, columns: int, first: str, others: str) -> str:
-    """Return a command in several lines that a shell reads as one."""
-    lines = [first]
-    for word in re.findall(r"(?:[^\s'\"]|'[^']*'|\"[^\"]*\")+", command):
-        begun = lines[-1] not in (first, others)
-        if begun and len(lines[-1]) + 1 + len(word) > columns - 2:  # room for the backslash
-            lines[-1] += " \\"
-            lines.append(others)
-            begun = False
-        lines[-1] += f" {word}" if begun else word
-    return "\n".join(lines)

@@ -1,16 +1,21 @@
 """`trainer completion`: a script by which a shell completes commands, options, and values that are one of a few.
 
-shtab writes such scripts from argparse's parsers, for bash and zsh. Most options here are arguments of the Trainer,
-which argparse never sees, and fish is wanted as well: so the options are read from the help.
+shtab writes them from a parser of argparse. Most options are arguments of the Trainer, which the commands' own parsers
+never see: so the options of that parser are read from the help.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping
+from argparse import ArgumentParser
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import shtab
 
 from trainer.cli.checkpoint.command import DTYPES
 from trainer.cli.config.wizard import PRESETS
@@ -27,7 +32,7 @@ SHELLS = ("bash", "zsh", "fish")
 EXAMPLES = """\
 examples:
   trainer completion bash >> ~/.bashrc
-  trainer completion zsh >> ~/.zshrc
+  trainer completion zsh > ~/.zfunc/_trainer  # in a folder of $fpath
   trainer completion fish > ~/.config/fish/completions/trainer.fish
 """
 SECOND_WORDS = {
@@ -43,48 +48,6 @@ WITH_OPTIONS_OF_ITS_OWN = ("checkpoint", "runs", "tune")
 OR_A_PATH = ("--ckpt-path",)
 """Options with a few known values, which take any path, too."""
 
-BASH = """\
-_trainer() {{
-    local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} option= words= own=0 i
-    if [[ ${{COMP_WORDS[1]}} == launch ]]; then  # trainer launch ... trainer fit
-        for ((i = 2; i < COMP_CWORD; i++)); do
-            [[ ${{COMP_WORDS[i]}} == trainer ]] && own=$i
-        done
-    fi
-    if [[ $current == --*=* ]]; then
-        before=${{current%%=*}} option=${{current%%=*}}= current=${{current#*=}}
-    elif [[ $current == = ]]; then
-        current=
-    elif [[ $before == = ]]; then
-        before=${{COMP_WORDS[COMP_CWORD-2]}}
-    fi
-    case $before in
-{values}
-    esac
-    if [[ $words ]]; then
-        COMPREPLY=($(compgen -P "$option" -W "$words" -- "$current"))
-        case $before in
-            {or_a_path}) COMPREPLY+=($(compgen -P "$option" -f -- "$current")) ;;
-        esac
-        return
-    fi
-    if [ "$((COMP_CWORD - own))" -eq 1 ]; then
-        words="{commands}"
-    elif [[ $current == -* ]]; then
-        case "${{COMP_WORDS[own+1]}} ${{COMP_WORDS[own+2]}} " in
-{options}
-        esac
-    elif [ "$((COMP_CWORD - own))" -eq 2 ]; then
-        case ${{COMP_WORDS[own+1]}} in
-{second_words}
-        esac
-    fi
-    COMPREPLY=($(compgen -W "$words" -- "$current"))
-}}
-complete -o default -F _trainer trainer
-"""
-ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
-
 
 @reports_errors
 def run(arguments: list[str]) -> int:
@@ -97,15 +60,38 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
     shell = parser.parse(arguments).shell
-    options = {
-        (command, word): options_of(command, word)
-        for command in COMMANDS
-        for word in (SECOND_WORDS[command] if command in WITH_OPTIONS_OF_ITS_OWN else [""])
-    }
-    print({"bash": "", "zsh": ZSH, "fish": ""}[shell] + (_fish(options) if shell == "fish" else _bash(options)), end="")
+    print(shtab.complete(add_commands(ArgumentParser("trainer", add_help=False), COMMANDS), shell))
     return 0
 
 
+def add_commands(parser: ArgumentParser, commands: Iterable[str]) -> ArgumentParser:
+    """Give commands to a parser that parses nothing, with the options and values that a shell completes; return it."""
+    of_commands = parser.add_subparsers()
+    for command in commands:
+        one = of_commands.add_parser(command, help=COMMANDS[command][1], add_help=False)
+        if command in WITH_OPTIONS_OF_ITS_OWN:
+            of_words = one.add_subparsers()
+            for word in SECOND_WORDS[command]:
+                _add_options(of_words.add_parser(word, help=word, add_help=False), options_of(command, word))
+            continue
+        if command == "launch":  # trainer launch ... trainer fit
+            launched = one.add_subparsers().add_parser("trainer", help="a command", add_help=False)
+            add_commands(launched, [other for other in COMMANDS if other != command])
+        elif command in SECOND_WORDS:
+            one.add_argument("word", choices=SECOND_WORDS[command])
+        _add_options(one, options_of(command, ""))
+    return parser
+
+
+def _add_options(parser: ArgumentParser, options: Iterable[str]) -> None:
+    few = values()
+    for name in options:
+        option: Any = parser.add_argument(name, choices=few.get(name))
+        if name not in few or name in OR_A_PATH:
+            option.complete = shtab.FILE
+
+
+@cache
 def options_of(command: str, word: str) -> list[str]:
     """Return the options of a command, or of its second word: with the trainer's arguments, which argparse never sees.
 
@@ -131,6 +117,7 @@ def _is_example(name: str) -> bool:
     return bool(rest) and rest != "help" and (first != "--trainer" or "." in rest)
 
 
+@cache
 def values() -> dict[str, list[str]]:
     """Return the values of each option that takes one of a few."""
     found = {f"--trainer.{name}": list(names()) for name, names in NAMES.items()}
@@ -144,37 +131,3 @@ def values() -> dict[str, list[str]]:
         found |= {option: [*callbacks(base), *found.get(option, ())], f"{option}+": callbacks(base)}
     found |= {name: ["last", "best"] for name in ("--ckpt", *OR_A_PATH)}
     return found | {"--precision": [*precisions()], "--template": [*TEMPLATES], "--dtype": [*DTYPES]}
-
-
-def _cases(words: Mapping[str, Iterable[str]]) -> str:
-    return "\n".join(f'            {pattern}) words="{" ".join(names)}" ;;' for pattern, names in words.items())
-
-
-def _bash(options: dict[tuple[str, str], list[str]]) -> str:
-    return BASH.format(
-        commands=" ".join(COMMANDS),
-        values=_cases(values()),
-        or_a_path="|".join(OR_A_PATH),
-        options=_cases(
-            {f'"{command} {f"{word} " if word else ""}"*': names for (command, word), names in options.items()}
-        ),
-        second_words=_cases(SECOND_WORDS),
-    )
-
-
-def _fish(options: dict[tuple[str, str], list[str]]) -> str:
-    about = {name: words.replace("'", r"\'") for name, (_, words) in COMMANDS.items()}
-    lines = [f"complete -c trainer -n __fish_use_subcommand -f -a {name} -d '{about[name]}'" for name in COMMANDS]
-    launched = "__fish_seen_subcommand_from launch ; and test (commandline -opc)[-1] = trainer"
-    lines.append(f"complete -c trainer -n '{launched}' -f -a '{' '.join(COMMANDS)}'")
-    for command, words in SECOND_WORDS.items():
-        first = f"__fish_seen_subcommand_from {command} ; and test (count (commandline -opc)) -eq 2"
-        lines.append(f"complete -c trainer -n '{first}' -f -a '{' '.join(words)}'")
-    few = values()
-    for (command, word), names in options.items():
-        both = " ; and ".join(f"__fish_seen_subcommand_from {one}" for one in (command, word) if one)
-        for name in names:
-            files = "-r" if name in OR_A_PATH else "-x"
-            takes = f" {files} -a '{' '.join(few[name])}'" if name in few else ""
-            lines.append(f"complete -c trainer -n '{both}' -l {name.removeprefix('--')}{takes}")
-    return "\n".join(lines) + "\n"

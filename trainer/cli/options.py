@@ -43,7 +43,8 @@ any value of the configuration (read as YAML; laid over the files):
   --trainer.callbacks.0.patience 5    an argument of the first callback in the file
   --trainer.callbacks+=NAME           one more callback; without the +, the file's list is replaced
   --module.lr '${data.lr}'            the value of another place; '${env:NAME}' of an environment variable
-  --optimizer torch.optim.AdamW       for modules without configure_optimizers; --optimizer.lr 0.1, --lr_scheduler NAME
+  --optimizer torch.optim.AdamW       for modules without configure_optimizers; its arguments: --optimizer.lr 0.1
+  --lr_scheduler StepLR               the scheduler of that optimizer; its arguments: --lr_scheduler.step_size 3
   --seed 3                            short for --trainer.seed 3
   --module.help, --data.help          the arguments of the class; of others: trainer help NAME
 """

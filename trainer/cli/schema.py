@@ -1,4 +1,8 @@
-"""`trainer schema`: a JSON schema of configurations, by which editors complete and check them."""
+"""`trainer schema`: a JSON schema of configurations, by which editors complete and check them.
+
+pydantic makes the schemas of single types. It was tried for whole constructors, and refuses the Trainer's, which has
+positional and keyword-only arguments, and those with a type that only type checkers import.
+"""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.arguments import defines, is_mapping
+from trainer.arguments import defines
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.combined_loader import CombinedBatches, CombinedLoader
 from trainer.data.iterable_loader import IterableLoader
@@ -56,7 +57,7 @@ def make_batch_loader(
             cannot be applied to it.
     """
     label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
-    if training and (is_mapping(loader) or _is_several(loader)):
+    if training and (isinstance(loader, Mapping) or _is_several(loader)):
         loader = CombinedLoader(loader, "max_size_cycle")
     if isinstance(loader, CombinedLoader):
         options = {"rank": rank, "world_size": world_size, "training": training, "shuffle": shuffle, "pad": pad}
@@ -108,7 +109,7 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
         return {}
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         loaders = loaders.iterables
-    if is_mapping(loaders):
+    if isinstance(loaders, Mapping):
         for name in loaders:
             if not isinstance(name, (str, int)):
                 raise ConfigError(f"the loaders are named {shown(name)} among others: name them by texts or numbers.")
@@ -121,7 +122,7 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
 def _refuse_several(loader: Any, label: str) -> None:
     if loader is None:
         raise ConfigError(f"{label} is None. Give a DataLoader, or any iterable of batches.")
-    if is_mapping(loader) or _is_several(loader):
+    if isinstance(loader, Mapping) or _is_several(loader):
         raise ConfigError(
             f"{label} is a {type(loader).__name__} of {len(loader)} loaders; it must be one. "
             "Join the datasets with torch.utils.data.ConcatDataset, or pass an iterable whose batches hold a part of "
@@ -169,7 +170,7 @@ _DEEPEST = 100
 def _is_batch(value: Any) -> bool:
     """Return True for data: a tensor, array, number or text, or a container whose first entry is one."""
     for _ in range(_DEEPEST):
-        if is_mapping(value):
+        if isinstance(value, Mapping):
             value = list(value.values())
         if not isinstance(value, (list, tuple)):
             break

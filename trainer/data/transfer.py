@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, UserList, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from trainer.arguments import is_mapping
 from trainer.distributed.devices import has_streams
 
 
@@ -50,7 +49,7 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[An
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if issubclass(type(batch), (list, deque, UserList)):
         return _like(batch, dict(enumerate(map_leaves(item, function, is_leaf) for item in batch)))
-    if is_mapping(batch):
+    if isinstance(batch, Mapping):
         return _like(batch, {key: map_leaves(value, function, is_leaf) for key, value in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         same = copy.copy(batch)

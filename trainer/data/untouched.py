@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.arguments import is_mapping
 from trainer.data.combined_loader import CombinedLoader
 from trainer.data.sampler_state import own_generators
 from trainer.data.sharded_loader import is_plain
@@ -56,7 +55,7 @@ def _without_a_copy(loader: Any, memo: dict[int, Any], is_new: bool, error: Exce
 
     if isinstance(loader, CombinedLoader):
         return CombinedLoader(each(loader.iterables), loader.mode)
-    if is_mapping(loader):
+    if isinstance(loader, Mapping):
         return {name: each(one) for name, one in loader.items()}
     if isinstance(loader, (list, tuple)):
         return [each(one) for one in loader]
@@ -88,7 +87,7 @@ def _large(value: Any, depth: int) -> Iterator[Any]:
         inside = attributes(value).values()
     elif isinstance(value, (list, tuple)):
         inside = value[:_DEEPEST]
-    elif is_mapping(value):
+    elif isinstance(value, Mapping):
         inside = value.values()
     for one in inside if depth < _DEEPEST else ():
         yield from _large(one, depth + 1)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import context as contexts
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from trainer.arguments import is_mapping
 from trainer.fault_tolerance.signals import children_keep_handlers, ignore_in_this_process, in_main_thread
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -221,7 +220,7 @@ def data_loaders_in(loader: Any) -> Iterator[DataLoader[Any]]:
     """Yield the DataLoaders in an iterable: itself, its attributes, and the entries of lists and dicts among these."""
     seen = set()
     for one in (loader, *getattr(loader, "__dict__", {}).values()):
-        for part in one.values() if is_mapping(one) else one if isinstance(one, (list, tuple)) else (one,):
+        for part in one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else (one,):
             if isinstance(part, DataLoader) and id(part) not in seen:
                 seen.add(id(part))
                 yield part

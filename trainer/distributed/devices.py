@@ -13,6 +13,8 @@ from trainer.distributed.tpu import choose_tpu_stack, tpu_is_there
 from trainer.errors import ConfigError, unknown_name_error
 
 _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
+_MOST_PROCESSES = 4096
+"""Maximum number of processes on the CPUs of one machine, which stop answering long before."""
 
 
 def choose_accelerator(accelerator: str) -> tuple[str, str]:
@@ -140,6 +142,8 @@ def _count(count: int, device_type: str, available: int | None) -> tuple[int, No
         return available, None, f"-1: all {device_type} devices ({available})"
     if count < 1:
         raise ConfigError(f"devices={count}: at least one device is needed. {_ALLOWED}")
+    if available is None and count > _MOST_PROCESSES:
+        raise ConfigError(f"devices={count}: that many processes would be started; {_MOST_PROCESSES} at most.")
     if available is not None and count > available:
         raise ConfigError(_too_many(f"devices={count}", device_type, available))
     return count, None, f"{count}: as asked"

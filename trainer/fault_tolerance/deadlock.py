@@ -163,12 +163,10 @@ class DeadlockWatch:
             return
         self._compared = texts
         waiting = {rank: Waiting(**json.loads(text)) for rank, text in zip(keys, texts, strict=True) if text}
-        circle = find_circle(waiting)
-        if circle:
-            first = min(circle, key=lambda rank: (not waiting[rank].in_python, rank))
-            at = circle.index(first)
-            circle = circle[at:] + circle[:at]
-            store.set(_FOUND, json.dumps({"rank": first, "words": in_words({r: waiting[r].words for r in circle})}))
+        pair = sorted(find_pair(waiting), key=lambda rank: (not waiting[rank].in_python, rank))
+        if pair:
+            each = ", and ".join(f"rank {rank} {waiting[rank].words}" for rank in pair)
+            store.set(_FOUND, json.dumps({"rank": pair[0], "words": f"{each}: they wait for each other. {SAME_CALLS}"}))
 
     def _record(self, store: Store) -> None:
         """Write what torch has recorded of the collectives, and wait until the others have: one of them ends all."""
@@ -189,39 +187,27 @@ class DeadlockWatch:
             os._exit(1)
 
 
-def find_circle(waiting: Mapping[int, Waiting]) -> list[int]:
-    """Return ranks of which each waits for the next, and the last for the first; empty if there are none.
+def find_pair(waiting: Mapping[int, Waiting]) -> list[int]:
+    """Return two ranks of which each waits for the other, the lowest ones; empty if there are none.
+
+    Longer circles, which take three process groups, end at the watchdog.
 
     Args:
         waiting: the processes that wait, by rank.
     """
-    # For each collective, those in which the processes are that it waits for; each with the rank of such a process.
-    waits_for: dict[CollectiveId, dict[CollectiveId, int]] = {one.collective: {} for one in waiting.values()}
-    for collective, others in waits_for.items():
-        for rank, one in waiting.items():
-            if one.lacks(collective):
-                others.setdefault(one.collective, rank)
-    harmless: set[CollectiveId] = set()
-    for start in waits_for:
-        path = [start]
-        ranks: list[int] = []
-        while path:
-            following = next((one for one in waits_for[path[-1]] if one not in harmless), None)
-            if following is None:
-                harmless.add(path.pop())
-                del ranks[-1:]
-                continue
-            ranks.append(waits_for[path[-1]][following])
-            if following in path:
-                return ranks[path.index(following) :]
-            path.append(following)
-    return []
-
-
-def in_words(waits: Mapping[int, str]) -> str:
-    """Return the message for processes that wait for each other, from what each of them does."""
-    each = ", and ".join(f"rank {rank} {words}" for rank, words in waits.items())
-    return f"{each}: they wait for each other. {SAME_CALLS}"
+    collectives = {one.collective for one in waiting.values()}
+    in_one_without_another = {
+        (one.collective, other): rank
+        for rank, one in sorted(waiting.items(), reverse=True)
+        for other in collectives
+        if one.lacks(other)
+    }
+    pairs = [
+        sorted([rank, in_one_without_another[other, one]])
+        for (one, other), rank in in_one_without_another.items()
+        if (other, one) in in_one_without_another
+    ]
+    return min(pairs, default=[])
 
 
 def _innermost_call() -> object:

@@ -19,7 +19,7 @@ from trainer.fault_tolerance.deadlock import DeadlockWatch
 from trainer.fault_tolerance.failure import first_failure, follow_failure
 from trainer.fault_tolerance.process_monitor import LocalProcessMonitor, mark_done
 from trainer.fault_tolerance.signals import EXIT_RETRY, end_as_child, in_main_thread, install_handler, restore_handler
-from trainer.fault_tolerance.third_sigterm import SigtermCount, SigtermWatch
+from trainer.fault_tolerance.third_sigterm import SigtermWatch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -98,7 +98,6 @@ class StopCoordinator:
         self._thread: threading.Thread | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
-        self._sigterms = SigtermCount(rank)
         self._sigterm_watch = SigtermWatch(rank)
 
     # -- signals -----------------------------------------------------------------------------------
@@ -175,8 +174,6 @@ class StopCoordinator:
                 raise KeyboardInterrupt
             if self.rank == 0:
                 os.write(2, b"\nStopping after this step; Ctrl-C again stops at once.\n")
-        if number == signal.SIGTERM:
-            self._sigterms.add()
         if self.wanted is None:
             self.wanted = signal.Signals(number).name
         if self._received is None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.distributed.tpu import share_chips
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.interpreter_guard import DUMP_SIGNAL, SIGTERMS
 from trainer.fault_tolerance.signals import EXIT_RETRY, install_handler, keep_exit_code
+from trainer.fault_tolerance.third_sigterm import DUMP_SIGNAL, SIGTERMS
 from trainer.launchers.logs import Logs
 from trainer.launchers.restarts import LAUNCHED
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trainer.arguments import is_mapping
 from trainer.data.loader import Batch, Divisor
 from trainer.data.transfer import map_leaves
 from trainer.distributed.devices import has_streams
@@ -38,7 +37,7 @@ def checked_loss(
     """
     loss = outputs
     if not isinstance(loss, torch.Tensor):
-        if is_mapping(loss):
+        if isinstance(loss, Mapping):
             loss = loss.get("loss", outputs)
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"{type(module).__name__}.{where} {_loss_problem(loss)}")
@@ -76,7 +75,7 @@ def outputs_for_hooks(hooks: CallbackList, outputs: Any) -> Any:
         return None
     if isinstance(outputs, torch.Tensor):
         return {"loss": outputs.data}
-    if is_mapping(outputs):
+    if isinstance(outputs, Mapping):
         return {name: map_leaves(value, _detached) for name, value in outputs.items()}
     if outputs is None:
         return {}
@@ -89,7 +88,7 @@ def _detached(leaf: Any) -> Any:
 
 def _loss_problem(loss: Any) -> str:
     """Return the problem of a value that is not a finite loss with a gradient."""
-    if is_mapping(loss):
+    if isinstance(loss, Mapping):
         return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
     if not isinstance(loss, torch.Tensor):
         what = "None" if loss is None else f"a value of type {type(loss).__name__}"

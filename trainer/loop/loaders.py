@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from copy import copy, deepcopy
 from inspect import signature
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from trainer.arguments import is_mapping
 from trainer.callback import Callback
 from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
@@ -34,7 +34,7 @@ def refuse_data(loaders: Any, stage: str) -> None:
     Raises:
         ConfigError: `loaders` is or contains one; the message says how to make a loader.
     """
-    several = list(loaders.values()) if is_mapping(loaders) else loaders
+    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
     inside = [one for one in several if isinstance(one, Dataset)] if isinstance(several, (list, tuple)) else []
     for loader in [loaders, *inside]:
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from trainer.arguments import describe_annotation, fits, hints_of, local_path, raise_if_raising
+from trainer.arguments import describe_annotation, fits, hints_of, local_path
 from trainer.callback import DEFAULT_CALLBACKS, Callback, Checkpoint, callback_named
 from trainer.compat.plugins import read_plugins
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
-from trainer.errors import ConfigError, TrainerError, raise_problems
+from trainer.errors import ConfigError, raise_problems
 from trainer.logger import DummyLogger, Logger
 from trainer.loop.hook_checks import callback_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
@@ -158,16 +158,10 @@ def checked_config(settings: Settings, problems: list[str]) -> ResolvedConfig:
     """Check the settings, then choose as `resolve_config` does; `problems`: what is wrong with their names.
 
     Raises:
-        ConfigError: lists all problems, or names a setting that raises when it is read.
+        ConfigError: lists all problems.
     """
-    try:
-        raise_problems([*problems, *settings_problems(settings)], "the Trainer's arguments")
-        return resolve_config(settings)
-    except TrainerError:
-        raise
-    except Exception as error:
-        raise_if_raising(vars(settings), "Trainer", error)
-        raise
+    raise_problems([*problems, *settings_problems(settings)], "the Trainer's arguments")
+    return resolve_config(settings)
 
 
 def resolve_config(settings: Settings) -> ResolvedConfig:

@@ -1,4 +1,7 @@
-"""Text and tables on a terminal, in its width: numbers and names are not cut, columns are left out."""
+"""Text and tables on a terminal, in its width: numbers and names are not cut, columns are left out.
+
+rich was tried: a table of its cuts numbers where there is no room (`0.1…` of 0.123456), and rich is not always there.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
-from trainer.arguments import is_mapping
 from trainer.distributed.sendable import sendable
 from trainer.errors import ConfigError
 from trainer.metrics.log_arguments import as_number, check_name, checked_weight, reduction_named
@@ -796,7 +795,7 @@ def add_sizes(batch: Any, sizes: dict[int, None]) -> None:
     elif isinstance(batch, torch.Tensor):
         if shape := batch.shape:
             sizes[shape[0]] = None
-    elif is_mapping(batch):
+    elif isinstance(batch, Mapping):
         for item in batch.values():
             add_sizes(item, sizes)
     elif is_dataclass(batch) and not isinstance(batch, type):

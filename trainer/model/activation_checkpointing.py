@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.arguments import raise_if_raising
 from trainer.errors import ConfigError
 from trainer.model.blocks import BlockPolicy, class_of, find_blocks, is_compiled, without_caches
 from trainer.model.reachable import Held
@@ -42,9 +41,6 @@ def enable_activation_checkpointing(
         blocks = find_blocks(module, policy)
     except ConfigError as error:
         raise ConfigError(f"activation_checkpointing: {error}") from error.__cause__
-    except Exception as error:
-        raise_if_raising({"activation_checkpointing": policy}, "Trainer", error)
-        raise
     if not blocks:
         raise ConfigError(
             f"activation checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
