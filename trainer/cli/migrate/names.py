@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import trainer
-from trainer.compat.names import MODULES, NAMES
+from trainer.cli.migrate import former_names
+from trainer.compat import answers, names
+from trainer.names import misses
+
+NAMES = {**former_names.NAMES, **names.NAMES}
+"""Names of all versions, as in `compat.names.NAMES`."""
 
 ROOTS = {
     "lightning.pytorch": "trainer",
@@ -86,6 +91,17 @@ class Here(NamedTuple):
     """The replacement of a name that is not here."""
 
 
+def argument_words(kind: str) -> dict[str, str]:
+    """Return what to use instead of arguments of the constructor of Lightning's class, by name."""
+    return former_names.ARGUMENTS.get(kind, {}) | answers.argument_words(kind)
+
+
+def is_default(kind: str, name: object, value: object) -> bool:
+    """Whether an argument that is not here is given with Lightning's default, which changes nothing."""
+    former = former_names.DEFAULTS.get(kind, {}).get(str(name), ())
+    return misses.is_default(kind, name, value) or any(type(value) is type(one) and value == one for one in former)
+
+
 def lightning_root(path: str) -> str | None:
     """Return the package of Lightning's to which a dotted path belongs; None for paths of others."""
     return next((root for root in ROOTS if f"{path}.".startswith(f"{root}.")), None)
@@ -98,7 +114,9 @@ def module_here(path: str) -> Here:
     inside = (ROOTS[root] + path.removeprefix(root)).partition(".")[2]
     if (package := inside.partition(".")[0]) in NOT_THERE:
         return Here("", NOT_THERE[package])
-    if not inside or inside in MODULES.split() or _is_file(inside):
+    while inside in former_names.MODULES.split():  # its names are found in the package that it was in
+        inside = inside.rpartition(".")[0]
+    if not inside or inside in names.MODULES.split() or _is_file(inside):
         return Here(f"trainer.{inside}" if inside else "trainer")
     return Here("", UNKNOWN)
 

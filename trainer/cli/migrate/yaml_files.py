@@ -10,8 +10,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 
 from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import ARGUMENTS, VALUES, lightning_root, name_here
-from trainer.compat.answers import argument_words, is_default
+from trainer.cli.migrate.names import ARGUMENTS, VALUES, argument_words, is_default, lightning_root, name_here
 from trainer.config.plug_names import callbacks, optimizers, schedulers, strategies
 from trainer.config.tree import KEYS
 

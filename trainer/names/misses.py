@@ -1,0 +1,86 @@
+"""Answer names that are not here by the tables of `compat`, which are imported at the first such name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from inspect import getattr_static, signature
+from typing import TYPE_CHECKING, Any
+
+from trainer.names.aliases import Alias
+
+
+class Answers:
+    """Base of classes that Lightning or Accelerate has, too: a name that only theirs has is answered in words.
+
+    `dir` shows none of these names. A name without words fails as it does with any other object.
+    """
+
+    if not TYPE_CHECKING:  # with it, a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a second time, for the error of the property
+            from trainer.compat.answers import member
+
+            return member(self, name)
+
+
+def refuse_to_set(owner: object, name: str) -> None:
+    """Raise for an attribute that follows from an argument or from the run, or that only Lightning's class has.
+
+    Raises:
+        AttributeError: says what to do instead.
+    """
+    kind = type(owner)
+    found = getattr_static(kind, name, None)
+    if isinstance(found, Alias):
+        reason = (
+            f"give {kind.__name__}({name}=...)"
+            if found.path.startswith("settings.")
+            else f"it is the same as {found.path}"
+        )
+    elif isinstance(found, property) and found.fset is None and found.fget.__module__.startswith("trainer."):
+        is_argument = name in signature(kind.__init__).parameters
+        reason = f"give {kind.__name__}({name}=...)" if is_argument else "it follows from the run"
+    elif found is None and (words := member_words(kind, [name])):
+        reason = f"it is not here. Use {words[name]}"
+    else:
+        return
+    raise AttributeError(f"{kind.__name__}.{name} cannot be set: {reason}.")
+
+
+def member_words(kind: type, names: Iterable[str]) -> dict[str, str]:
+    """Return what to use instead of members of a class's namesake that are not here, for those of the names."""
+    if not (wanted := {*names}):
+        return {}
+    from trainer.compat.answers import words_of_members
+
+    return {name: words for name, words in words_of_members(kind).items() if name in wanted}
+
+
+def words_for(table: str, names: Iterable[str]) -> dict[str, str]:
+    """Return what to use instead of others' names, for those of the names that a table has.
+
+    Args:
+        table: "precision", "strategy", "hook", or "Trainer()" and the like: arguments of this class's constructor.
+    """
+    if not (wanted := {*names}):
+        return {}
+    from trainer.compat.answers import words_in
+
+    return {name: words for name, words in words_in(table).items() if name in wanted}
+
+
+def is_default(kind: str, name: object, value: object) -> bool:
+    """Whether an argument that a class does not have is given with Lightning's default, which changes nothing."""
+    from trainer.compat.answers import DEFAULTS, their_name
+
+    defaults = DEFAULTS.get(their_name(kind), {}).get(str(name), ())
+    return any(type(value) is type(one) and value == one for one in defaults)
+
+
+def their_arguments(kind: str) -> list[str]:
+    """Return the arguments of the constructor of Lightning's class, in their order."""
+    from trainer.compat.answers import SURFACE, their_name
+
+    return [row[1:-1] for row in SURFACE.get(their_name(kind), "").split() if row.startswith("(")]
