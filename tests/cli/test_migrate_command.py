@@ -278,7 +278,9 @@ def test_yaml_files(command: Command, tmp_path: Path) -> None:
     assert found["run__yaml"] == expected
     for line, what in ((10, "Trainer(num_processes=)"), (13, "ModelCheckpoint(filepath=)")):
         assert f"run.yaml:{line}: {what}: use" in out
-    assert "by hand: 2" in out
+    for line, what in ((8, "Trainer(resume_from_checkpoint=)"), (9, "Trainer(track_grad_norm=)")):
+        assert f"run.yaml:{line}: {what}: use nothing: this value is the default, leave it out" in out
+    assert "by hand: 4" in out
 
 
 @pytest.mark.parametrize("value", ["null", "0"])

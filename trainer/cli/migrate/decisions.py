@@ -12,7 +12,7 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from trainer.cli.migrate import former_names
-from trainer.cli.migrate.names import NAMES, NOT_THERE, argument_words, is_default, lightning_root
+from trainer.cli.migrate.names import NAMES, NOT_THERE, argument_words, lightning_root
 from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, SURFACE, WORDS
 from trainer.metrics.log_arguments import RESERVED_NAMES
 
@@ -170,14 +170,11 @@ class _DecisionFinder(cst.CSTVisitor):
             self._add(node, "link_arguments", f"use {instead}")
         path = self._path(node.func)
         kind = path.rpartition(".")[2] if path else ""
-        words = argument_words(kind)
         for arg in node.args if path else ():
-            line = self.get_metadata(PositionProvider, arg).start.line
-            if arg.keyword and arg.keyword.value in words and (line, arg.keyword.value) not in self.rewritten:
-                name = arg.keyword.value
-                if is_default(kind, name, _literal(arg.value)):
-                    continue
-                self._add(arg, f"{kind}({name}=)", f"use {words[name]}")
+            name, line = arg.keyword.value if arg.keyword else "", self.get_metadata(PositionProvider, arg).start.line
+            words = argument_words(kind, name, _literal(arg.value))
+            if words is not None and (line, name) not in self.rewritten:
+                self._add(arg, f"{kind}({name}=)", f"use {words}")
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
         index = node.slice[0].slice

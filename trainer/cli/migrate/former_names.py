@@ -258,4 +258,4 @@ DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
         **dict.fromkeys(("filepath", "prefix", "period", "every_n_val_epochs", "save_function"), (None,)),
     },
 }
-"""Class -> an argument -> values with which it may be left out, because they are the defaults."""
+"""Class -> an argument -> its default values."""

@@ -91,15 +91,18 @@ class Here(NamedTuple):
     """The replacement of a name that is not here."""
 
 
-def argument_words(kind: str) -> dict[str, str]:
-    """Return what to use instead of arguments of the constructor of Lightning's class, by name."""
-    return former_names.ARGUMENTS.get(kind, {}) | answers.argument_words(kind)
+def argument_words(kind: str, name: str, value: object) -> str | None:
+    """Return what to use instead of an argument of the constructor of Lightning's class; None: it may stay.
 
-
-def is_default(kind: str, name: object, value: object) -> bool:
-    """Whether an argument that is not here is given with Lightning's default, which changes nothing."""
-    former = former_names.DEFAULTS.get(kind, {}).get(str(name), ())
-    return misses.is_default(kind, name, value) or any(type(value) is type(one) and value == one for one in former)
+    Args:
+        value: what it is given; an ellipsis if that is not known.
+    """
+    words = {**former_names.ARGUMENTS.get(kind, {}), **answers.argument_words(kind)}.get(name)
+    if words is None or misses.is_default(kind, name, value):
+        return None
+    former = former_names.DEFAULTS.get(kind, {}).get(name, ())
+    is_default = any(type(value) is type(one) and value == one for one in former)
+    return "nothing: this value is the default, leave it out" if is_default else words
 
 
 def lightning_root(path: str) -> str | None:
