@@ -9,11 +9,8 @@ import sys
 
 from trainer import Trainer
 from trainer.compat import accelerate
-from trainer.compat.names import ALIASES, COLLECTIVES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import ALIASES, COLLECTIVES, HOMES, MODULES, NAMES, TRAINER_ARGUMENTS, WORDS
 from trainer.names.aliases import Alias
-
-OTHERS = ("Engine",)
-"""Classes with a table of their own: of the names of Fabric."""
 
 HEAD = """# Lightning's names
 
@@ -64,7 +61,7 @@ def accelerate_page() -> str:
 
 def page() -> str:
     """Return the page of Lightning's names as Markdown."""
-    parts = [HEAD, *(_section(name) for name in (*SURFACE, *OTHERS) if _rows(name))]
+    parts = [HEAD, *(_section(name) for name in WORDS)]
     exported = [f"| `{name}` | {_target(target)} |" for name, target in NAMES.items() if not name.startswith("_")]
     parts.append("\n".join(["## Names that modules export", "", "| Lightning | here |", "|---|---|", *exported]) + "\n")
     served = ", ".join(f"`trainer.{name}`" for name in MODULES.split() if "." not in name)

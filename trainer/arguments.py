@@ -26,7 +26,7 @@ from types import FunctionType, MethodType, NoneType
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from trainer.errors import ArgumentError, ConfigError, TrainerError, did_you_mean, raise_problems
-from trainer.names.misses import is_default, their_arguments, words_for
+from trainer.names.misses import further_arguments, is_default, words_for
 
 LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
 MAPPINGS = (dict, Mapping, MutableMapping)
@@ -124,7 +124,7 @@ def _by_name(kind: str, own: Sequence[str], given: Sequence[object], options: di
     Raises:
         ArgumentError: Lightning's class takes none at such a place, or the argument is in `options` too.
     """
-    theirs = their_arguments(kind)
+    theirs = [*own, *further_arguments(kind)]
     for place, value in enumerate(given[len(own) :], len(own)):
         if place >= len(theirs):
             taken = f"({', '.join(own)}), give others as name=value" if own else "no argument"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.project import Command
-from trainer.compat.names import NAMES, SURFACE
+from trainer.cli.migrate.names import callbacks
+from trainer.compat.names import HOMES, NAMES
 
 pytest.importorskip("libcst")
 
@@ -334,7 +335,11 @@ def test_every_rewritten_import_of_a_public_name_works() -> None:
     from trainer.cli.migrate.python_files import migrate_python
 
     lightning = {"Trainer": "lightning.pytorch.trainer.trainer", "Callback": "lightning.pytorch.callbacks.callback"}
-    for name in {*SURFACE, *(name for name, target in NAMES.items() if " " not in target and ":" in target)}:
+    for name in {
+        *HOMES,
+        *callbacks(),
+        *(name for name, target in NAMES.items() if " " not in target and ":" in target),
+    }:
         module = lightning.get(name, "lightning.pytorch.utilities")
         new, findings = migrate_python(f"from {module} import {name} as it\n".encode())
         if findings:  # a name that is not here

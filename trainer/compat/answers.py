@@ -12,16 +12,16 @@ from trainer.compat.names import (
     DEFAULTS,
     ENGINE_ARGUMENTS,
     FORMER_HOOKS,
+    FURTHER_ARGUMENTS,
     OTHER_PRECISIONS,
     OTHER_STRATEGIES,
     STRATEGY_OPTIONS,
-    SURFACE,
     THEIRS,
     TRAINER_ARGUMENTS,
     WORDS,
 )
 
-__all__ = ["DEFAULTS", "SURFACE"]
+__all__ = ["DEFAULTS", "FURTHER_ARGUMENTS"]
 
 
 def their_name(kind: str) -> str:

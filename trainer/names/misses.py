@@ -79,8 +79,8 @@ def is_default(kind: str, name: object, value: object) -> bool:
     return any(type(value) is type(one) and value == one for one in defaults)
 
 
-def their_arguments(kind: str) -> list[str]:
-    """Return the arguments of the constructor of Lightning's class, in their order."""
-    from trainer.compat.answers import SURFACE, their_name
+def further_arguments(kind: str) -> list[str]:
+    """Return the arguments that the constructor of Lightning's class takes by position after those of ours."""
+    from trainer.compat.answers import FURTHER_ARGUMENTS, their_name
 
-    return [row[1:-1] for row in SURFACE.get(their_name(kind), "").split() if row.startswith("(")]
+    return FURTHER_ARGUMENTS.get(their_name(kind), "").split()

@@ -13,7 +13,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 
 from trainer.cli.migrate import former_names
 from trainer.cli.migrate.names import NAMES, NOT_THERE, argument_words, lightning_root
-from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, SURFACE, WORDS
+from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
 from trainer.metrics.log_arguments import RESERVED_NAMES
 
 OPTIMIZER_IDX = (
@@ -47,7 +47,7 @@ PARAMETERS: dict[tuple[str, str], str] = {
 }
 """A hook and a parameter of earlier versions -> what to use instead."""
 
-MEMBERS = {kind: {**WORDS.get(kind, {}), **former_names.MEMBERS.get(kind, {})} for kind in SURFACE}
+MEMBERS = {kind: {**WORDS.get(kind, {}), **former_names.MEMBERS.get(kind, {})} for kind in WORDS}
 """Lightning's class -> attributes that are not here -> what to use instead."""
 OF_THE_TRAINER = MEMBERS["Trainer"]
 OF_A_MODULE = {name: words for name, words in MEMBERS["LightningModule"].items() if name not in FORMER_HOOKS}
