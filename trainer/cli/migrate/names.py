@@ -100,9 +100,7 @@ def argument_words(kind: str, name: str, value: object) -> str | None:
     words = {**former_names.ARGUMENTS.get(kind, {}), **answers.argument_words(kind)}.get(name)
     if words is None or misses.is_default(kind, name, value):
         return None
-    former = former_names.DEFAULTS.get(kind, {}).get(name, ())
-    is_default = any(type(value) is type(one) and value == one for one in former)
-    return "nothing: this value is the default, leave it out" if is_default else words
+    return "nothing: leave it out" if value is None else words
 
 
 def lightning_root(path: str) -> str | None:
