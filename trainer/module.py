@@ -582,7 +582,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, Answers, nn.Module):
         if name == "on_gpu":  # no method: it would count as a hook
             return self.device.type == "cuda"
         if name.startswith("_"):  # torch asks for many
-            return object.__getattribute__(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return super().__getattr__(name)
 
     @property

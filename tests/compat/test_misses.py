@@ -8,9 +8,10 @@ from rlcompleter import Completer
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.toy import Toy, quiet
-from trainer import DataModule, Engine, Trainer
+from trainer import DataModule, Engine, Trainer, TrainModule
 from trainer.callback import Callback
 from trainer.callbacks import ModelCheckpoint
 from trainer.strategies import STRATEGIES
@@ -68,6 +69,16 @@ def test_copies_are_like_the_original(kind: str) -> None:
         assert type(other) is type(one)
         assert vars(other).keys() == vars(one).keys()
         assert not hasattr(other, "fit_loop")
+
+
+class Asks(TrainModule):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch if hasattr(self, "scale") else getattr(self, "shift", 2) * batch
+
+
+def test_a_compiled_forward_may_ask_for_what_is_not_here() -> None:
+    compiled: Any = torch.compile(Asks(), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("base", [Trainer, Toy, DataModule, Callback, Engine, STRATEGIES["ddp"]])

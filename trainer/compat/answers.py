@@ -9,10 +9,8 @@ from typing import Any
 from trainer.compat.names import (
     ALIASES,
     COLLECTIVES,
-    DEFAULTS,
     ENGINE_ARGUMENTS,
     FORMER_HOOKS,
-    FURTHER_ARGUMENTS,
     OTHER_PRECISIONS,
     OTHER_STRATEGIES,
     STRATEGY_OPTIONS,
@@ -21,13 +19,6 @@ from trainer.compat.names import (
     WORDS,
 )
 
-__all__ = ["DEFAULTS", "FURTHER_ARGUMENTS"]
-
-
-def their_name(kind: str) -> str:
-    """Return Lightning's name for a class of ours."""
-    return THEIRS.get(kind, kind)
-
 
 def member(owner: Any, name: str) -> Any:
     """Return the value of a member of Lightning's class that an object does not have.
@@ -35,7 +26,7 @@ def member(owner: Any, name: str) -> Any:
     Raises:
         AttributeError: it has no value here; the message says what to use, if that is known.
     """
-    theirs = [their_name(kind.__name__) for kind in _ours(type(owner))]
+    theirs = [THEIRS.get(kind.__name__, kind.__name__) for kind in _ours(type(owner))]
     path = next((ALIASES[one][name] for one in theirs if name in ALIASES.get(one, {})), None)
     if path is not None:
         return attrgetter(path)(owner)
@@ -43,21 +34,24 @@ def member(owner: Any, name: str) -> Any:
         from trainer.compat import collectives
 
         return partial(getattr(collectives, name), owner.processes)
-    words = words_of_members(type(owner)).get(name)
+    words = member_words(type(owner), name)
+    kind = type(owner).__name__
     if words is None:
-        return object.__getattribute__(owner, name)  # raises Python's own error
-    raise AttributeError(f"{type(owner).__name__} has no attribute {name!r}. Use {words}.")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+    raise AttributeError(f"{kind} has no attribute {name!r}. Use {words}.")
 
 
-def words_of_members(kind: type) -> dict[str, str]:
-    """Return what to use instead of the members of a class's namesakes in Lightning and Accelerate, by name."""
-    found: dict[str, str] = {}
-    for one in reversed(_ours(kind)):
-        theirs = their_name(one.__name__)
-        found |= {name: words for name, words in WORDS.get(theirs, {}).items() if name.isidentifier()}
-        if theirs == "ParallelStrategy":
-            found |= COLLECTIVES | {name: f"strategy.{path}" for name, path in ALIASES[theirs].items()}
-    return found
+def member_words(kind: type, name: str) -> str | None:
+    """Return what to use instead of a member of a class's namesakes in Lightning and Accelerate; None: not known."""
+    for one in _ours(kind):
+        theirs = THEIRS.get(one.__name__, one.__name__)
+        if name in WORDS.get(theirs, {}):
+            return WORDS[theirs][name]
+        if theirs == "ParallelStrategy" and name in COLLECTIVES:
+            return COLLECTIVES[name]
+        if name in ALIASES.get(theirs, {}):
+            return f"strategy.{ALIASES[theirs][name]}"
+    return None
 
 
 def words_in(table: str) -> dict[str, str]:
@@ -70,7 +64,7 @@ def words_in(table: str) -> dict[str, str]:
 def argument_words(kind: str) -> dict[str, str]:
     """Return what to use instead of arguments of the constructor of a class's namesakes, by name."""
     more = {"Trainer": TRAINER_ARGUMENTS, "Engine": ENGINE_ARGUMENTS, "Strategy": STRATEGY_OPTIONS}
-    rows = WORDS.get(their_name(kind), {}).items()
+    rows = WORDS.get(THEIRS.get(kind, kind), {}).items()
     return {**{name[1:-1]: words for name, words in rows if name.startswith("(")}, **more.get(kind, {})}
 
 

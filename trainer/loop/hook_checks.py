@@ -45,8 +45,9 @@ def callback_problems(callback: Callback) -> list[str]:
 def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     """Return a problem for each method of `plug` whose name looks like a hook, but which would never be called."""
     known, kind = set(known), type(plug)
-    alike = [name for name in dir(kind) if is_like_a_hook(name, known) and callable(getattr(kind, name))]
-    alike = [name for name in alike if name not in called_by_others(kind)]
+    helpers = called_by_others(kind)
+    alike = [name for name in dir(kind) if is_like_a_hook(name, known) and name not in helpers]
+    alike = [name for name in alike if callable(getattr(kind, name, None))]
     former, problems = words_for("hook", alike), []
     for name in alike:
         renamed = OTHERS_HOOKS.get(name, f"on_{name}" if f"on_{name}" in known else None)
@@ -74,11 +75,8 @@ def _uncalled_overrides(callback: Callback) -> list[str]:
 
 def methods_beyond(plug: object, own: type) -> list[str]:
     """Return the names of the public methods of a user's class that the class `own` of this package has not."""
-    return [name for name in dir(type(plug)) if name[0] != "_" and not hasattr(own, name) and _is_method(plug, name)]
-
-
-def _is_method(plug: object, name: str) -> bool:
-    return callable(inspect.getattr_static(type(plug), name))
+    names = [name for name in dir(type(plug)) if not name.startswith("_") and not hasattr(own, name)]
+    return [name for name in names if callable(inspect.getattr_static(type(plug), name))]
 
 
 def is_like_a_hook(name: str, known: Collection[str]) -> bool:

@@ -18,11 +18,13 @@ class Answers:
     if not TYPE_CHECKING:  # with it, a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__") or hasattr(type(self), name):
+            if hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # a second time, for the error of the property
-            from trainer.compat.answers import member
+            if not name.startswith("__"):
+                from trainer.compat.answers import member
 
-            return member(self, name)
+                return member(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def refuse_to_set(owner: object, name: str) -> None:
@@ -51,11 +53,11 @@ def refuse_to_set(owner: object, name: str) -> None:
 
 def member_words(kind: type, names: Iterable[str]) -> dict[str, str]:
     """Return what to use instead of members of a class's namesake that are not here, for those of the names."""
-    if not (wanted := {*names}):
+    if not (wanted := [*names]):
         return {}
-    from trainer.compat.answers import words_of_members
+    from trainer.compat import answers
 
-    return {name: words for name, words in words_of_members(kind).items() if name in wanted}
+    return {name: words for name in wanted if (words := answers.member_words(kind, name)) is not None}
 
 
 def words_for(table: str, names: Iterable[str]) -> dict[str, str]:
@@ -73,14 +75,14 @@ def words_for(table: str, names: Iterable[str]) -> dict[str, str]:
 
 def is_default(kind: str, name: object, value: object) -> bool:
     """Whether an argument that a class does not have is given with Lightning's default, which changes nothing."""
-    from trainer.compat.answers import DEFAULTS, their_name
+    from trainer.compat.names import DEFAULTS, THEIRS
 
-    defaults = DEFAULTS.get(their_name(kind), {}).get(str(name), ())
+    defaults = DEFAULTS.get(THEIRS.get(kind, kind), {}).get(str(name), ())
     return any(type(value) is type(one) and value == one for one in defaults)
 
 
 def further_arguments(kind: str) -> list[str]:
     """Return the arguments that the constructor of Lightning's class takes by position after those of ours."""
-    from trainer.compat.answers import FURTHER_ARGUMENTS, their_name
+    from trainer.compat.names import FURTHER_ARGUMENTS, THEIRS
 
-    return FURTHER_ARGUMENTS.get(their_name(kind), "").split()
+    return FURTHER_ARGUMENTS.get(THEIRS.get(kind, kind), "").split()
