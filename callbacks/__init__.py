@@ -50,9 +50,9 @@ from trainer.callbacks.torch_profiler import TorchProfiler as TorchProfiler
 from trainer.callbacks.wandb_logger import WandbLogger as WandbLogger
 from trainer.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
 from trainer.callbacks.weight_averaging import WeightAveraging as WeightAveraging
-from trainer.compat.added_names import Table as _Table
 from trainer.logger import Logger as Logger
 from trainer.logger import Tracker as Tracker
+from trainer.names.added import Table as _Table
 
 CALLBACKS: _Table[type[Callback]] = _Table(
     {
@@ -66,13 +66,6 @@ CALLBACKS: _Table[type[Callback]] = _Table(
 packages inside the functions that need them."""
 
 if not TYPE_CHECKING:  # with it, a type checker would accept every name
-
-    def __getattr__(name: str) -> object:
-        import sys
-
-        from trainer.compat.finder import lightning_name
-
-        return lightning_name(sys.modules[__name__], name)
 
     def __dir__() -> list[str]:
         import sys

@@ -136,7 +136,7 @@ def strategies() -> str:
 
 
 def precisions() -> str:
-    from trainer.compat.names import SHORT_PRECISIONS
+    from trainer.names.aliases import SHORT_PRECISIONS
     from trainer.precision import PRECISIONS
 
     def row(name: str) -> str:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import sys
 
+from trainer import Trainer
 from trainer.compat import accelerate
-from trainer.compat.names import ALIASES, COLLECTIVES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
-
-OTHERS = ("Engine",)
-"""Classes with a table of their own: of the names of Fabric."""
+from trainer.compat.names import ALIASES, COLLECTIVES, HOMES, MODULES, NAMES, TRAINER_ARGUMENTS, WORDS
+from trainer.names.aliases import Alias
 
 HEAD = """# Lightning's names
 
@@ -20,7 +19,8 @@ Lightning's public names and what became of them here, from the table in `traine
 trainer.loggers import CSVLogger`, `from trainer.callbacks.model_checkpoint import ModelCheckpoint`. `LightningModule`
 is `TrainModule`, `LightningDataModule` is `DataModule`. A name that is not in a table below is here under the same
 name. A name that is not here is answered by an error that says what the table says; `hasattr` and `getattr` with a
-default work. What differs in meaning stands on the page [Coming from Lightning](migrating.md).
+default work, and `dir` shows no such name. The names are those of Lightning 2; `trainer migrate` knows older ones.
+What differs in meaning stands on the page [Coming from Lightning](migrating.md).
 
 Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails with "Is a directory". Use
 `Module.load_from_checkpoint(path)`, or `trainer checkpoint export` for one file of weights.
@@ -61,7 +61,7 @@ def accelerate_page() -> str:
 
 def page() -> str:
     """Return the page of Lightning's names as Markdown."""
-    parts = [HEAD, *(_section(name) for name in (*SURFACE, *OTHERS) if _rows(name))]
+    parts = [HEAD, *(_section(name) for name in WORDS)]
     exported = [f"| `{name}` | {_target(target)} |" for name, target in NAMES.items() if not name.startswith("_")]
     parts.append("\n".join(["## Names that modules export", "", "| Lightning | here |", "|---|---|", *exported]) + "\n")
     served = ", ".join(f"`trainer.{name}`" for name in MODULES.split() if "." not in name)
@@ -76,14 +76,14 @@ def _section(name: str) -> str:
 
 def _rows(name: str) -> list[str]:
     """Return the rows of a class: names that are other ones here, and names that are not here."""
-    aliases = ALIASES.get("Strategy" if name == "ParallelStrategy" else name, {})
-    rows = [f"| `{one}` | `{path}` |" for one, path in aliases.items()]
+    rows = [f"| `{one}` | `{path}` |" for one, path in ALIASES.get(name, {}).items()]
     if name == "ParallelStrategy":
         rows += [f"| `{one}` | the same, by `strategy.processes` |" for one in COLLECTIVES]
     words = dict(WORDS.get(name, {}))
     if name == "Engine":
         words = {one: text for one, text in words.items() if one not in accelerate.ENGINE_MEMBERS}
     if name == "Trainer":
+        rows += [f"| `{one}` | `{alias.path}` |" for one, alias in vars(Trainer).items() if isinstance(alias, Alias)]
         others = {one: text for one, text in TRAINER_ARGUMENTS.items() if one not in accelerate.TRAINER_ARGUMENTS}
         words |= {f"({one})": text for one, text in others.items()}
     for one, text in words.items():

@@ -11,7 +11,7 @@ if __name__ != "trainer.strategies":
         "sys.path: run your script from its own folder."
     )
 
-from trainer.compat.added_names import Table as _Table
+from trainer.names.added import Table as _Table
 from trainer.strategies.ddp import DDPStrategy as DDPStrategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage1Strategy as DeepSpeedStage1Strategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage2OffloadStrategy as DeepSpeedStage2OffloadStrategy
@@ -37,13 +37,6 @@ STRATEGIES: _Table[type[Strategy]] = _Table(
 heavy packages, torch.distributed.fsdp too, inside the functions that need them."""
 
 if not TYPE_CHECKING:  # with it, a type checker would accept every name
-
-    def __getattr__(name: str) -> object:
-        import sys
-
-        from trainer.compat.finder import lightning_name
-
-        return lightning_name(sys.modules[__name__], name)
 
     def __dir__() -> list[str]:
         import sys

@@ -18,6 +18,10 @@ import trainer.testing
 ROOT = Path(__file__).parent.parent
 
 
+LISTS = ("lightning-names.md", "accelerate-names.md")
+"""Pages to look names up in, to which `migrating.md` leads."""
+
+
 def pages_of(entry: Any) -> set[str]:
     if isinstance(entry, str):
         return {entry}
@@ -36,6 +40,7 @@ def public_names() -> set[str]:
 
 def test_the_navigation_lists_every_page() -> None:
     listed = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    listed |= {page for page in LISTS if f"({page})" in (ROOT / "docs" / "migrating.md").read_text()}
     for page in sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")):
         assert page in listed, f"add a line `- A short title: {page}` under `nav:` in mkdocs.yml"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainer.compat.finder import install
+from trainer.names.paths import install
 
 __version__ = "0.1.0"
 

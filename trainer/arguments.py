@@ -25,8 +25,8 @@ from pathlib import Path, PurePath
 from types import FunctionType, MethodType, NoneType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from trainer.compat.answers import argument_words, by_name, is_default
 from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems
+from trainer.names.misses import further_arguments, is_default, words_for
 
 LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
 MAPPINGS = (dict, Mapping, MutableMapping)
@@ -82,17 +82,16 @@ def check_constructor(cls: type) -> None:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         # Here and not above: of the classes of a table few are constructed.
-        signature, words = inspect.signature(init), argument_words(cls.__name__)
+        signature = inspect.signature(init)
+        _, *known = signature.parameters
         parameters = [*signature.parameters.values()]
         own = [one.name for one in parameters[1:] if one.kind is one.POSITIONAL_OR_KEYWORD]
         takes_others = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
         args, options = with_python_numbers(args), with_python_numbers(options)
-        args, options = args[: len(own)], by_name(cls.__name__, own, args, options)
-        options = {name: value for name, value in options.items() if not is_default(cls.__name__, name, value)}
-        refused = (name for name in options if name not in signature.parameters and (name in words or not takes_others))
-        if (unknown := next(refused, None)) is not None:
-            hint = did_you_mean(unknown, [*signature.parameters][1:], words)
-            raise ArgumentError(f"{cls.__name__}() got an unexpected keyword argument {unknown!r}.{hint}")
+        if len(args) > len(own):
+            args, options = args[: len(own)], _by_name(cls.__name__, own, args, options)
+        if any(name not in known for name in options):
+            options = _without_strangers(cls.__name__, known, takes_others, options)
         try:
             given = signature.bind(self, *args, **options).arguments
         except TypeError:
@@ -102,6 +101,44 @@ def check_constructor(cls: type) -> None:
         init(self, *args, **options)
 
     cls.__init__ = checked  # type: ignore[misc]
+
+
+def _by_name(kind: str, own: Sequence[str], given: Sequence[object], options: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` with the arguments given by position beyond those of the constructor of the class `kind`.
+
+    Their names are those that Lightning's class has at these places.
+
+    Args:
+        own: the arguments that the constructor takes by position.
+        given: the arguments by position.
+
+    Raises:
+        ArgumentError: Lightning's class takes none at such a place, or the argument is in `options` too.
+    """
+    theirs = [*own, *further_arguments(kind)]
+    for place, value in enumerate(given[len(own) :], len(own)):
+        if place >= len(theirs):
+            taken = f"({', '.join(own)}), give others as name=value" if own else "no argument"
+            raise ArgumentError(f"{kind}() takes {taken} by position; {len(given)} were given.")
+        if theirs[place] in options:
+            raise ArgumentError(f"{kind}() got {theirs[place]} twice, by position and by name: give it once.")
+        options[theirs[place]] = value
+    return options
+
+
+def _without_strangers(kind: str, known: Sequence[str], takes_others: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` without those that only Lightning's class has, if they have the value that changes nothing.
+
+    Raises:
+        ArgumentError: another one is not among the arguments `known`, and cannot be passed on.
+    """
+    strangers = [name for name, value in options.items() if name not in known and not is_default(kind, name, value)]
+    words = words_for(f"{kind}()", strangers)
+    for name in strangers:
+        if name in words or not takes_others:
+            hint = did_you_mean(name, known, words)
+            raise ArgumentError(f"{kind}() got an unexpected keyword argument {name!r}.{hint}")
+    return {name: value for name, value in options.items() if name in known or name in strangers}
 
 
 def fingerprint_of_call(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> str:

@@ -96,8 +96,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO
 
 from trainer.arguments import check_constructor, fingerprint_of_call
-from trainer.compat.answers import answer_members
 from trainer.errors import ConfigError, unknown_name_error
+from trainer.names.misses import Answers
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class Callback:
+class Callback(Answers):
     """Base class of callbacks. The top of this file shows when each hook is called.
 
     Each hook gets the trainer and `pl_module`, Lightning's name for the module of the run.
@@ -142,7 +142,6 @@ class Callback:
         super().__init_subclass__(**options)
         if cls.__module__.startswith("trainer."):
             check_constructor(cls)
-            answer_members(cls, cls.__name__)
 
     @property
     def state_key(self) -> str:
@@ -287,7 +286,6 @@ HOOKS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
 )
 """The names of all hooks, in the order of `Callback`."""
-answer_members(Callback, "Callback")
 
 
 class AccumulationSchedule(Callback):

@@ -18,16 +18,15 @@ from trainer.checkpoint.format import evaluated_weights, read_checkpoint
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.checkpoint.schema import require
-from trainer.compat.answers import member_words
-from trainer.compat.names import FORMER_HOOKS
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
-from trainer.errors import ConfigError, MissingPackageError, restoring
+from trainer.errors import ConfigError, MissingPackageError, NotRunningError, restoring
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments
 from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
 from trainer.model.weights import MapLocation, load_weights, read_map_location
+from trainer.names.misses import Answers
 from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ EXCLUDED_FROM_PICKLE = (
 READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch", "global_rank", "local_rank", "loggers")
 
 
-class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
+class TrainModule(OptionalMethods, HasHyperparameters, Answers, nn.Module):
     """Base class of what a `Trainer` trains: subclasses define `training_step` and `configure_optimizers`.
 
     Every other method has a default. The hooks `on_...` that a module may also define, and the order of all calls, are
@@ -582,20 +581,20 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
                 return entries[name]
         if name == "on_gpu":  # no method: it would count as a hook
             return self.device.type == "cuda"
-        words = member_words("LightningModule", name) or FORMER_HOOKS.get(name)
-        hint = f" Use {words}." if words is not None else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
+        if name.startswith("_"):  # torch asks for many
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return super().__getattr__(name)
 
     @property
     def trainer(self) -> Trainer:
         """The trainer that runs this module.
 
         Raises:
-            ConfigError: no trainer has run this module.
+            NotRunningError: no trainer has run this module.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
-            raise ConfigError(
+            raise NotRunningError(
                 f"{type(self).__name__} is not attached to a Trainer yet: self.trainer, self.log and the like "
                 "work inside trainer.fit, validate, test and predict."
             )

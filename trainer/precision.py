@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
-from trainer.compat.added_names import Table
-from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS
 from trainer.errors import ConfigError, install_command, unknown_name_error
 from trainer.float8.conversion import convert_linear_layers, restore_linear_layers
+from trainer.names.added import Table
+from trainer.names.aliases import SHORT_PRECISIONS
+from trainer.names.misses import words_for
 
 NULL_CONTEXT = nullcontext()
 """A context that does nothing. Shared, because every step enters it."""
@@ -293,7 +294,8 @@ def resolve_precision(precision: str | int | Precision) -> Precision:
         return precision
     name = SHORT_PRECISIONS.get(str(precision), str(precision))
     if name not in PRECISIONS:
-        raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_PRECISIONS], OTHER_PRECISIONS)
+        words = words_for("precision", [name])
+        raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_PRECISIONS], words)
     if PRECISIONS[name].float8 is not None and find_spec("torchao") is None:
         raise ConfigError(f"precision={name!r} needs torchao: {install_command('torchao')}")
     return PRECISIONS[name]

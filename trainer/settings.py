@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.arguments import kept_path, local_path
-from trainer.compat.answers import is_default
-from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.errors import ConfigError, did_you_mean
+from trainer.names.misses import is_default, words_for
 
 if TYPE_CHECKING:
     from trainer.callback import Callback
@@ -249,8 +248,10 @@ NONE_IS_DEFAULT = (
 def wrong_names(positional: Collection[object], unknown: Mapping[str, object]) -> list[str]:
     """Return a problem for positional arguments, and one for each name that `Trainer` does not take."""
     problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if positional else []
-    for name in (name for name, value in unknown.items() if not is_default("Trainer", name, value)):
-        hint = did_you_mean(name, ARGUMENTS, TRAINER_ARGUMENTS) or " trainer fit --help lists them all."
+    strangers = [name for name, value in unknown.items() if not is_default("Trainer", name, value)]
+    words = words_for("Trainer()", strangers)
+    for name in strangers:
+        hint = did_you_mean(name, ARGUMENTS, words) or " trainer fit --help lists them all."
         problems.append(f"Trainer has no argument {name!r}.{hint}")
     return problems
 

@@ -26,9 +26,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 from trainer.arguments import check_constructor, with_python_numbers
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, materialize, read_when_used, stored
-from trainer.compat import accelerate
-from trainer.compat.answers import Absent, answer_members, argument_words, member_words, strategy_member
-from trainer.compat.names import OTHER_STRATEGIES
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
@@ -41,6 +38,7 @@ from trainer.model.gradients import norm_of, with_dense_gradients
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import SettingParts, load_weights, move_module, with_parts
 from trainer.module import TrainModule
+from trainer.names.misses import Answers, member_words, words_for
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import seed_accelerator
 
@@ -81,43 +79,7 @@ class SkippedBatch(NamedTuple):
     """A loss whose gradient is zero, for each parameter."""
 
 
-OTHER_OPTIONS = {
-    **accelerate.STRATEGY_OPTIONS,
-    "mixed_precision": "Trainer(precision=...)",
-    "activation_checkpointing_policy": "Trainer(activation_checkpointing=...)",
-    "process_group_backend": "nothing: gloo on CPUs, and NCCL too on GPUs",
-    "ddp_comm_hook": "comm_hook=",
-    "ddp_comm_state": "comm_hook_state=",
-    "offload_params_device": "offload_parameters=",
-    "data_parallel_size": "nothing: the processes that the other sizes leave read different samples",
-    "tensor_parallel_size": "tensor_parallel=",
-    "save_distributed_checkpoint": "nothing: each process writes its shards",
-    "exclude_frozen_parameters": "ModelCheckpoint(trainable_only=True)",
-    "load_full_weights": "nothing: checkpoints are readable under every strategy",
-    "ddp_comm_wrapper": "comm_hook=, with a function that calls the other",
-    "model_averaging_period": "comm_hook= of torch.distributed.algorithms.ddp_comm_hooks",
-    "start_method": "nothing: the processes are started anew, or forked by trainer.launch in a notebook",
-    "debug": "the environment variable PT_XLA_DEBUG",
-    "zero_optimization": "stage=",
-    "remote_device": "offload_parameters=",
-    **dict.fromkeys(
-        (
-            *("params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size"),
-            *("queue_depth", "single_submit", "overlap_events", "thread_count", "pin_memory", "sub_group_size"),
-            *("contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter"),
-            *("allgather_bucket_size", "reduce_bucket_size", "zero_allow_untested_optimizer", "logging_level"),
-            *("logging_batch_size_per_gpu", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
-            *("min_loss_scale", "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
-            "synchronize_checkpoint_boundary",
-        ),
-        "config={...}, where DeepSpeed's own configuration has it",
-    ),
-}
-"""Options of other trainers' strategies -> what to use instead."""
-
-
-@partial(answer_members, lightning="ParallelStrategy")
-class Strategy:
+class Strategy(Answers):
     """Owns device placement, wrapping, backward, clipping and the optimizer's step.
 
     The methods are listed in the order in which the trainer calls them. A new strategy overrides some of them; its
@@ -163,17 +125,15 @@ class Strategy:
             ConfigError: the strategy has no such option; has a suggestion.
         """
         known = inspect.signature(cls.__init__).parameters
-        other = {**argument_words("ParallelStrategy"), **OTHER_OPTIONS}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            raise_problems(
-                [
-                    f"{cls.__name__} has no option {name!r}.{did_you_mean(name, known, other)} "
-                    f"Options: {', '.join(option for option in known if option != 'self')}."
-                    for name in options
-                    if name not in known
-                ],
-                cls.__name__,
-            )
+            strangers = [name for name in options if name not in known]
+            words = words_for("Strategy()", strangers)
+            problems = [
+                f"{cls.__name__} has no option {name!r}.{did_you_mean(name, known, words)} "
+                f"Options: {', '.join(option for option in known if option != 'self')}."
+                for name in strangers
+            ]
+            raise_problems(problems, cls.__name__)
         strategy = super().__new__(cls)
         strategy._arguments = with_python_numbers({**dict(zip([*known][1:], args, strict=False)), **options})
         return strategy
@@ -459,7 +419,9 @@ class Strategy:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            return strategy_member(self, name)
+            if any(name in vars(one).get("__annotations__", {}) for one in type(self).__mro__):
+                raise AttributeError(f"{type(self).__name__}.{name} exists from the start of a run: call fit first.")
+            return super().__getattr__(name)
 
     def __str__(self) -> str:
         """Return the strategy and its options in one line."""
@@ -761,7 +723,8 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
         return known[name](), f"auto: {num_processes} process{'es' if num_processes > 1 else ''}"
     if strategy not in known:
         classes = {kind.__name__: repr(name) for name, kind in [*known.items()][::-1]}
-        raise unknown_name_error("strategy", strategy, [*known, "auto"], {**classes, **OTHER_STRATEGIES})
+        words = classes | words_for("strategy", [strategy])
+        raise unknown_name_error("strategy", strategy, [*known, "auto"], words)
     return known[strategy](), "given by name"
 
 
@@ -774,10 +737,10 @@ def unknown_methods(strategy: Strategy) -> list[str]:
 
     Other names are the user's own.
     """
-    known = [name for name, value in vars(Strategy).items() if not name.startswith("_") and type(value) is not Absent]
+    known = [name for name in vars(Strategy) if not name.startswith("_")]
     users = [cls for cls in type(strategy).__mro__ if not cls.__module__.startswith("trainer.") and cls is not object]
     names = {name for cls in users for name in vars(cls) if not name.startswith("_") and name not in known}
-    advice = {name: words for name in names if (words := member_words("ParallelStrategy", name)) is not None}
+    advice = member_words(type(strategy), names)
     return [
         f"{type(strategy).__name__}.{name} is never used: Strategy has no such name."
         + did_you_mean(name, known, advice)

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Never, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Never, TextIO
 
 import torch
 from torch import nn
@@ -22,8 +22,6 @@ from trainer.callback import Callback, Checkpoint, attach, callback_named
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
-from trainer.compat.answers import answer_members
-from trainer.compat.states import TrainerState, state_of
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
@@ -63,6 +61,9 @@ from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
 from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
+from trainer.names.aliases import Alias
+from trainer.names.misses import Answers, refuse_to_set
+from trainer.names.states import TrainerState, state_of
 from trainer.optimizers import SchedulerConfig, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import isolated_rng, seed_generators
@@ -71,13 +72,12 @@ from trainer.strategy import SkippedBatch, Strategy, full_state_dict
 
 log = logging.getLogger("trainer")
 
-__path__: list[str] = []  # so that Lightning's trainer.trainer.states can be imported; see compat/finder.py
+__path__: list[str] = []  # so that Lightning's trainer.trainer.states can be imported; see names/paths.py
 
 _WRITE_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to write their shards of a checkpoint."""
 
 
-@partial(answer_members, lightning="Trainer")
 class Trainer:
     """Runs a `TrainModule`: `Trainer(max_epochs=3).fit(module, train_loader, val_loader)`.
 
@@ -90,8 +90,6 @@ class Trainer:
     """
 
     _manual: ManualOptimization | None = None
-    _losses: Sequence[torch.Tensor] = ()
-    """The losses of the last window, if an override of `optimizer_step` wants them."""
 
     def __init__(
         self,
@@ -154,11 +152,17 @@ class Trainer:
         if settings.seed is not None:
             seed_generators(settings.seed)
 
+    if not TYPE_CHECKING:  # with them, a type checker would accept every name
+        __getattr__ = Answers.__getattr__
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if not name.startswith("_") and name not in ("config", "settings"):
+                refuse_to_set(self, name)
+            object.__setattr__(self, name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("config", "_session", "_run", "_manual", "_losses")
+            name: value for name, value in vars(self).items() if name not in ("config", "_session", "_run", "_manual")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -480,7 +484,7 @@ class Trainer:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
         run.begin_training()
         run.optimize_by_hand(self._manual_optimization)
-        run.bind_overrides(partial(self._before_optimizer_step, run), lambda: self._losses)
+        run.bind_overrides(partial(self._before_optimizer_step, run))
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
         run.hook_changes.begin()
@@ -514,7 +518,7 @@ class Trainer:
                         return
                     continue
                 else:
-                    outputs, data, self._losses = self._train_step(run, window)
+                    outputs, data, run.losses = self._train_step(run, window)
                     if run.skipping.epoch_ended:
                         run.drop_window()
                         break
@@ -1398,6 +1402,35 @@ class Trainer:
     def checkpoint_callback(self) -> Checkpoint | None:
         """The first callback that writes checkpoints."""
         return next(iter(self.checkpoint_callbacks), None)
+
+    # -- Lightning's other names of these ------------------------------------------------------------------------------
+
+    model = Alias("module")
+    lightning_module = Alias("module")
+    lr_scheduler_configs = Alias("scheduler_configs")
+    scaler = Alias("strategy.scaler")
+    node_rank = Alias("config.node_rank")
+    num_nodes = Alias("config.num_nodes")
+    num_devices = Alias("config.devices")
+    device_ids = Alias("config.used_devices")
+    running_sanity_check = Alias("sanity_checking")
+    min_epochs = Alias("settings.min_epochs")
+    min_steps = Alias("settings.min_steps")
+    num_sanity_val_steps = Alias("settings.num_sanity_val_steps")
+    default_root_dir = Alias("settings.default_root_dir")
+    log_every_n_steps = Alias("settings.log_every_n_steps")
+    fast_dev_run = Alias("settings.fast_dev_run")
+    overfit_batches = Alias("settings.overfit_batches")
+    check_val_every_n_epoch = Alias("settings.check_val_every_n_epoch")
+    limit_train_batches = Alias("settings.limit_train_batches")
+    limit_val_batches = Alias("settings.limit_val_batches")
+    limit_test_batches = Alias("settings.limit_test_batches")
+    limit_predict_batches = Alias("settings.limit_predict_batches")
+    gradient_clip_val = Alias("settings.gradient_clip_val")
+    gradient_clip_algorithm = Alias("settings.gradient_clip_algorithm")
+    reload_dataloaders_every_n_epochs = Alias("settings.reload_dataloaders_every_n_epochs")
+    deterministic = Alias("settings.deterministic")
+    inference_mode = Alias("settings.inference_mode")
 
 
 def _or_infinite(batches: int | None) -> int | float:

@@ -113,9 +113,9 @@ ONE = {
         ["module.layers (Layers) has no argument 'dept'. Did you mean 'depth'?"],
     ),
     "argument of Lightning": (
-        NET + "trainer:\n  gpus: 2\n",
+        NET + "trainer:\n  barebones: true\n",
         "3",
-        ["trainer has no argument 'gpus'. Use accelerator='cuda', devices=."],
+        ["trainer has no argument 'barebones'. Use logger=False, enable_progress_bar=False"],
     ),
     # names of earlier versions
     "renamed callback": (callbacks("StepTimes"), "4", ["'StepTimes'. It is called 'StragglerMonitor' now."]),

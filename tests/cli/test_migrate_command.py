@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.project import Command
-from trainer.compat.names import NAMES, SURFACE
+from trainer.callbacks import CALLBACKS
+from trainer.compat.names import HOMES, NAMES
 
 pytest.importorskip("libcst")
 
@@ -276,9 +277,14 @@ def test_yaml_files(command: Command, tmp_path: Path) -> None:
     }.items():
         expected = expected.replace(old, new)
     assert found["run__yaml"] == expected
-    for line, what in ((10, "Trainer(num_processes=)"), (13, "ModelCheckpoint(filepath=)")):
+    for line, what in (
+        (9, "Trainer(track_grad_norm=)"),
+        (10, "Trainer(num_processes=)"),
+        (13, "ModelCheckpoint(filepath=)"),
+    ):
         assert f"run.yaml:{line}: {what}: use" in out
-    assert "by hand: 2" in out
+    assert "run.yaml:8: Trainer(resume_from_checkpoint=): use nothing: leave it out" in out
+    assert "by hand: 4" in out
 
 
 @pytest.mark.parametrize("value", ["null", "0"])
@@ -332,7 +338,8 @@ def test_every_rewritten_import_of_a_public_name_works() -> None:
     from trainer.cli.migrate.python_files import migrate_python
 
     lightning = {"Trainer": "lightning.pytorch.trainer.trainer", "Callback": "lightning.pytorch.callbacks.callback"}
-    for name in {*SURFACE, *(name for name, target in NAMES.items() if " " not in target and ":" in target)}:
+    served = {name for name, target in NAMES.items() if " " not in target and ":" in target}
+    for name in {*HOMES, *CALLBACKS, *served}:
         module = lightning.get(name, "lightning.pytorch.utilities")
         new, findings = migrate_python(f"from {module} import {name} as it\n".encode())
         if findings:  # a name that is not here

@@ -36,7 +36,7 @@ def test_the_arguments_are_those_of_the_classes() -> None:
 
 
 def test_accelerators_that_an_extension_may_bring_are_left_to_torch() -> None:
-    for name in ("gpuu", "cudaa", "ddp_cpu", "GPU"):
+    for name in ("gpuu", "cudaa", "GPU"):
         assert str(accelerator_problem(name)).startswith(f"unknown accelerator {name!r}. ")
     for name in ("xpu", "npu", "ppu", "emulated", None, *ACCELERATORS):
         assert accelerator_problem(name) is None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from trainer.cli.columns import help_width, print_fitted
 from trainer.cli.main import COMMANDS, dispatch
 from trainer.cli.options import reports_errors
-from trainer.compat.names import SHORT_PRECISIONS
 from trainer.config.plug_names import callbacks, optimizers, precisions, schedulers, strategies, strategy_classes
 from trainer.errors import ConfigError, did_you_mean
+from trainer.names.aliases import SHORT_PRECISIONS
 
 HELP = """\
 usage: trainer help [NAME]

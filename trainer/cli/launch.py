@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.arguments import local_path, whole_number
 from trainer.cli.collisions import collisions, shadow
 from trainer.cli.options import CommandParser, positive, reports_errors, whole
-from trainer.compat.accelerate import launch_option_words
 from trainer.errors import ConfigError, did_you_mean, printable, raise_problems
 
 if TYPE_CHECKING:
@@ -211,6 +210,8 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _unknown_option(option: str, known: list[str]) -> str:
+    from trainer.compat.accelerate import launch_option_words
+
     name = option.partition("=")[0].replace("_", "-")
     of_accelerate = launch_option_words(name)
     equivalents = EQUIVALENTS if of_accelerate is None else {name: of_accelerate, **EQUIVALENTS}

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.arguments import whole_number
 from trainer.cli.columns import fitted_text
 from trainer.cli.main import usage_error
-from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
 from trainer.errors import ConfigError, TrainerError, did_you_mean
 from trainer.loop.terminal import columns_of
+from trainer.names.misses import words_for
 from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:
@@ -348,8 +348,8 @@ def _unknown(rest: list[str], own: Collection[str]) -> Iterator[str]:
             )
             if name in DRY_RUN:
                 hint = f"It goes with --dry-run: trainer fit --config FILE --dry-run {option} VALUE."
-            if name in TRAINER_ARGUMENTS and name not in ARGUMENTS:
-                hint = f"Use {TRAINER_ARGUMENTS[name]} of the trainer: --trainer.NAME VALUE."
+            if (words := words_for("Trainer()", [name])) and name not in ARGUMENTS:
+                hint = f"Use {words[name]} of the trainer: --trainer.NAME VALUE."
             yield f"unknown option {option!r}. {hint}"
         elif not after_option:
             is_file = word.endswith((".yaml", ".yml", ".json", ".toml"))

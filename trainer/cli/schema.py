@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.compat.names import SHORT_PRECISIONS
 from trainer.config.plug_names import precisions
+from trainer.names.aliases import SHORT_PRECISIONS
 
 EXAMPLES = """\
 In an editor that uses yaml-language-server (VS Code's YAML extension and others), the first line of a configuration

@@ -1,8 +1,8 @@
 """Lightning's public names and their equivalents here: one table, in strings only.
 
 A name is here under the same name, has another name here (`ALIASES`, `NAMES`), or is answered in words (`WORDS`,
-`NAMES`). `answers` gives the classes their answers, `finder` serves Lightning's modules, `page` writes
-`docs/lightning-names.md`; a test compares the table with the installed Lightning.
+`NAMES`). The names are those of Lightning 2. Nothing imports this file before a name is missed: see `names.misses`.
+`docs/names_pages.py` writes `docs/lightning-names.md` of it; a test compares it with the installed Lightning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ NAMES: dict[str, str] = {
     "Trainer": "trainer.trainer:Trainer",
     "Callback": "trainer.callback:Callback",
     "Logger": "trainer.logger:Logger",
-    "LightningLoggerBase": "trainer.logger:Logger",
     "Checkpoint": "trainer.callback:Checkpoint",
     "seed_everything": "trainer.seed:seed_everything",
     "isolate_rng": "trainer.seed:isolate_rng",
@@ -34,10 +33,8 @@ NAMES: dict[str, str] = {
     "rank_zero_experiment": "trainer.logger:rank_zero_experiment",
     "WarningCache": "trainer.distributed.rank_zero:WarningCache",
     "STEP_OUTPUT": "typing:Any",
-    "EVALUATE_OUTPUT": "trainer.compat.types:EVALUATE_OUTPUT",
     "_EVALUATE_OUTPUT": "trainer.compat.types:EVALUATE_OUTPUT",
     "_PREDICT_OUTPUT": "typing:Any",
-    "EPOCH_OUTPUT": "typing:Any",
     "TRAIN_DATALOADERS": "typing:Any",
     "EVAL_DATALOADERS": "typing:Any",
     "OptimizerLRScheduler": "typing:Any",
@@ -47,16 +44,15 @@ NAMES: dict[str, str] = {
     "LRSchedulerTypeUnion": "typing:Any",
     "LRSchedulerPLType": "typing:Any",
     "LRSchedulerConfig": "trainer.optimizers:SchedulerConfig",
-    "_METRIC_COLLECTION": "typing:Any",
     "_PATH": "trainer.compat.types:_PATH",
     "MisconfigurationException": "trainer.errors:ConfigError",
     "SIGTERMException": "SystemExit: after a signal the step is completed and saved, and fit raises SystemExit(143)",
-    "TrainerFn": "trainer.compat.states:TrainerFn",
-    "RunningStage": "trainer.compat.states:RunningStage",
-    "TrainerStatus": "trainer.compat.states:TrainerStatus",
-    "TrainerState": "trainer.compat.states:TrainerState",
-    "GradClipAlgorithmType": "trainer.compat.states:GradClipAlgorithmType",
-    "LightningEnum": "trainer.compat.states:TextEnum",
+    "TrainerFn": "trainer.names.states:TrainerFn",
+    "RunningStage": "trainer.names.states:RunningStage",
+    "TrainerStatus": "trainer.names.states:TrainerStatus",
+    "TrainerState": "trainer.names.states:TrainerState",
+    "GradClipAlgorithmType": "trainer.names.states:GradClipAlgorithmType",
+    "LightningEnum": "trainer.names.states:TextEnum",
     "LightningOptimizer": "trainer.loop.manual:ManualOptimizer",
     "grad_norm": "trainer.model.gradients:grad_norm",
     "move_data_to_device": "trainer.data.transfer:move_data_to_device",
@@ -74,12 +70,9 @@ NAMES: dict[str, str] = {
     "recursive_detach": "torch.utils._pytree.tree_map over the values; outputs for hooks are detached already",
     "get_torchvision_model": "torchvision.models.get_model",
     "apply_to_collection": "torch.utils._pytree.tree_map, or lightning_utilities.core.apply_func",
-    "apply_to_collections": "torch.utils._pytree.tree_map(function, one, other)",
     "load": "torch.load(path, map_location='cpu', weights_only=True)",
-    "atomic_save": "torch.save",
     "get_filesystem": "fsspec.core.url_to_fs(path)[0]",
     "has_len": "hasattr(loader, '__len__')",
-    "parse_gpu_ids": "Trainer(devices=...)",
     "rank_zero_module": "trainer.utilities, which has rank_zero_only and the like",
     "_METRIC": "typing:Any",
     "_DEVICE": "typing:Any",
@@ -87,8 +80,6 @@ NAMES: dict[str, str] = {
     "_LRScheduler": "torch.optim.lr_scheduler:LRScheduler",
     "_TORCH_LRSCHEDULER": "torch.optim.lr_scheduler:LRScheduler",
     "LRSchedulerTypeTuple": "(torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)",
-    "DistributedType": "the name of the strategy: trainer.strategy.name == 'ddp'",
-    "DeviceType": "trainer.device.type",
     "extract_batch_size": "self.log(batch_size=): by default as many as the DataLoader put into the batch",
     "has_len_all_ranks": "trainer.num_training_batches, which is math.inf where no length is known",
     "LayerSummary": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text",
@@ -106,7 +97,6 @@ NAMES: dict[str, str] = {
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'tpu'); or, for that of Accelerate, a Trainer or an Engine",
     "CPUAccelerator": "Trainer(accelerator='cpu')",
     "CUDAAccelerator": "Trainer(accelerator='cuda')",
-    "GPUAccelerator": "Trainer(accelerator='cuda')",
     "MPSAccelerator": "Trainer(accelerator='mps')",
     "TPUAccelerator": "Trainer(accelerator='tpu')",
     "XLAAccelerator": "Trainer(strategy='xla')",
@@ -119,7 +109,6 @@ NAMES: dict[str, str] = {
     "PrecisionPlugin": "trainer.precision:Precision",
     "MixedPrecision": "trainer.compat.plugins:MixedPrecision",
     "MixedPrecisionPlugin": "trainer.compat.plugins:MixedPrecision",
-    "NativeMixedPrecisionPlugin": "trainer.compat.plugins:MixedPrecision",
     "DoublePrecision": "trainer.compat.plugins:DoublePrecision",
     "DoublePrecisionPlugin": "trainer.compat.plugins:DoublePrecision",
     "HalfPrecision": "trainer.compat.plugins:HalfPrecision",
@@ -138,8 +127,6 @@ NAMES: dict[str, str] = {
     "XLAEnvironment": "Trainer(strategy='xla')",
     "LayerSync": "Trainer(sync_batchnorm=True)",
     "TorchSyncBatchNorm": "trainer.compat.plugins:TorchSyncBatchNorm",
-    "DDPPlugin": "trainer.strategies:DDPStrategy",
-    "DeepSpeedPlugin": "trainer.strategies:DeepSpeedStrategy",
     "DDPStrategy": "trainer.strategies:DDPStrategy",
     "FSDPStrategy": "trainer.strategies:FSDPStrategy",
     "DeepSpeedStrategy": "trainer.strategies:DeepSpeedStrategy",
@@ -151,23 +138,10 @@ NAMES: dict[str, str] = {
     "XLAStrategy": "trainer.strategies:XlaStrategy",
     "XLAFSDPStrategy": "trainer.strategies:XlaFsdpStrategy",
     "SingleDeviceXLAStrategy": "trainer.strategies:XlaStrategy",
-    "DDPSpawnStrategy": "trainer.strategies:DDPStrategy",
-    **dict.fromkeys(
-        ("DataParallelStrategy", "HorovodStrategy", "BaguaStrategy", "HivemindStrategy", "CollaborativeStrategy"),
-        "strategy='ddp'",
-    ),
-    **dict.fromkeys(("DDP2Strategy", "DataParallelPlugin", "DDP2Plugin", "DDPSpawnPlugin"), "strategy='ddp'"),
-    "DDPFullyShardedStrategy": "trainer.strategies:FSDPStrategy",
-    "DDPFullyShardedNativeStrategy": "trainer.strategies:FSDPStrategy",
-    **dict.fromkeys(
-        ("DDPShardedStrategy", "DDPSpawnShardedStrategy", "DDPShardedPlugin", "ShardedPlugin"),
-        "strategy='deepspeed_stage_2' or 'fsdp', which shard the state",
-    ),
+    "DataParallelStrategy": "strategy='ddp'",
     "ColossalAIStrategy": "strategy='deepspeed_stage_3' or 'fsdp', which shard the weights",
-    "TPUSpawnStrategy": "trainer.strategies:XlaStrategy",
     "SingleTPUStrategy": "trainer.strategies:XlaStrategy",
     **dict.fromkeys(("IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy"), "accelerator='auto'"),
-    **dict.fromkeys(("ApexMixedPrecisionPlugin", "NativeMixedPrecision"), "Trainer(precision='16-mixed')"),
     "Profiler": "trainer.callbacks:Profiler",
     "SimpleProfiler": "trainer.callbacks:SimpleProfiler",
     "AdvancedProfiler": "trainer.callbacks:AdvancedProfiler",
@@ -177,19 +151,13 @@ NAMES: dict[str, str] = {
     "Tuner": "trainer.tuner:Tuner",
     # callbacks and loggers that are not here
     "ModelPruning": "torch.nn.utils.prune in on_train_epoch_end of a callback of your own",
-    "QuantizationAwareTraining": "torchao's quantization-aware training on the module before fit",
     "SpikeDetection": "trainer.callbacks.BadStepGuard, or EarlyStopping(divergence_threshold=...)",
     "BatchSizeFinder": "Tuner(trainer).scale_batch_size(module) of trainer.tuner, or `trainer tune batch-size`",
     "LearningRateFinder": "Tuner(trainer).lr_find(module) of trainer.tuner, or `trainer tune lr`",
     "RichModelSummary": "trainer.callbacks:RichModelSummary",
-    "GPUStatsMonitor": "trainer.callbacks.DeviceStatsMonitor",
-    "XLAStatsMonitor": "trainer.callbacks.DeviceStatsMonitor",
-    "ProgressBarBase": "trainer.callbacks:ProgressBar",
     "CometLogger": "a Tracker of your own: twenty lines, see the page 'loggers'",
     "LitLogger": "a Tracker of your own: twenty lines, see the page 'loggers'",
     "NeptuneLogger": "a Tracker of your own: twenty lines, see the page 'loggers'",
-    "TestTubeLogger": "trainer.callbacks.CSVLogger or TensorBoardLogger",
-    "LoggerCollection": "Trainer(logger=[...]), and trainer.loggers",
     "DummyLogger": "trainer.logger:DummyLogger",
     "ExperimentWriter": "trainer.callbacks.CSVLogger, whose rows are in `metrics.csv`",
     # the rest
@@ -199,11 +167,7 @@ NAMES: dict[str, str] = {
     "SaveConfigCallback": "nothing: a run started by `trainer fit` has config.yaml in its run directory",
     "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
     "instantiate_module": "the class itself: classes of a configuration file are built by `trainer fit`",
-    "LightningLite": "trainer.Trainer: a loop of your own becomes training_step",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
-    **dict.fromkeys(("TrainResult", "EvalResult"), "self.log in the step, which returns the loss"),
-    "data_loader": "train_dataloader, val_dataloader and the like without a decorator",
-    "auto_move_data": "trainer.predict, or batch.to(self.device)",
     "__version__": "trainer:__version__",
     **dict.fromkeys(
         ("__author__", "__author_email__", "__copyright__", "__docs__", "__docs_url__", "__homepage__", "__license__"),
@@ -252,7 +216,6 @@ _PROCESSES = "`trainer launch`, torchrun or srun: the processes are started by t
 _PLUGINS = "Trainer(strategy=..., precision=...)"
 
 PACKAGES_IN_WORDS = {
-    "metrics": "torchmetrics, which these metrics have become",
     "data": "litdata, which this package has become",
     "strategies.launchers": _PROCESSES,
     "plugins": _PLUGINS,
@@ -260,24 +223,17 @@ PACKAGES_IN_WORDS = {
     "trainer.connectors": "the public attributes of the Trainer, such as callback_metrics, callbacks, train_dataloader",
     "utilities.apply_func": "torch.utils._pytree.tree_map",
     "utilities.argparse": "`trainer fit --config FILE`, or argparse with Trainer(**vars(args))",
-    "utilities.auto_restart": "fit(ckpt_path='last'), which goes on at the next batch",
-    "utilities.cli": "`trainer fit --config FILE`",
     "utilities.cloud_io": "torch.load and torch.save, or fsspec",
     "utilities.data": "the DataLoader itself",
-    "utilities.debugging": "Trainer(fast_dev_run=True)",
     "utilities.device_parser": "Trainer(devices=...)",
     "utilities.distributed": "torch.distributed, or trainer.strategy.processes",
     "utilities.enums": "the text of the value, such as strategy='ddp'",
     "utilities.exceptions": "trainer.ConfigError",
-    "utilities.fetching": "the DataLoader itself",
-    "utilities.finite_checks": "EarlyStopping(check_finite=True), or Trainer(detect_anomaly=True)",
     "utilities.imports": "importlib.util.find_spec(name), or torch.__version__",
     "utilities.memory": "torch.cuda.empty_cache, or trainer.callbacks.DeviceStatsMonitor",
-    "utilities.metrics": "torchmetrics",
     "utilities.seed": "trainer.seed_everything",
     "utilities.testing": "pytest",
     "utilities.types": "typing.Any",
-    "utilities.xla_device": "trainer.device.type",
     "callbacks.progress": "RichProgressBarTheme for the looks of the bar, or a subclass of ProgressBar",
     "core.saving": "save_hyperparameters and load_from_checkpoint(hparams_file=), or yaml.safe_load",
     "demos": "a module or dataset of your own, such as those of `trainer init`",
@@ -297,7 +253,7 @@ _BARS = {
         "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
     ),
     **dict.fromkeys(
-        ("main_progress_bar", "train_progress_bar", "val_progress_bar", "test_progress_bar", "predict_progress_bar"),
+        ("train_progress_bar", "val_progress_bar", "test_progress_bar", "predict_progress_bar"),
         "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
     ),
     **dict.fromkeys(
@@ -347,22 +303,6 @@ WORDS: dict[str, dict[str, str]] = {
         "to_torchscript": "to_onnx, torch.export.export(module, args), or torch.jit.script(module)",
         "to_tensorrt": "to_onnx, and TensorRT's own tools on the file",
         "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
-        "datamodule": "self.trainer.datamodule",
-        "use_amp": "self.trainer.precision.name",
-        "use_ddp": "self.trainer.world_size > 1",
-        "on_tpu": "self.device.type",
-        "amp_level": "Trainer(precision=...)",
-        "get_progress_bar_dict": "self.log(..., prog_bar=True)",
-        "grad_norm": "trainer.callbacks.GradNormMonitor, or torch.nn.utils.get_total_norm in on_before_optimizer_step",
-        "model_size": "sum(p.numel() * p.element_size() for p in self.parameters())",
-        "summarize": "trainer.callbacks.model_summary.summarize(self)",
-        "test_dataloaders": "self.trainer.test_dataloaders",
-        "truncated_bptt_steps": "automatic_optimization = False, and a loop over the parts in training_step",
-        "tbptt_split_batch": "automatic_optimization = False, and a loop over the parts in training_step",
-        "optimizer_idx": "automatic_optimization = False, and self.optimizers() in training_step",
-        "training_epoch_end": "on_train_epoch_end: keep the outputs in a list of the module yourself",
-        "validation_epoch_end": "on_validation_epoch_end: keep the outputs in a list of the module yourself",
-        "test_epoch_end": "on_test_epoch_end: keep the outputs in a list of the module yourself",
     },
     "LightningDataModule": {
         **dict.fromkeys(
@@ -372,19 +312,7 @@ WORDS: dict[str, dict[str, str]] = {
         "name": "type(self).__name__, or an attribute of your own",
         "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
         "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
-        "train_transforms": "an attribute of your own, given to your dataset",
-        "val_transforms": "an attribute of your own, given to your dataset",
-        "test_transforms": "an attribute of your own, given to your dataset",
-        "dims": "an attribute of your own",
         "size": "an attribute of your own",
-        "has_prepared_data": "an attribute of your own, set in prepare_data",
-        "has_setup_fit": "an attribute of your own, set in setup",
-        **{
-            f"({one})": f"super().__init__() without it, and self.{one} = {one} in your constructor: Lightning 1 only "
-            "kept it"
-            for one in ("train_transforms", "val_transforms", "test_transforms", "dims")
-        },
-        **dict.fromkeys(("add_argparse_args", "from_argparse_args"), "`trainer fit --config FILE --data.NAME VALUE`"),
     },
     "Trainer": {
         "accelerator": "trainer.device, the device of this process, or trainer.strategy",
@@ -398,93 +326,17 @@ WORDS: dict[str, dict[str, str]] = {
         "val_check_batch": "trainer.val_check_interval",
         "enable_autolog_hparams": "a logger without log_hyperparameters",
         "barebones": "Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, ...)",
-        "num_gpus": "trainer.num_devices",
-        "gpus": "trainer.num_devices",
-        "tpu_cores": "trainer.num_devices",
-        "num_processes": "trainer.world_size",
-        "root_gpu": "trainer.device",
-        "data_parallel_device_ids": "trainer.device_ids",
-        "training_type_plugin": "trainer.strategy",
-        "accelerator_connector": "trainer.strategy, device, world_size",
         "_accelerator_connector": "trainer.strategy, device, world_size",
         "_data_connector": "trainer.train_loader, val_loaders",
         "_logger_connector": "trainer.callback_metrics, logged_metrics",
         "_checkpoint_connector": "trainer.save_checkpoint, fit(ckpt_path=)",
         "_callback_connector": "trainer.callbacks",
         "_results": "trainer.callback_metrics",
-        "lr_schedulers": "trainer.lr_scheduler_configs",
-        "optimizer_frequencies": "automatic_optimization = False",
-        "reset_train_dataloader": "Trainer(reload_dataloaders_every_n_epochs=1)",
-        "reset_val_dataloader": "Trainer(reload_dataloaders_every_n_epochs=1)",
-        "reset_train_val_dataloaders": "Trainer(reload_dataloaders_every_n_epochs=1)",
-        "logdir": "trainer.run_dir",
-        "weights_save_path": "ModelCheckpoint(dirpath=...)",
-        "hparams": "module.hparams",
-        "tune": "`trainer tune`, or trainer.tuner.Tuner",
-        "tuner": "trainer.tuner.Tuner(trainer)",
-        "lr_find": "trainer.tuner.Tuner(trainer).lr_find(module)",
-        "auto_lr_find": "trainer.tuner.Tuner(trainer).lr_find(module)",
-        "auto_scale_batch_size": "trainer.tuner.Tuner(trainer).scale_batch_size(module)",
-        "total_batch_idx": "trainer.global_step",
-        "batch_idx": "the argument batch_idx of the hooks",
-        "split_idx": "automatic_optimization = False, and a loop over the parts in training_step",
-        "call_hook": "the hook itself",
-        "is_function_implemented": "module.overrides(name)",
-        "get_model": "trainer.lightning_module",
-        "disable_validation": "trainer.enable_validation",
-        "proc_rank": "trainer.global_rank",
-        "use_amp": "trainer.precision.name",
-        "on_gpu": "trainer.device.type == 'cuda'",
-        "prepare_data_per_node": "prepare_data_per_node of the data module",
-        "add_argparse_args": "`trainer fit --config FILE --trainer.NAME VALUE`, or argparse with Trainer(**vars(args))",
-        "from_argparse_args": "Trainer(**{name: value for name, value in vars(args).items() if value is not None})",
-        "parse_argparser": "Trainer(**vars(args))",
-        "get_deprecated_arg_names": "this table: docs/lightning-names.md",
-        "default_attributes": "trainer.settings.Settings()",
-        "run_stage": "fit, validate, test or predict",
-        "print_nan_gradients": "detect_anomaly=True",
-        **dict.fromkeys(("use_ddp", "use_dp", "use_ddp2", "data_parallel"), "trainer.world_size > 1"),
-        **dict.fromkeys(("distributed_backend", "_distrib_type", "_device_type"), "trainer.strategy.name"),
-        **dict.fromkeys(("use_tpu", "on_tpu"), "trainer.device.type"),
-        **dict.fromkeys(("amp_backend", "amp_level"), "trainer.precision.name"),
-        **dict.fromkeys(("devices", "ipus", "num_cpus"), "trainer.num_devices"),
-        **dict.fromkeys(("checkpoint_connector", "hpc_load", "hpc_save"), "trainer.save_checkpoint, fit(ckpt_path=)"),
-        **dict.fromkeys(
-            ("resume_from_checkpoint", "resume_checkpoint_path", "tested_ckpt_path", "validated_ckpt_path"),
-            "trainer.ckpt_path",
-        ),
-        "predicted_ckpt_path": "trainer.ckpt_path",
-        "logger_connector": "trainer.callback_metrics, logged_metrics",
-        "callback_connector": "trainer.callbacks",
-        **dict.fromkeys(("data_connector", "request_dataloader"), "trainer.train_loader, val_loaders"),
-        **dict.fromkeys(("model_connector", "optimizer_connector"), "trainer.lightning_module, optimizers"),
-        "train_loop": "trainer.progress, global_step, current_epoch, max_epochs, num_training_batches",
-        **dict.fromkeys(
-            ("evaluation_loop", "run_evaluation"), "trainer.validate or test, val_loaders, num_val_batches"
-        ),
-        "verbose_evaluate": "validate(verbose=)",
-        "dev_debugger": "a callback of your own",
-        **dict.fromkeys(("_signal_connector", "slurm_connector"), "trainer.interrupted, received_sigterm"),
-        **dict.fromkeys(("slurm_job_id", "is_slurm_managing_tasks"), "the environment variable SLURM_JOB_ID"),
-        "lightning_optimizers": "self.optimizers() of the module",
-        "should_rank_save_checkpoint": "trainer.is_global_zero",
-        "progress_bar_dict": "trainer.progress_bar_metrics",
-        "early_stop_callback": "trainer.early_stopping_callback",
-        "terminate_on_nan": "trainer.settings.detect_anomaly",
-        "track_grad_norm": "callbacks=[GradNormMonitor()]",
+        "devices": "trainer.num_devices",
+        "_signal_connector": "trainer.interrupted, received_sigterm",
         "enable_progress_bar": "trainer.progress_bar_callback, which is None without one",
-        "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(...)]",
-        "scale_batch_size": "trainer.tuner.Tuner(trainer).scale_batch_size(module)",
-        "move_metrics_to_cpu": "nothing: logged values are read at each flush",
-        "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
-        "match_env_arguments": "Trainer(**vars(args))",
     },
     "Logger": {
-        "agg_and_log_metrics": "log_metrics",
-        "update_agg_funcs": "self.log(reduce_fx=)",
-        "(agg_key_funcs)": "self.log(reduce_fx=), and super().__init__() without it",
-        "(agg_default_func)": "self.log(reduce_fx=), and super().__init__() without it",
-        "close": "finalize",
         "after_save_checkpoint": "on_checkpoint_saved",
     },
     "EarlyStopping": {
@@ -499,20 +351,13 @@ WORDS: dict[str, dict[str, str]] = {
         "check_monitor_top_k": "best_k_models and kth_value",
         "file_exists": "os.path.exists",
         "format_checkpoint_name": "best_model_path or last_model_path",
-        "(filepath)": "dirpath= and filename=",
-        "(prefix)": "filename='my-{epoch}'",
-        "(period)": "every_n_epochs=",
-        "(every_n_val_epochs)": "every_n_epochs=",
-        "(save_function)": "nothing: trainer.save_checkpoint is called",
         "(enable_version_counter)": "nothing: a checkpoint of the same name replaces it, or gets -v1",
     },
     "ModelSummary": {
         "summarize": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns text",
-        "(mode)": "max_depth=1, or -1 for all levels",
     },
     "RichModelSummary": {
         "summarize": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns text",
-        "(mode)": "max_depth=1, or -1 for all levels",
     },
     "LearningRateMonitor": {
         "lrs": "trainer.callback_metrics, by the names of the curves",
@@ -521,13 +366,12 @@ WORDS: dict[str, dict[str, str]] = {
             "trainer.callback_metrics, by the names of their curves",
         ),
     },
-    "BackboneFinetuning": {"(round)": "rounding="},
     "OnExceptionCheckpoint": {"FILE_EXTENSION": "ckpt_path: a checkpoint is a folder"},
     "ThroughputMonitor": {
         "available_flops": "peak_flops=",
         "kwargs": "window_size=",
     },
-    "ProgressBar": {**_BARS, "(process_position)": "nothing: the bar draws below what is printed"},
+    "ProgressBar": _BARS,
     "TQDMProgressBar": _BARS,
     "RichProgressBar": {
         **_BARS,
@@ -553,25 +397,19 @@ WORDS: dict[str, dict[str, str]] = {
     "Profiler": {"local_rank": "trainer.local_rank"},
     "AdvancedProfiler": {
         "local_rank": "trainer.local_rank",
-        "(output_filename)": "dirpath= and filename=",
         "(dump_stats)": "profiles, a dict of action to cProfile.Profile: profiles['fit'].dump_stats(path)",
     },
     "PassThroughProfiler": {"local_rank": "trainer.local_rank"},
-    "SimpleProfiler": {"local_rank": "trainer.local_rank", "(output_filename)": "dirpath= and filename="},
+    "SimpleProfiler": {"local_rank": "trainer.local_rank"},
     "PyTorchProfiler": {
         "local_rank": "trainer.local_rank",
         "STEP_FUNCTIONS": "wait=, warmup=, active=",
         "AVAILABLE_SORT_KEYS": "the table next to the trace, sorted by the time of the device",
         "function_events": "the table next to the trace in `profile/` of the run directory",
-        "total_steps": "active=",
         "(filename)": "dirpath=",
-        "(output_filename)": "dirpath=",
-        "(path_to_export_trace)": "dirpath=",
         **dict.fromkeys(
             ("(enabled)", "(use_kineto)", "(use_cuda)", "(use_cpu)"), "nothing: the CPU and the device are recorded"
         ),
-        **dict.fromkeys(("(profiled_functions)", "(record_functions)"), "wait=, warmup= and active=, in steps"),
-        "(local_rank)": "nothing: it is known",
         "(group_by_input_shapes)": "record_shapes=True",
         "(emit_nvtx)": "nsys with --capture-range, and torch.autograd.profiler.emit_nvtx around fit",
         "(export_to_chrome)": "nothing: traces are always written",
@@ -704,28 +542,7 @@ FORMER_HOOKS = {
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
 ALIASES: dict[str, dict[str, str]] = {
-    "Trainer": {
-        "model": "module",
-        "lightning_module": "module",
-        "lr_scheduler_configs": "scheduler_configs",
-        "scaler": "strategy.scaler",
-        "node_rank": "config.node_rank",
-        "num_nodes": "config.num_nodes",
-        "num_devices": "config.devices",
-        "device_ids": "config.used_devices",
-        "running_sanity_check": "sanity_checking",
-        **{
-            name: f"settings.{name}"
-            for name in (
-                *("min_epochs", "min_steps", "num_sanity_val_steps", "default_root_dir"),
-                *("log_every_n_steps", "fast_dev_run", "overfit_batches", "check_val_every_n_epoch"),
-                *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
-                *("gradient_clip_val", "gradient_clip_algorithm", "reload_dataloaders_every_n_epochs"),
-                *("deterministic", "inference_mode"),
-            )
-        },
-    },
-    "Strategy": {  # by an object only: its strategies may have attributes of their own of these names
+    "ParallelStrategy": {  # not in the class: strategies may have attributes of these names themselves
         "root_device": "device",
         "lightning_module": "module",
         "model": "module",
@@ -764,251 +581,25 @@ HOMES: dict[str, str] = {
 THEIRS = {home.partition(":")[2]: name for name, home in HOMES.items()}
 """Our class -> Lightning's name for it, where that is another one."""
 
-SURFACE: dict[str, str] = {
-    "LightningModule": (
-        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE all_gather "
-        "allow_zero_length_dataloader_with_multiple_devices automatic_optimization backward clip_gradients "
-        "configure_callbacks configure_gradient_clipping configure_model configure_optimizers configure_sharded_model "
-        "current_epoch device device_mesh dtype example_input_array fabric freeze global_rank global_step hparams "
-        "hparams_initial load_from_checkpoint local_rank log log_dict logger loggers lr_scheduler_step lr_schedulers "
-        "manual_backward on_after_backward on_after_batch_transfer on_before_backward on_before_batch_transfer "
-        "on_before_optimizer_step on_before_zero_grad on_fit_end on_fit_start on_gpu on_load_checkpoint "
-        "on_predict_batch_end on_predict_batch_start on_predict_end on_predict_epoch_end on_predict_epoch_start "
-        "on_predict_model_eval on_predict_start on_save_checkpoint on_test_batch_end on_test_batch_start on_test_end "
-        "on_test_epoch_end on_test_epoch_start on_test_model_eval on_test_model_train on_test_start "
-        "on_train_batch_end on_train_batch_start on_train_end on_train_epoch_end on_train_epoch_start on_train_start "
-        "on_validation_batch_end on_validation_batch_start on_validation_end on_validation_epoch_end "
-        "on_validation_epoch_start on_validation_model_eval on_validation_model_train on_validation_model_zero_grad "
-        "on_validation_start optimizer_step optimizer_zero_grad optimizers predict_dataloader predict_step "
-        "prepare_data prepare_data_per_node print remove_ignored_hparams save_hyperparameters setup strict_loading "
-        "teardown test_dataloader test_step to_onnx to_tensorrt to_torchscript toggle_optimizer toggled_optimizer "
-        "train_dataloader trainer training_step transfer_batch_to_device unfreeze untoggle_optimizer val_dataloader "
-        "validation_step all_gather(data) all_gather(group) all_gather(sync_grads) backward(loss) "
-        "clip_gradients(optimizer) clip_gradients(gradient_clip_val) clip_gradients(gradient_clip_algorithm) "
-        "configure_gradient_clipping(optimizer) configure_gradient_clipping(gradient_clip_val) "
-        "configure_gradient_clipping(gradient_clip_algorithm) load_from_checkpoint(checkpoint_path) "
-        "load_from_checkpoint(map_location) load_from_checkpoint(hparams_file) load_from_checkpoint(strict) "
-        "load_from_checkpoint(weights_only) log(name) log(value) log(prog_bar) log(logger) log(on_step) log(on_epoch) "
-        "log(reduce_fx) log(enable_graph) log(sync_dist) log(sync_dist_group) log(add_dataloader_idx) log(batch_size) "
-        "log(metric_attribute) log(rank_zero_only) log_dict(dictionary) log_dict(prog_bar) log_dict(logger) "
-        "log_dict(on_step) log_dict(on_epoch) log_dict(reduce_fx) log_dict(enable_graph) log_dict(sync_dist) "
-        "log_dict(sync_dist_group) log_dict(add_dataloader_idx) log_dict(batch_size) log_dict(rank_zero_only) "
-        "lr_scheduler_step(scheduler) lr_scheduler_step(metric) manual_backward(loss) optimizer_step(epoch) "
-        "optimizer_step(batch_idx) optimizer_step(optimizer) optimizer_step(optimizer_closure) "
-        "optimizer_zero_grad(epoch) optimizer_zero_grad(batch_idx) optimizer_zero_grad(optimizer) "
-        "optimizers(use_pl_optimizer) remove_ignored_hparams(ignore_list) save_hyperparameters(ignore) "
-        "save_hyperparameters(frame) save_hyperparameters(logger) to_onnx(file_path) to_onnx(input_sample) "
-        "to_tensorrt(file_path) to_tensorrt(input_sample) to_tensorrt(ir) to_tensorrt(output_format) "
-        "to_tensorrt(retrace) to_tensorrt(default_device) to_torchscript(file_path) to_torchscript(method) "
-        "to_torchscript(example_inputs) toggle_optimizer(optimizer) toggled_optimizer(optimizer) "
-        "transfer_batch_to_device(batch) transfer_batch_to_device(device) transfer_batch_to_device(dataloader_idx) "
-        "untoggle_optimizer(optimizer)"
-    ),
-    "LightningDataModule": (
-        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE "
-        "allow_zero_length_dataloader_with_multiple_devices from_datasets hparams hparams_initial "
-        "load_from_checkpoint load_state_dict name on_after_batch_transfer on_before_batch_transfer on_exception "
-        "predict_dataloader prepare_data prepare_data_per_node remove_ignored_hparams save_hyperparameters setup "
-        "state_dict teardown test_dataloader train_dataloader trainer transfer_batch_to_device val_dataloader "
-        "from_datasets(train_dataset) from_datasets(val_dataset) from_datasets(test_dataset) "
-        "from_datasets(predict_dataset) from_datasets(batch_size) from_datasets(num_workers) "
-        "load_from_checkpoint(checkpoint_path) load_from_checkpoint(map_location) load_from_checkpoint(hparams_file) "
-        "load_from_checkpoint(weights_only) remove_ignored_hparams(ignore_list) save_hyperparameters(ignore) "
-        "save_hyperparameters(frame) save_hyperparameters(logger) transfer_batch_to_device(batch) "
-        "transfer_batch_to_device(device) transfer_batch_to_device(dataloader_idx)"
-    ),
-    "Trainer": (
-        "accelerator accumulate_grad_batches barebones callback_metrics callbacks check_val_every_n_epoch "
-        "checkpoint_callback checkpoint_callbacks ckpt_path current_epoch datamodule default_root_dir device_ids "
-        "distributed_sampler_kwargs early_stopping_callback early_stopping_callbacks enable_autolog_hparams "
-        "enable_validation estimated_stepping_batches evaluating fast_dev_run fit fit_loop global_rank global_step "
-        "gradient_clip_algorithm gradient_clip_val init_module interrupted is_global_zero is_last_batch "
-        "lightning_module limit_predict_batches limit_test_batches limit_train_batches limit_val_batches local_rank "
-        "log_dir log_every_n_steps logged_metrics logger loggers lr_scheduler_configs max_epochs max_steps min_epochs "
-        "min_steps model node_rank num_devices num_nodes num_predict_batches num_sanity_val_batches "
-        "num_sanity_val_steps num_test_batches num_training_batches num_val_batches optimizers overfit_batches "
-        "precision precision_plugin predict predict_dataloaders predict_loop predicting print profiler "
-        "progress_bar_callback progress_bar_metrics received_sigterm reload_dataloaders_every_n_epochs "
-        "sanity_checking save_checkpoint scaler should_stop state strategy test test_dataloaders test_loop testing "
-        "train_dataloader training val_check_batch val_check_interval val_dataloaders validate validate_loop "
-        "validating world_size (accelerator) (strategy) (devices) (num_nodes) (precision) (logger) (callbacks) "
-        "(fast_dev_run) (max_epochs) (min_epochs) (max_steps) (min_steps) (max_time) (limit_train_batches) "
-        "(limit_val_batches) (limit_test_batches) (limit_predict_batches) (overfit_batches) (val_check_interval) "
-        "(check_val_every_n_epoch) (num_sanity_val_steps) (log_every_n_steps) (enable_checkpointing) "
-        "(enable_progress_bar) (enable_model_summary) (accumulate_grad_batches) (gradient_clip_val) "
-        "(gradient_clip_algorithm) (deterministic) (benchmark) (inference_mode) (use_distributed_sampler) (profiler) "
-        "(detect_anomaly) (barebones) (plugins) (sync_batchnorm) (reload_dataloaders_every_n_epochs) "
-        "(default_root_dir) (enable_autolog_hparams) (model_registry) fit(model) fit(train_dataloaders) "
-        "fit(val_dataloaders) fit(datamodule) fit(ckpt_path) fit(weights_only) init_module(empty_init) predict(model) "
-        "predict(dataloaders) predict(datamodule) predict(return_predictions) predict(ckpt_path) "
-        "predict(weights_only) save_checkpoint(filepath) save_checkpoint(weights_only) "
-        "save_checkpoint(storage_options) test(model) test(dataloaders) test(ckpt_path) test(verbose) "
-        "test(datamodule) test(weights_only) validate(model) validate(dataloaders) validate(ckpt_path) "
-        "validate(verbose) validate(datamodule) validate(weights_only)"
-    ),
-    "Callback": (
-        "load_state_dict on_after_backward on_before_backward on_before_optimizer_step on_before_zero_grad "
-        "on_exception on_fit_end on_fit_start on_load_checkpoint on_predict_batch_end on_predict_batch_start "
-        "on_predict_end on_predict_epoch_end on_predict_epoch_start on_predict_start on_sanity_check_end "
-        "on_sanity_check_start on_save_checkpoint on_test_batch_end on_test_batch_start on_test_end on_test_epoch_end "
-        "on_test_epoch_start on_test_start on_train_batch_end on_train_batch_start on_train_end on_train_epoch_end "
-        "on_train_epoch_start on_train_start on_validation_batch_end on_validation_batch_start on_validation_end "
-        "on_validation_epoch_end on_validation_epoch_start on_validation_start setup state_dict state_key teardown"
-    ),
-    "Logger": (
-        "after_save_checkpoint finalize group_separator log_dir log_graph log_hyperparams log_metrics name root_dir "
-        "save save_dir version"
-    ),
-    "BackboneFinetuning": (
-        "filter_on_optimizer filter_params finetune_function flatten_modules freeze freeze_before_training "
-        "freeze_module make_trainable unfreeze_and_add_param_group (unfreeze_backbone_at_epoch) (lambda_func) "
-        "(backbone_initial_ratio_lr) (backbone_initial_lr) (should_align) (initial_denom_lr) (train_bn) (verbose) "
-        "(rounding)"
-    ),
-    "BaseFinetuning": (
-        "filter_on_optimizer filter_params finetune_function flatten_modules freeze freeze_before_training "
-        "freeze_module make_trainable unfreeze_and_add_param_group"
-    ),
-    "BasePredictionWriter": "write_on_batch_end write_on_epoch_end (write_interval)",
-    "BatchSizeFinder": (
-        "SUPPORTED_MODES optimal_batch_size scale_batch_size (mode) (steps_per_trial) (init_val) (max_trials) "
-        "(batch_arg_name) (margin) (max_val)"
-    ),
-    "Checkpoint": "",
-    "DeviceStatsMonitor": "(cpu_stats)",
-    "EarlyStopping": (
-        "best_score check_finite divergence_threshold log_rank_zero_only min_delta mode mode_dict monitor monitor_op "
-        "order_dict patience stopped_epoch stopping_reason stopping_reason_message stopping_threshold strict verbose "
-        "wait_count (monitor) (min_delta) (patience) (verbose) (mode) (strict) (check_finite) (stopping_threshold) "
-        "(divergence_threshold) (check_on_train_epoch_end) (log_rank_zero_only)"
-    ),
-    "GradientAccumulationScheduler": (
-        "epochs get_accumulate_grad_batches going_to_accumulate_grad_batches scheduling (scheduling)"
-    ),
+FURTHER_ARGUMENTS = {
+    "AdvancedProfiler": "dump_stats",
     "LambdaCallback": (
-        "(setup) (teardown) (on_fit_start) (on_fit_end) (on_sanity_check_start) (on_sanity_check_end) "
-        "(on_train_batch_start) (on_train_batch_end) (on_train_epoch_start) (on_train_epoch_end) "
-        "(on_validation_epoch_start) (on_validation_epoch_end) (on_test_epoch_start) (on_test_epoch_end) "
-        "(on_validation_batch_start) (on_validation_batch_end) (on_test_batch_start) (on_test_batch_end) "
-        "(on_train_start) (on_train_end) (on_validation_start) (on_validation_end) (on_test_start) (on_test_end) "
-        "(on_exception) (on_save_checkpoint) (on_load_checkpoint) (on_before_backward) (on_after_backward) "
-        "(on_before_optimizer_step) (on_before_zero_grad) (on_predict_start) (on_predict_end) "
-        "(on_predict_batch_start) (on_predict_batch_end) (on_predict_epoch_start) (on_predict_epoch_end)"
+        "setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_batch_start "
+        "on_train_batch_end on_train_epoch_start on_train_epoch_end on_validation_epoch_start "
+        "on_validation_epoch_end on_test_epoch_start on_test_epoch_end on_validation_batch_start "
+        "on_validation_batch_end on_test_batch_start on_test_batch_end on_train_start on_train_end "
+        "on_validation_start on_validation_end on_test_start on_test_end on_exception on_save_checkpoint "
+        "on_load_checkpoint on_before_backward on_after_backward on_before_optimizer_step on_before_zero_grad "
+        "on_predict_start on_predict_end on_predict_batch_start on_predict_batch_end on_predict_epoch_start "
+        "on_predict_epoch_end"
     ),
-    "LearningRateFinder": (
-        "SUPPORTED_MODES lr_find optimal_lr (min_lr) (max_lr) (num_training_steps) (mode) (early_stop_threshold) "
-        "(update_attr) (attr_name)"
-    ),
-    "LearningRateMonitor": (
-        "last_momentum_values last_weight_decay_values log_momentum log_weight_decay logging_interval lrs "
-        "(logging_interval) (log_momentum) (log_weight_decay)"
-    ),
-    "ModelCheckpoint": (
-        "CHECKPOINT_EQUALS_CHAR CHECKPOINT_JOIN_CHAR CHECKPOINT_NAME_LAST FILE_EXTENSION STARTING_VERSION "
-        "auto_insert_metric_name best_k_models best_model_path best_model_score check_monitor_top_k current_score "
-        "dirpath every_n_epochs file_exists filename format_checkpoint_name kth_best_model_path kth_value "
-        "last_model_path mode monitor save_last save_on_exception save_top_k save_weights_only to_yaml verbose "
-        "(dirpath) (filename) (monitor) (verbose) (save_last) (save_top_k) (save_on_exception) (save_weights_only) "
-        "(mode) (auto_insert_metric_name) (every_n_train_steps) (train_time_interval) (every_n_epochs) "
-        "(save_on_train_epoch_end) (enable_version_counter)"
-    ),
-    "ModelPruning": (
-        "PARAMETER_NAMES apply_lottery_ticket_hypothesis apply_pruning filter_parameters_to_prune "
-        "make_pruning_permanent sanitize_parameters_to_prune (pruning_fn) (parameters_to_prune) (parameter_names) "
-        "(use_global_unstructured) (amount) (apply_pruning) (make_pruning_permanent) (use_lottery_ticket_hypothesis) "
-        "(resample_parameters) (pruning_dim) (pruning_norm) (verbose) (prune_on_train_epoch_end)"
-    ),
-    "ModelSummary": "summarize (max_depth)",
-    "OnExceptionCheckpoint": "FILE_EXTENSION ckpt_path (dirpath) (filename)",
-    "ProgressBar": (
-        "disable enable get_metrics has_dataloader_changed predict_description print reset_dataloader_idx_tracker "
-        "sanity_check_description test_description total_predict_batches_current_dataloader "
-        "total_test_batches_current_dataloader total_train_batches total_val_batches "
-        "total_val_batches_current_dataloader train_description trainer validation_description"
-    ),
-    "RichModelSummary": "summarize (max_depth)",
-    "RichProgressBar": (
-        "configure_columns disable enable get_metrics has_dataloader_changed is_disabled is_enabled "
-        "predict_description print refresh refresh_rate reset_dataloader_idx_tracker sanity_check_description "
-        "test_description test_progress_bar total_predict_batches_current_dataloader "
-        "total_test_batches_current_dataloader total_train_batches total_val_batches "
-        "total_val_batches_current_dataloader train_description train_progress_bar trainer val_progress_bar "
-        "val_sanity_check_bar validation_description (refresh_rate) (leave) (theme) (console_kwargs)"
-    ),
-    "StochasticWeightAveraging": (
-        "avg_fn pl_module_contains_batch_norm reset_batch_norm_and_save_state reset_momenta swa_end swa_start "
-        "transfer_weights update_parameters (swa_lrs) (swa_epoch_start) (annealing_epochs) (annealing_strategy) "
-        "(avg_fn) (device)"
-    ),
-    "SpikeDetection": "",
-    "ThroughputMonitor": "available_flops batch_size_fn kwargs length_fn (batch_size_fn) (length_fn)",
-    "Timer": "end_time start_time time_elapsed time_remaining (duration) (interval) (verbose)",
-    "TQDMProgressBar": (
-        "BAR_FORMAT disable enable get_metrics has_dataloader_changed init_predict_tqdm init_sanity_tqdm "
-        "init_test_tqdm init_train_tqdm init_validation_tqdm is_disabled is_enabled predict_description "
-        "predict_progress_bar print process_position refresh_rate reset_dataloader_idx_tracker "
-        "sanity_check_description test_description test_progress_bar total_predict_batches_current_dataloader "
-        "total_test_batches_current_dataloader total_train_batches total_val_batches "
-        "total_val_batches_current_dataloader train_description train_progress_bar trainer val_progress_bar "
-        "validation_description (refresh_rate) (process_position) (leave)"
-    ),
-    "EMAWeightAveraging": (
-        "should_update (device) (use_buffers) (decay) (update_every_n_steps) (update_starting_at_step) "
-        "(update_starting_at_epoch)"
-    ),
-    "WeightAveraging": "should_update (device) (use_buffers)",
-    "LitLogger": (
-        "LOGGER_JOIN_CHAR after_save_checkpoint experiment finalize get_file group_separator log_dir log_file "
-        "log_graph log_hyperparams log_metadata log_metrics log_model log_model_artifact name root_dir save save_dir "
-        "sub_dir url version (root_dir) (name) (teamspace) (metadata) (store_step) (log_model) (save_logs) "
-        "(checkpoint_name)"
-    ),
-    "CometLogger": "experiment (api_key) (workspace) (project) (experiment_key) (mode) (online) (prefix)",
-    "CSVLogger": ("LOGGER_JOIN_CHAR experiment (save_dir) (name) (version) (prefix) (flush_logs_every_n_steps)"),
-    "MLFlowLogger": (
-        "LOGGER_JOIN_CHAR experiment experiment_id run_id (experiment_name) (run_name) (tracking_uri) (tags) "
-        "(save_dir) (log_model) (prefix) (artifact_location) (run_id) (synchronous)"
-    ),
-    "TensorBoardLogger": (
-        "LOGGER_JOIN_CHAR NAME_HPARAMS_FILE experiment hparams sub_dir (save_dir) (name) (version) (log_graph) "
-        "(default_hp_metric) (prefix) (sub_dir)"
-    ),
-    "WandbLogger": (
-        "LOGGER_JOIN_CHAR download_artifact experiment log_audio log_image log_table log_text log_video use_artifact "
-        "watch (name) (save_dir) (version) (offline) (dir) (id) (anonymous) (project) (log_model) (experiment) "
-        "(prefix) (checkpoint_name) (add_file_policy)"
-    ),
-    "Profiler": "describe local_rank profile setup start stop summary teardown (dirpath) (filename)",
-    "AdvancedProfiler": (
-        "describe local_rank profile setup start stop summary teardown (dirpath) (filename) (line_count_restriction) "
-        "(dump_stats)"
-    ),
-    "PassThroughProfiler": "describe local_rank profile setup start stop summary teardown",
+    "ModelCheckpoint": "enable_version_counter",
     "PyTorchProfiler": (
-        "AVAILABLE_SORT_KEYS STEP_FUNCTIONS describe local_rank profile setup start stop summary teardown (dirpath) "
-        "(filename) (group_by_input_shapes) (emit_nvtx) (export_to_chrome) (row_limit) (sort_by_key) "
-        "(record_module_names) (table_kwargs)"
-    ),
-    "SimpleProfiler": ("describe local_rank profile setup start stop summary teardown (dirpath) (filename) (extended)"),
-    "XLAProfiler": (
-        "RECORD_FUNCTIONS STEP_FUNCTIONS describe local_rank profile setup start stop summary teardown (port)"
-    ),
-    "ParallelStrategy": (
-        "accelerator all_gather backward barrier batch_to_device block_backward_sync broadcast checkpoint_io connect "
-        "distributed_sampler_kwargs global_rank handles_gradient_accumulation is_distributed is_global_zero launcher "
-        "lightning_module lightning_module_state_dict lightning_restore_optimizer load_checkpoint "
-        "load_model_state_dict load_optimizer_state_dict local_rank model model_sharded_context model_to_device "
-        "node_rank num_nodes num_processes on_exception on_predict_end on_predict_start on_test_end on_test_start "
-        "on_train_batch_start on_train_end on_train_start on_validation_end on_validation_start optimizer_state "
-        "optimizer_step optimizers parallel_devices post_backward post_training_step pre_backward precision_plugin "
-        "predict_step process_dataloader process_group_backend reduce reduce_boolean_decision register_strategies "
-        "remove_checkpoint restore_checkpoint_after_setup root_device save_checkpoint setup setup_environment "
-        "setup_optimizers setup_precision_plugin teardown tensor_init_context test_step training_step validation_step "
-        "world_size "
-        "(accelerator) (checkpoint_io) (cluster_environment) (parallel_devices) (precision_plugin)"
+        "filename group_by_input_shapes emit_nvtx export_to_chrome row_limit sort_by_key record_module_names "
+        "table_kwargs"
     ),
 }
-"""Lightning's class -> its public names; arguments of its constructor as "(name)", of a method as "method(name)"."""
+"""Lightning's class -> arguments that its constructor takes by position after those that ours takes."""
 
 _FABRIC_MODULES = (
     "fabric.__about__ fabric.accelerators fabric.accelerators.accelerator fabric.accelerators.cpu "
@@ -1039,97 +630,41 @@ _FABRIC_MODULES = (
 )
 
 MODULES = (
-    "accelerators.accelerator_connector accelerators.cpu_accelerator accelerators.ddp2_accelerator "
-    "accelerators.ddp_accelerator accelerators.ddp_cpu_spawn_accelerator accelerators.ddp_spawn_accelerator "
-    "accelerators.dp_accelerator accelerators.gpu accelerators.gpu_accelerator accelerators.horovod_accelerator "
-    "accelerators.hpu accelerators.ipu accelerators.registry accelerators.tpu accelerators.tpu_accelerator "
-    "callbacks.fault_tolerance callbacks.lr_logger cluster_environments cluster_environments.cluster_environment "
-    "cluster_environments.slurm_environment cluster_environments.torchelastic_environment core.decorators core.grads "
-    "core.model_saving core.properties core.root_module core.step_result distributed.dist lite.lite lite.wrappers "
-    "loggers.test_tube loggers.trains loops.base loops.batch loops.batch.training_batch_loop loops.dataloader "
-    "loops.dataloader.dataloader_loop loops.dataloader.evaluation_loop loops.dataloader.prediction_loop loops.epoch "
-    "loops.epoch.evaluation_epoch_loop loops.epoch.prediction_epoch_loop loops.epoch.training_epoch_loop "
-    "loops.optimization.manual_loop loops.optimization.optimizer_loop metrics.classification.accuracy "
-    "metrics.classification.confusion_matrix metrics.classification.f_beta metrics.classification.precision_recall "
-    "metrics.compositional metrics.converters metrics.functional.classification metrics.functional.confusion_matrix "
-    "metrics.functional.f_beta metrics.functional.nlp metrics.functional.precision_recall "
-    "metrics.functional.reduction metrics.functional.regression metrics.image metrics.nlp metrics.retrieval "
-    "metrics.self_supervised metrics.sklearns metrics.utils overrides.torch_distributed plugins.apex "
-    "plugins.base_plugin plugins.ddp_sequential_plugin plugins.environments.bagua_environment "
-    "plugins.environments.kubeflow_environment plugins.environments.lsf_environment "
-    "plugins.environments.mpi_environment plugins.environments.xla_environment plugins.io.hpu_plugin "
-    "plugins.native_amp plugins.plugin_connector plugins.precision.colossalai plugins.precision.deepspeed_precision "
-    "plugins.precision.fsdp_native_native_amp plugins.precision.fully_sharded_native_amp plugins.precision.hpu "
-    "plugins.precision.ipu plugins.precision.mixed plugins.precision.sharded_native_amp plugins.precision.tpu "
-    "plugins.precision.tpu_bf16 plugins.rpc_plugin plugins.sharded_native_amp_plugin plugins.training_type.ddp2 "
-    "plugins.training_type.dp plugins.training_type.fully_sharded plugins.training_type.horovod "
-    "plugins.training_type.ipu plugins.training_type.rpc plugins.training_type.rpc_sequential "
-    "plugins.training_type.sharded plugins.training_type.sharded_spawn plugins.training_type.single_device "
-    "plugins.training_type.single_tpu plugins.training_type.tpu_spawn plugins.training_type.utils profiler.advanced "
-    "profiler.base profiler.profiler profiler.profilers profiler.pytorch profiler.simple profiler.xla root_module "
-    "root_module.root_module store store.store strategies.bagua strategies.colossalai strategies.ddp2 "
-    "strategies.hivemind strategies.horovod strategies.hpu_parallel strategies.ipu strategies.launchers.spawn "
-    "strategies.single_hpu strategies.single_tpu strategies.tpu_spawn strategies.utils trainer.callback_hook "
-    "trainer.config_validator trainer.connectors.debugging_connector trainer.connectors.env_vars_connector "
-    "trainer.connectors.model_connector trainer.connectors.optimizer_connector "
-    "trainer.connectors.precision_connector trainer.connectors.profiler_connector trainer.connectors.slurm_connector "
-    "trainer.connectors.training_trick_connector trainer.data_loading trainer.deprecated_api "
-    "trainer.distrib_data_parallel trainer.distrib_parts trainer.evaluate_loop trainer.evaluation_loop "
-    "trainer.ignored_warnings trainer.logger_connector trainer.logging trainer.lr_finder trainer.model_hooks "
-    "trainer.optimizers trainer.predict_loop trainer.progress trainer.properties trainer.training_io "
-    "trainer.training_loop trainer.training_tricks tuner.auto_gpu_select utilities.argparse_utils "
-    "utilities.deprecation utilities.device_dtype_mixin utilities.hpu_datapipes utilities.io utilities.model_utils "
-    "utilities.warning_utils utilities.xla_device_utils"
-)
-"""Modules of versions 0.6 to 1.9."""
-
-MODULES = (
     "__about__ accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps "
-    "accelerators.xla app callbacks.base callbacks.batch_size_finder callbacks.callback "
-    "callbacks.device_stats_monitor callbacks.finetuning callbacks.gpu_stats_monitor "
-    "callbacks.gradient_accumulation_scheduler callbacks.lambda_function callbacks.lr_finder "
-    "callbacks.model_checkpoint callbacks.on_exception_checkpoint callbacks.progress callbacks.progress.base "
+    "accelerators.xla app callbacks.batch_size_finder callbacks.callback callbacks.device_stats_monitor "
+    "callbacks.finetuning callbacks.gradient_accumulation_scheduler callbacks.lambda_function callbacks.lr_finder "
+    "callbacks.model_checkpoint callbacks.on_exception_checkpoint callbacks.progress "
     "callbacks.progress.progress_bar callbacks.progress.rich_progress callbacks.progress.tqdm_progress "
-    "callbacks.pruning callbacks.quantization callbacks.rich_model_summary callbacks.spike "
-    "callbacks.stochastic_weight_avg callbacks.throughput_monitor callbacks.weight_averaging "
-    "callbacks.xla_stats_monitor core core.datamodule core.hooks core.lightning core.memory core.mixins "
+    "callbacks.pruning callbacks.rich_model_summary callbacks.spike callbacks.stochastic_weight_avg "
+    "callbacks.throughput_monitor callbacks.weight_averaging core core.datamodule core.hooks core.mixins "
     "core.mixins.hparams_mixin core.module core.optimizer core.saving demos demos.boring_classes demos.lstm "
-    "demos.mnist_datamodule demos.transformer fabric lite loggers loggers.base loggers.comet loggers.csv_logs "
-    "loggers.litlogger loggers.logger loggers.mlflow loggers.neptune loggers.tensorboard loggers.utilities "
-    "loggers.wandb loops loops.evaluation_loop loops.fetchers loops.fit_loop loops.loop loops.optimization "
-    "loops.optimization.automatic loops.optimization.closure loops.optimization.manual loops.prediction_loop "
-    "loops.progress loops.training_epoch_loop loops.utilities metrics.classification metrics.functional "
-    "metrics.metric metrics.regression overrides overrides.base overrides.data_parallel overrides.distributed "
-    "overrides.fairscale plugins plugins.ddp_plugin plugins.environments plugins.environments.cluster_environment "
-    "plugins.environments.lightning_environment plugins.environments.slurm_environment "
-    "plugins.environments.torchelastic_environment plugins.io plugins.io.async_plugin plugins.io.checkpoint_plugin "
-    "plugins.io.torch_plugin plugins.io.wrapper plugins.io.xla_plugin plugins.layer_sync plugins.precision "
-    "plugins.precision.amp plugins.precision.apex_amp plugins.precision.bitsandbytes plugins.precision.deepspeed "
-    "plugins.precision.double plugins.precision.fsdp plugins.precision.half plugins.precision.native_amp "
-    "plugins.precision.precision plugins.precision.precision_plugin plugins.precision.transformer_engine "
-    "plugins.precision.xla plugins.sharded_plugin plugins.training_type plugins.training_type.ddp "
-    "plugins.training_type.ddp_spawn plugins.training_type.deepspeed plugins.training_type.parallel "
-    "plugins.training_type.training_type_plugin profiler profilers profilers.advanced profilers.base "
+    "demos.mnist_datamodule demos.transformer fabric loggers loggers.comet loggers.csv_logs loggers.litlogger "
+    "loggers.logger loggers.mlflow loggers.neptune loggers.tensorboard loggers.utilities loggers.wandb loops "
+    "loops.evaluation_loop loops.fetchers loops.fit_loop loops.loop loops.optimization loops.optimization.automatic "
+    "loops.optimization.closure loops.optimization.manual loops.prediction_loop loops.progress "
+    "loops.training_epoch_loop loops.utilities overrides overrides.base overrides.distributed plugins "
+    "plugins.environments plugins.io plugins.io.async_plugin plugins.io.checkpoint_plugin plugins.io.torch_plugin "
+    "plugins.io.wrapper plugins.io.xla_plugin plugins.layer_sync plugins.precision plugins.precision.amp "
+    "plugins.precision.bitsandbytes plugins.precision.deepspeed plugins.precision.double plugins.precision.fsdp "
+    "plugins.precision.half plugins.precision.precision plugins.precision.precision_plugin "
+    "plugins.precision.transformer_engine plugins.precision.xla profilers profilers.advanced profilers.base "
     "profilers.profiler profilers.pytorch profilers.simple profilers.xla pytorch serve serve.servable_module "
-    "serve.servable_module_validator strategies.ddp_spawn strategies.dp strategies.fully_sharded "
-    "strategies.fully_sharded_native strategies.launchers strategies.launchers.launcher "
+    "serve.servable_module_validator strategies.launchers strategies.launchers.launcher "
     "strategies.launchers.multiprocessing strategies.launchers.subprocess_script strategies.launchers.xla "
-    "strategies.model_parallel strategies.parallel strategies.sharded strategies.sharded_spawn "
-    "strategies.single_device strategies.single_xla strategies.strategy trainer.call trainer.configuration_validator "
-    "trainer.connectors trainer.connectors.accelerator_connector trainer.connectors.callback_connector "
+    "strategies.model_parallel strategies.parallel strategies.single_device strategies.single_xla "
+    "strategies.strategy trainer.call trainer.configuration_validator trainer.connectors "
+    "trainer.connectors.accelerator_connector trainer.connectors.callback_connector "
     "trainer.connectors.checkpoint_connector trainer.connectors.data_connector trainer.connectors.logger_connector "
     "trainer.connectors.logger_connector.fx_validator trainer.connectors.logger_connector.logger_connector "
     "trainer.connectors.logger_connector.result trainer.connectors.signal_connector trainer.setup trainer.states "
-    "trainer.supporters trainer.trainer tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning utilities "
-    "utilities.apply_func utilities.argparse utilities.auto_restart utilities.cli utilities.cloud_io "
-    "utilities.combined_loader utilities.compile utilities.consolidate_checkpoint utilities.data utilities.debugging "
-    "utilities.deepspeed utilities.device_parser utilities.distributed utilities.enums utilities.exceptions "
-    "utilities.fetching utilities.finite_checks utilities.grads utilities.imports utilities.memory utilities.meta "
-    "utilities.metrics utilities.migration utilities.migration.migration utilities.migration.utils "
+    "trainer.trainer tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning utilities utilities.argparse "
+    "utilities.combined_loader utilities.compile utilities.consolidate_checkpoint utilities.data "
+    "utilities.deepspeed utilities.enums utilities.exceptions utilities.grads utilities.imports utilities.memory "
+    "utilities.meta utilities.migration utilities.migration.migration utilities.migration.utils "
     "utilities.model_helpers utilities.model_registry utilities.model_summary utilities.model_summary.model_summary "
-    "utilities.model_summary.model_summary_deepspeed utilities.optimizer utilities.parameter_tying utilities.parsing "
+    "utilities.model_summary.model_summary_deepspeed utilities.parameter_tying utilities.parsing "
     "utilities.rank_zero utilities.seed utilities.signature_utils utilities.testing utilities.types "
-    "utilities.upgrade_checkpoint utilities.warnings utilities.xla_device"
+    "utilities.upgrade_checkpoint utilities.warnings"
     f" {_FABRIC_MODULES}"
 )
 """Lightning's modules, without the name of its package; modules of the same name here are found first."""
@@ -1137,7 +672,6 @@ MODULES = (
 EXPORTS = {
     "loggers": "CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler",
-    "profiler": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler",
     "utilities": "AttributeDict CombinedLoader LightningEnum GradClipAlgorithmType grad_norm move_data_to_device "
     "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
     "utilities.types": "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig "
@@ -1148,64 +682,14 @@ EXPORTS = {
 
 TRAINER_ARGUMENTS = {
     **accelerate.TRAINER_ARGUMENTS,
-    "gpus": "accelerator='cuda', devices=",
-    "resume_from_checkpoint": "fit(..., ckpt_path=...)",
-    "weights_save_path": "ModelCheckpoint(dirpath=...)",
     "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False",
-    "checkpoint_callback": "enable_checkpointing=, callbacks=[ModelCheckpoint(...)]",
-    "distributed_backend": "strategy=",
-    "tpu_cores": "accelerator=, devices=",
-    "num_processes": "devices=",
-    "amp_backend": "precision=",
     "max_grad_norm": "gradient_clip_val=",
-    "progress_bar_refresh_rate": "callbacks=[ProgressBar(refresh_rate=...)]",
-    "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
     "config": "trainer fit --config FILE",
     "enable_autolog_hparams": "a logger whose log_hyperparameters does nothing",
     "model_registry": "trainer checkpoint export, and the registry's own client",
-    "replace_sampler_ddp": "use_distributed_sampler=",
-    "weights_summary": "enable_model_summary=, or callbacks=[ModelSummary(max_depth=...)]",
-    "early_stop_callback": "callbacks=[EarlyStopping(...)]",
-    "auto_lr_find": "Tuner(trainer).lr_find(module) of trainer.tuner",
-    "auto_scale_batch_size": "Tuner(trainer).scale_batch_size(module) of trainer.tuner",
-    "auto_select_gpus": "devices=N, which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
-    "flush_logs_every_n_steps": "CSVLogger(flush_seconds=...)",
-    "prepare_data_per_node": "prepare_data_per_node = False in the data module",
-    "track_grad_norm": "callbacks=[GradNormMonitor()]",
-    "amp_level": "precision=",
-    "default_save_path": "default_root_dir=",
-    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
-    "move_metrics_to_cpu": "nothing: logged values are read at each flush, and stay on the device before",
-    "multiple_trainloader_mode": "CombinedLoader(loaders, mode=...) of trainer.utilities",
-    "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(...)]",
-    "ipus": "accelerator=, devices=",
-    "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
-    "process_position": "nothing: the bar draws below what is printed",
-    "truncated_bptt_steps": "automatic_optimization = False, and a loop over the parts in training_step",
     "automatic_optimization": "automatic_optimization = False in the module",
-    "show_progress_bar": "enable_progress_bar=",
-    "log_save_interval": "log_every_n_steps=",
-    "row_log_interval": "log_every_n_steps=",
-    "val_percent_check": "limit_val_batches=",
-    "test_percent_check": "limit_test_batches=",
-    "overfit_pct": "overfit_batches=",
-    "gradient_clip": "gradient_clip_val=",
-    "nb_sanity_val_steps": "num_sanity_val_steps=",
-    "min_nb_epochs": "min_epochs=",
-    "add_row_log_interval": "log_every_n_steps=",
-    "use_amp": "precision='16-mixed' or 'bf16-mixed'",
-    "print_nan_grads": "detect_anomaly=True",
-    "num_tpu_cores": "accelerator=, devices=",
-    "progress_bar_callback": "enable_progress_bar=, or callbacks=[ProgressBar(...)]",
-    "enable_pl_optimizer": "nothing: self.optimizers() gives optimizers that clip and count",
-    "train_percent_check": "limit_train_batches=",
-    "nb_gpu_nodes": "num_nodes=",
-    "max_nb_epochs": "max_epochs=",
 }
 """Arguments of other trainers' Trainer -> what to use instead."""
-
-SHORT_PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-"""Short names of precisions -> the full ones."""
 
 OTHER_PRECISIONS = {
     **dict.fromkeys(("no", "fp32", "float32", "float", "full"), "'32-true'"),
@@ -1220,10 +704,8 @@ OTHER_PRECISIONS = {
 """Names of other trainers' and torch's precisions -> the equivalents here."""
 
 OTHER_STRATEGIES = {
-    **dict.fromkeys(("dp", "ddp2", "ddp_cpu", "horovod", "bagua", "hivemind", "collaborative"), "'ddp'"),
-    **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn"), "'deepspeed_stage_2' or 'fsdp', which shard the state"),
-    **dict.fromkeys(("fsdp_native", "ddp_fully_sharded", "model_parallel"), "'fsdp'"),
-    "colossalai": "'deepspeed_stage_3' or 'fsdp', which shard the weights",
+    "dp": "'ddp'",
+    "model_parallel": "'fsdp'",
     "fsdp_cpu_offload": "FSDPStrategy(cpu_offload=True) from trainer.strategies",
     "ddp_fork": "'ddp': it starts its processes itself",
     "ddp_spawn": "'ddp': it starts its processes itself",
@@ -1241,47 +723,63 @@ OTHER_STRATEGIES = {
 }
 """Names of other trainers' strategies -> the equivalent here."""
 
+ENGINE_ARGUMENTS = {
+    **accelerate.ENGINE_ARGUMENTS,
+    "callbacks": "call what you need in the loop; callbacks belong to a Trainer",
+    "loggers": "log in the loop, `if engine.is_global_zero`; loggers belong to a Trainer",
+    "logger": "log in the loop, `if engine.is_global_zero`; loggers belong to a Trainer",
+    "gradient_clip_val": "engine.clip_gradients(model, optimizer, max_norm=...) before optimizer.step()",
+    "accumulate_grad_batches": "engine.no_backward_sync(model, enabled=...) around forward and backward",
+    "plugins": "precision= and strategy=",
+    **dict.fromkeys(
+        ("max_restarts", "watchdog_seconds"),
+        "a Trainer, or `trainer launch --max-restarts`: the Engine restarts nothing",
+    ),
+    "max_epochs": "the loop is yours: for epoch in range(loader.epoch, ...)",
+}
+"""Arguments of other trainers, and of Trainer -> what to use instead in an Engine."""
+
+STRATEGY_OPTIONS = {
+    **accelerate.STRATEGY_OPTIONS,
+    "mixed_precision": "Trainer(precision=...)",
+    "activation_checkpointing_policy": "Trainer(activation_checkpointing=...)",
+    "process_group_backend": "nothing: gloo on CPUs, and NCCL too on GPUs",
+    "ddp_comm_hook": "comm_hook=",
+    "ddp_comm_state": "comm_hook_state=",
+    "offload_params_device": "offload_parameters=",
+    "data_parallel_size": "nothing: the processes that the other sizes leave read different samples",
+    "tensor_parallel_size": "tensor_parallel=",
+    "save_distributed_checkpoint": "nothing: each process writes its shards",
+    "exclude_frozen_parameters": "ModelCheckpoint(trainable_only=True)",
+    "load_full_weights": "nothing: checkpoints are readable under every strategy",
+    "ddp_comm_wrapper": "comm_hook=, with a function that calls the other",
+    "model_averaging_period": "comm_hook= of torch.distributed.algorithms.ddp_comm_hooks",
+    "start_method": "nothing: the processes are started anew, or forked by trainer.launch in a notebook",
+    "debug": "the environment variable PT_XLA_DEBUG",
+    "zero_optimization": "stage=",
+    "remote_device": "offload_parameters=",
+    **dict.fromkeys(
+        (
+            *("params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size"),
+            *("queue_depth", "single_submit", "overlap_events", "thread_count", "pin_memory", "sub_group_size"),
+            *("contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter"),
+            *("allgather_bucket_size", "reduce_bucket_size", "zero_allow_untested_optimizer", "logging_level"),
+            *("logging_batch_size_per_gpu", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+            *("min_loss_scale", "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+            "synchronize_checkpoint_boundary",
+        ),
+        "config={...}, where DeepSpeed's own configuration has it",
+    ),
+}
+"""Options of other trainers' strategies -> what to use instead."""
+
 DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
     "Trainer": {
         "barebones": (False,),
         "model_registry": (None,),
         "enable_autolog_hparams": (True,),
-        # of Lightning 0 and 1, whose saved configurations and argparse name all arguments
-        **dict.fromkeys(
-            (
-                *("resume_from_checkpoint", "weights_save_path", "distributed_backend", "tpu_cores", "num_tpu_cores"),
-                *("ipus", "log_gpu_memory", "truncated_bptt_steps", "default_save_path", "gradient_clip", "use_amp"),
-                *("nb_gpu_nodes", "max_nb_epochs", "min_nb_epochs", "nb_sanity_val_steps", "show_progress_bar"),
-                *("train_percent_check", "val_percent_check", "test_percent_check", "overfit_pct"),
-                *("log_save_interval", "row_log_interval", "add_row_log_interval", "enable_pl_optimizer"),
-                "num_processes",
-            ),
-            (None,),
-        ),
-        **dict.fromkeys(
-            (
-                *("auto_select_gpus", "auto_lr_find", "auto_scale_batch_size", "reload_dataloaders_every_epoch"),
-                *("move_metrics_to_cpu", "stochastic_weight_avg", "terminate_on_nan", "early_stop_callback"),
-                "print_nan_grads",
-            ),
-            (False, None),
-        ),
-        **dict.fromkeys(("checkpoint_callback", "replace_sampler_ddp", "automatic_optimization"), (True, None)),
-        "progress_bar_refresh_rate": (1, None),
-        "progress_bar_callback": (True,),
-        "prepare_data_per_node": (True, None),
-        "track_grad_norm": (-1, None),
-        "process_position": (0, None),
-        "flush_logs_every_n_steps": (100, None),
-        "weights_summary": ("top",),
-        "amp_backend": ("native", None),
-        "amp_level": ("O1", "O2", None),  # only Apex read it
-        "multiple_trainloader_mode": ("max_size_cycle",),
     },
-    "ModelCheckpoint": {
-        "enable_version_counter": (True,),
-        **dict.fromkeys(("filepath", "prefix", "period", "every_n_val_epochs", "save_function"), (None,)),
-    },
+    "ModelCheckpoint": {"enable_version_counter": (True,)},
     "AdvancedProfiler": {"dump_stats": (False,)},
     "PyTorchProfiler": {
         **dict.fromkeys(("filename", "sort_by_key", "table_kwargs"), (None,)),

@@ -108,7 +108,7 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
         precision: the argument of that name.
     """
     problems, sync_batchnorm = [], False
-    for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
+    for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
         if own := [name for name in dir(plugin) if isinstance(plugin, PrecisionOf) and _is_own(plugin, name)]:
             problems.append(
                 f"plugins=[{type(plugin).__name__}(...)]: {', '.join(own)} would never be called. For numbers of your "

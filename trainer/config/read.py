@@ -13,9 +13,6 @@ from typing import Any, Literal, NotRequired, Required, get_args, get_origin, is
 
 from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of, whole_number
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
-from trainer.compat.added_names import added_names
-from trainer.compat.answers import is_default
-from trainer.compat.names import OTHER_PRECISIONS, OTHER_STRATEGIES, SHORT_PRECISIONS, TRAINER_ARGUMENTS
 from trainer.config.classes import check_short_name, extend_sys_path, find_file
 from trainer.config.files import read_file
 from trainer.config.plug_names import (
@@ -57,6 +54,9 @@ from trainer.config.types import (
 )
 from trainer.distributed.accelerators import accelerator_problem
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
+from trainer.names.added import added_names
+from trainer.names.aliases import SHORT_PRECISIONS
+from trainer.names.misses import is_default, words_for
 from trainer.settings import ARGUMENTS, NONE_IS_DEFAULT, Settings
 
 SCHEDULER_OPTIONS = {
@@ -138,7 +138,9 @@ def _check(tree: Node, findings: Diagnostics) -> None:
     precision = valid.get("precision", "32")
     known = [*precisions(), *SHORT_PRECISIONS]
     if str(precision) not in known and str(precision) not in added_names("trainer.precisions"):
-        problems.append(str(unknown_name_error("precision", precision, known, OTHER_PRECISIONS)))
+        problems.append(
+            str(unknown_name_error("precision", precision, known, words_for("precision", [str(precision)])))
+        )
     problems += filter(None, [accelerator_problem(valid.get("accelerator"))])
     findings.problems += with_source(problems, sources_of(trainer))
 
@@ -190,7 +192,7 @@ def _check_class_name(path: KeyPath, node: Node, findings: Diagnostics) -> None:
     try:
         if (known := [*names()]) and name.value not in known:
             of_class = {cls: repr(short) for cls, short in strategy_classes().items()}
-            others = {**of_class, **OTHER_STRATEGIES} if key == "strategy" else None
+            others = of_class | words_for("strategy", [name.value]) if key == "strategy" else None
             check_short_name(name.value, kind, [*known, *added_names(f"trainer.{package}")], others)
         location, colon, _ = name.value.rpartition(":")
         if location.endswith(".py") or (not colon and name.value.endswith(".py")):
@@ -400,7 +402,7 @@ def has_spec(value: Any) -> bool:
 def no_argument(who: str, name: Any, known: Iterable[str], path: KeyPath) -> str:
     """Return the problem of an argument that does not exist, with a suggestion; without a close one, those that do."""
     known = sorted(known)
-    equivalents = TRAINER_ARGUMENTS if path == ("trainer",) else None
+    equivalents = words_for("Trainer()", [str(name)]) if path == ("trainer",) else None
     hint = did_you_mean(str(name), [*known, "class_path", "init_args"], equivalents)
     if not hint and known:
         hint = f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."

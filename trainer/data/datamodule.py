@@ -11,9 +11,9 @@ from trainer.arguments import check_constructor
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
-from trainer.compat.answers import answer_members
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments
 from trainer.model.optional_methods import OptionalMethods
+from trainer.names.misses import Answers
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-@partial(answer_members, lightning="LightningDataModule")
-class DataModule(OptionalMethods, HasHyperparameters):
+class DataModule(Answers, OptionalMethods, HasHyperparameters):
     """Subclass it, define the loaders that you need, and give it to `fit`, `validate`, `test` or `predict`.
 
     Example::

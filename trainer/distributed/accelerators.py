@@ -9,18 +9,10 @@ from trainer.errors import unknown_name_error
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
 _DEVICES = ("npu", "xpu", "hpu", "mlu", "musa", "sdaa")
 """Devices that torch may know."""
-_FORMER = "ddp ddp_spawn ddp2 dp horovod"
-"""Values of Lightning 1 that name a way to train on several devices."""
-OTHER_ACCELERATORS = {
-    **dict.fromkeys(
-        _DEVICES,
-        "'auto', or this name where torch itself knows the accelerator (torch.accelerator), which is not so here",
-    ),
-    **dict.fromkeys(_FORMER.split(), "strategy='ddp', and 'auto' as the accelerator"),
-    "ddp_cpu": "'cpu', with strategy='ddp'",
-    "ddp_sharded": "strategy='fsdp', and 'auto' as the accelerator",
-}
-"""Devices that torch may know, and accelerators of Lightning 1 -> what to use instead."""
+OTHER_ACCELERATORS = dict.fromkeys(
+    _DEVICES, "'auto', or this name where torch itself knows the accelerator (torch.accelerator), which is not so here"
+)
+"""Devices that torch may know -> what to use instead."""
 
 
 def accelerator_problem(name: object) -> str | None:

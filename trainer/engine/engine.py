@@ -17,15 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer.compat import accelerate
-from trainer.compat.answers import answer_members
 from trainer.data.transfer import map_leaves
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.all_gather import gather_nested, gather_uneven, map_sorted
 from trainer.engine.checkpoint import load, save, without_prefix
 from trainer.engine.loader import Loaders
 from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, require, take_parameters
-from trainer.errors import ConfigError, did_you_mean, explain_torch_error, raise_problems, shown
+from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems, shown
 from trainer.fault_tolerance.collective_check import listen, require_same_call
 from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import limit_exit, report_failure
@@ -37,6 +35,7 @@ from trainer.loop.resolved_config import checked_config
 from trainer.loop.setup import configure_logging, start_processes
 from trainer.model.dispatched import refuse_dispatched
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
+from trainer.names.misses import Answers, words_for
 from trainer.optimizers import check_parameters
 from trainer.precision import Precision
 from trainer.seed import global_seed, seed_generators, seed_readers, set_deterministic
@@ -56,25 +55,9 @@ from trainer.strategy import (
 log = logging.getLogger("trainer")
 
 ReduceOp = Literal["mean", "avg", "sum", "min", "max"]
-_OF_OTHERS = {
-    **accelerate.ENGINE_ARGUMENTS,
-    "callbacks": "call what you need in the loop; callbacks belong to a Trainer",
-    "loggers": "log in the loop, `if engine.is_global_zero`; loggers belong to a Trainer",
-    "logger": "log in the loop, `if engine.is_global_zero`; loggers belong to a Trainer",
-    "gradient_clip_val": "engine.clip_gradients(model, optimizer, max_norm=...) before optimizer.step()",
-    "accumulate_grad_batches": "engine.no_backward_sync(model, enabled=...) around forward and backward",
-    "plugins": "precision= and strategy=",
-    **dict.fromkeys(
-        ("max_restarts", "watchdog_seconds"),
-        "a Trainer, or `trainer launch --max-restarts`: the Engine restarts nothing",
-    ),
-    "max_epochs": "the loop is yours: for epoch in range(loader.epoch, ...)",
-}
-"""Arguments of other classes -> what to do instead."""
 
 
-@partial(answer_members, lightning="Engine")
-class Engine:
+class Engine(Answers):
     """The trainer's strategies, precisions, processes, loaders and checkpoints, for a loop of your own.
 
     Example::
@@ -112,8 +95,9 @@ class Engine:
         **unknown: Never,
     ) -> None:
         known = ("accelerator", "devices", "num_nodes", "strategy", "precision", "seed", "seed_per_sample")
+        words = words_for("Engine()", unknown)
         problems = [
-            f"Engine has no argument {name!r}.{did_you_mean(name, (*known, 'deterministic'), _OF_OTHERS)}"
+            f"Engine has no argument {name!r}.{did_you_mean(name, (*known, 'deterministic'), words)}"
             for name in unknown
         ]
         settings = Settings(
@@ -222,7 +206,7 @@ class Engine:
 
     def _require_entered(self, call: str) -> None:
         if not self._entered:
-            raise ConfigError(f"engine.{call} belongs into the block of `with Engine(...) as engine:`.")
+            raise NotRunningError(f"engine.{call} belongs into the block of `with Engine(...) as engine:`.")
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ from functools import cache
 from typing import Any
 
 from trainer.callback import DEFAULT_CALLBACKS, HOOKS, Callback
-from trainer.compat.answers import uncalled_overrides
-from trainer.compat.names import FORMER_HOOKS
 from trainer.errors import RENAMED, did_you_mean
 from trainer.logger import Logger
+from trainer.names.misses import member_words, words_for
 
 OTHERS_HOOKS = {
     "on_epoch_begin": "on_train_epoch_start",
@@ -29,8 +28,8 @@ def callback_problems(callback: Callback) -> list[str]:
     wrong = [check_signature(callback, hook, arguments_of(hook)) for hook in overridden_hooks(callback)]
     problems = [*check_hooks(callback, HOOKS), *filter(None, wrong)]
     if not isinstance(callback, Logger):
-        problems += uncalled_overrides(callback)
-    if hasattr(callback, "after_module"):
+        problems += _uncalled_overrides(callback)
+    if hasattr(type(callback), "after_module"):
         problems.append(
             f"{type(callback).__name__}.after_module has no effect.{did_you_mean('after_module', ['runs_last'])}"
         )
@@ -42,21 +41,38 @@ def callback_problems(callback: Callback) -> list[str]:
 
 def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     """Return a problem for each method of `plug` whose name looks like a hook, but which would never be called."""
-    known, helpers = set(known), called_by_others(type(plug))
-    problems = []
-    for name in like_hooks(sorted({*dir(type(plug))} - helpers), known):
-        if callable(getattr(type(plug), name, None)):
-            renamed = OTHERS_HOOKS.get(name, f"on_{name}" if f"on_{name}" in known else None)
-            advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
-            if name in FORMER_HOOKS:
-                advice = f" Use {FORMER_HOOKS[name]}."
-            if RENAMED.get(name, name) in set(HOOKS) - known:
-                advice = f" Callbacks have {RENAMED.get(name, name)!r}, and modules have not."
-            problems.append(
-                f"{type(plug).__name__}.{name} is not a hook, so it would never be called.{advice} "
-                "Every hook, in running order, stands at the top of trainer/callback.py."
-            )
+    known, kind = set(known), type(plug)
+    helpers = called_by_others(kind)
+    alike = [name for name in like_hooks(sorted({*dir(kind)} - helpers), known) if callable(getattr(kind, name, None))]
+    former, problems = words_for("hook", alike), []
+    for name in alike:
+        renamed = OTHERS_HOOKS.get(name, f"on_{name}" if f"on_{name}" in known else None)
+        advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
+        if name in former:
+            advice = f" Use {former[name]}."
+        if RENAMED.get(name, name) in set(HOOKS) - known:
+            advice = f" Callbacks have {RENAMED.get(name, name)!r}, and modules have not."
+        problems.append(
+            f"{kind.__name__}.{name} is not a hook, so it would never be called.{advice} "
+            "Every hook, in running order, stands at the top of trainer/callback.py."
+        )
     return problems
+
+
+def _uncalled_overrides(callback: Callback) -> list[str]:
+    """Return a problem for each method of a user's class that overrides one of Lightning's that is not here."""
+    own = next(one for one in type(callback).__mro__ if one.__module__.startswith("trainer."))
+    words = member_words(type(callback), methods_beyond(callback, own))
+    return [
+        f"{type(callback).__name__}.{name} would never be called. Use {instead}."
+        for name, instead in sorted(words.items())
+    ]
+
+
+def methods_beyond(plug: object, own: type) -> list[str]:
+    """Return the names of the public methods of a user's class that the class `own` of this package has not."""
+    names = [name for name in dir(type(plug)) if not name.startswith("_") and not hasattr(own, name)]
+    return [name for name in names if callable(inspect.getattr_static(type(plug), name))]
 
 
 def like_hooks(names: Iterable[str], known: Collection[str]) -> list[str]:

@@ -14,7 +14,6 @@ from torch import nn
 from trainer.callback import AddsGroups
 from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
-from trainer.compat.names import FORMER_HOOKS
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
 from trainer.loop.changes_since_checkpoint import allowed_problems
@@ -24,12 +23,14 @@ from trainer.loop.hook_checks import (
     check_hooks,
     check_signature,
     like_hooks,
+    methods_beyond,
     parameters_of,
 )
 from trainer.loop.loaders import micro_batch_of
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.model.optional_methods import METHODS
 from trainer.module import TrainModule
+from trainer.names.misses import words_for
 from trainer.settings import Settings
 from trainer.strategy import wrapping_problems
 
@@ -49,11 +50,7 @@ DATAMODULE_METHODS = (
     *(name for name in METHODS if "data" in name),
 )
 
-DATAMODULE_EQUIVALENTS = {
-    "on_save_checkpoint": "state_dict",
-    "on_load_checkpoint": "load_state_dict",
-    **{hook: words for hook, words in FORMER_HOOKS.items() if hook.endswith("_dataloader")},
-}
+DATAMODULE_EQUIVALENTS = {"on_save_checkpoint": "state_dict", "on_load_checkpoint": "load_state_dict"}
 """Methods of data modules that are not called, as in Lightning -> what to define instead."""
 
 
@@ -175,11 +172,12 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     if "_modules" not in vars(module):
         return [f"{name}.__init__ does not call super().__init__(): make that its first line."]
     problems = check_hooks(module, MODULE_HOOKS)
-    others = {*like_hooks(FORMER_HOOKS, MODULE_HOOKS), *called_by_others(type(module))}
+    beyond = methods_beyond(module, TrainModule)
+    others = {*like_hooks(beyond, MODULE_HOOKS), *called_by_others(type(module))}
     problems += [
         f"{name}.{method} would never be called. Use {instead}."
-        for method, instead in FORMER_HOOKS.items()
-        if method not in others and callable(getattr(type(module), method, None))
+        for method, instead in words_for("hook", beyond).items()
+        if method not in others
     ]
     misspelt = _misspelt(module, TrainModule, METHODS)
     problems += misspelt.values()
@@ -211,10 +209,12 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
         for method in DATAMODULE_METHODS
         if datamodule.overrides(method)
     ]
+    own = methods_beyond(datamodule, DataModule)
+    former = {hook: words for hook, words in words_for("hook", own).items() if hook.endswith("_dataloader")}
     wrong += [
         f"{type(datamodule).__name__}.{method} would never be called: define {instead} instead."
-        for method, instead in DATAMODULE_EQUIVALENTS.items()
-        if callable(getattr(datamodule, method, None))
+        for method, instead in {**DATAMODULE_EQUIVALENTS, **former}.items()
+        if method in own
     ]
     return [*_misspelt(datamodule, DataModule, DATAMODULE_METHODS).values(), *filter(None, wrong)]
 
@@ -251,13 +251,12 @@ def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...
     problems = {}
     for name in own:
         is_method = inspect.isfunction(getattr_static(owner, name))
-        if name.startswith("_") or name in FORMER_HOOKS or name in called or not is_method:
-            continue
-        if hasattr(base, name):
+        if name.startswith("_") or name in called or not is_method or hasattr(base, name):
             continue
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         # A name around the known one, such as configure_models, is a helper's.
-        if close and close[0] not in name and not owner.overrides(close[0]):
+        misspelt = close and close[0] not in name and not owner.overrides(close[0])
+        if misspelt and not words_for("hook", [name]):  # a former hook is reported as such
             problems[close[0]] = (
                 f"{type(owner).__name__}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? "
                 "If not, choose a less similar name."

@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer.arguments import describe_annotation, fits, hints_of, local_path
 from trainer.callback import DEFAULT_CALLBACKS, Callback, Checkpoint, callback_named
-from trainer.compat.plugins import read_plugins
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
@@ -113,7 +112,7 @@ def _unknown_choices(settings: Settings) -> list[str]:
     else:
         problems += _error_of(lambda: resolve_strategy(settings.strategy, 1))
         problems += unknown_methods(settings.strategy) if isinstance(settings.strategy, Strategy) else []
-    precision, _, wrong = read_plugins(settings.plugins, is_default_precision, settings.precision)
+    precision, _, wrong = _with_plugins(settings)
     problems += wrong + _error_of(lambda: resolve_precision(precision))
     problems += compile_problems(settings.compile)
     problems += _error_of(lambda: choose_accelerator(settings.accelerator))
@@ -147,6 +146,15 @@ def _wrong_callbacks(settings: Settings) -> list[str]:
                     f"them{true_or_false}; your own is a subclass of trainer.{kind.__name__}."
                 )
     return problems
+
+
+def _with_plugins(settings: Settings) -> tuple[Any, bool, list[str]]:
+    """Return the precision, whether one of Lightning's plugins is SyncBatchNorm, and the problems of the plugins."""
+    if settings.plugins is None:
+        return settings.precision, False, []
+    from trainer.compat.plugins import read_plugins
+
+    return read_plugins(settings.plugins, is_default_precision, settings.precision)
 
 
 def is_default_precision(precision: Any) -> bool:
@@ -204,7 +212,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
             f"trainer launch --nnodes {num_nodes} --nproc-per-node {devices} --rdzv HOST:29500 ..."
         )
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
-    wanted, syncs, _ = read_plugins(settings.plugins, is_default_precision, settings.precision)
+    wanted, syncs, _ = _with_plugins(settings)
     precision = resolve_precision(wanted)
     if (settings.sync_batchnorm or syncs) and device_type == "cpu" and devices * num_nodes > 1:
         problems.append("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm runs: leave it out on CPUs.")

@@ -178,6 +178,8 @@ class Run:
     zero_grad: Callable[[Optimizer], None] = staticmethod(zero_grad_fast)
     manual: WaitingGradients | None = None
     """Says, in manual optimization, which gradients wait for a later step; None: those of each step are used in it."""
+    losses: Sequence[torch.Tensor] = ()
+    """The losses of the last window, if they are used after it."""
     keeps_losses = False
     """True if the losses of a window are used after it."""
     flushed_step = -1
@@ -545,14 +547,11 @@ class Run:
                 self.closure_needed,
             )
 
-    def bind_overrides(
-        self, prepare: Callable[[Optimizer], None], losses: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
+    def bind_overrides(self, prepare: Callable[[Optimizer], None]) -> None:
         """Have the module's overrides of `optimizer_step` and `optimizer_zero_grad` take the place of the loop's calls.
 
         Args:
             prepare: called before an optimizer steps.
-            losses: returns those of the window.
         """
         module = self.module
         self.keeps_losses = self.closure_needed
@@ -560,7 +559,9 @@ class Run:
             return
         if module.overrides("optimizer_step"):
             step = self.optimizer_step
-            self.optimizer_step = OverriddenStep(module, self.strategy, self.progress, prepare, step, losses)
+            self.optimizer_step = OverriddenStep(
+                module, self.strategy, self.progress, prepare, step, lambda: self.losses
+            )
             self.keeps_losses, self.prepares_updates = True, False
         if module.overrides("optimizer_zero_grad"):
             self.zero_grad = OverriddenZeroGrad(module, self.progress)

@@ -32,9 +32,9 @@ class PhaseListener(Protocol):
     def end_phase(self, name: str) -> None: ...
 
 
-def phase_of(callbacks: Iterable[object]) -> Phase:
+def phase_of(callbacks: Iterable[Any]) -> Phase:
     """Return the `phase` of a run, which notifies the callbacks that are listeners."""
-    listeners = tuple(callback for callback in callbacks if isinstance(callback, PhaseListener))
+    listeners = tuple(callback for callback in callbacks if issubclass(type(callback), PhaseListener))
     return partial(_Notifying, listeners) if listeners else unheard
 
 

@@ -29,7 +29,7 @@ def adapters(module: nn.Module, names: Iterable[str]) -> dict[str, dict[str, dic
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, model in module.named_modules():
-        if not (hasattr(model, "peft_config") and hasattr(type(model), "get_base_model")):
+        if not (hasattr(type(model), "get_base_model") and hasattr(model, "peft_config")):
             continue
         prefix = f"{name}." if name else ""
         own = [other.removeprefix(prefix) for other in names if other.startswith(prefix)]

@@ -6,7 +6,6 @@ import logging
 from functools import partial
 from typing import Any, Literal
 
-from trainer.compat.answers import answer_members
 from trainer.data.datamodule import DataModule
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
@@ -30,7 +29,6 @@ from trainer.tuner.trial import run_trial
 log = logging.getLogger("trainer")
 
 
-@partial(answer_members, lightning="Tuner")
 class Tuner:
     """Finds a learning rate, a batch size, or faster settings for a trainer.
 

@@ -13,11 +13,12 @@ from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.layouts import fitting, planned_devices, planned_window
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, positive, quantity, reports_errors
-from trainer.compat.names import OTHER_PRECISIONS, SHORT_PRECISIONS
 from trainer.config.plug_names import precisions
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.memory import Layout, ModelSize, Setup, Weight, estimate_memory, number_sizes
+from trainer.names.aliases import SHORT_PRECISIONS
+from trainer.names.misses import words_for
 
 if TYPE_CHECKING:
     from trainer.cli.estimate.module import EstimateInput
@@ -150,7 +151,7 @@ def _check(given: argparse.Namespace, has_configuration: bool) -> None:
         )
     known = [*precisions(), *SHORT_PRECISIONS]
     if given.precision is not None and given.precision not in known:
-        raise unknown_name_error("precision", given.precision, known, OTHER_PRECISIONS)
+        raise unknown_name_error("precision", given.precision, known, words_for("precision", [given.precision]))
     if (given.gpus is None) != (given.memory is None) or (given.memory or 1e9) < 1e9:
         raise ConfigError("--gpus and --memory go together, the memory with its unit: --gpus 64 --memory 80G.")
 

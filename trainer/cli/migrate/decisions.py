@@ -11,9 +11,9 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
-from trainer.cli.migrate.names import NOT_THERE, lightning_root
-from trainer.compat.answers import argument_words, is_default
-from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, NAMES, SURFACE, WORDS
+from trainer.cli.migrate import former_names
+from trainer.cli.migrate.names import NAMES, NOT_THERE, argument_words, lightning_root
+from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
 from trainer.metrics.log_arguments import RESERVED_NAMES
 
 OPTIMIZER_IDX = (
@@ -47,9 +47,10 @@ PARAMETERS: dict[tuple[str, str], str] = {
 }
 """A hook and a parameter of earlier versions -> what to use instead."""
 
-OF_THE_TRAINER = frozenset(WORDS["Trainer"]) - {"hparams", "batch_idx", "tuner"}
-"""Attributes of Lightning's Trainer that are not here."""
-OF_A_MODULE = frozenset(WORDS["LightningModule"]) - frozenset(FORMER_HOOKS) - {"summarize", "model_size"}
+MEMBERS = {kind: {**WORDS.get(kind, {}), **former_names.MEMBERS.get(kind, {})} for kind in WORDS}
+"""Lightning's class -> attributes that are not here -> what to use instead."""
+OF_THE_TRAINER = MEMBERS["Trainer"]
+OF_A_MODULE = {name: words for name, words in MEMBERS["LightningModule"].items() if name not in FORMER_HOOKS}
 
 MODULE_NAME = re.compile(r"(pytorch_lightning|lightning_fabric|lightning\.(pytorch|fabric))(\.\w+)*")
 
@@ -139,7 +140,7 @@ class _DecisionFinder(cst.CSTVisitor):
             if self.classes and self.classes[-1] is not None and all_of_it and _is(target.target, "self.hparams"):
                 self._add(node, "self.hparams = ...", "use self.save_hyperparameters(...), which fills self.hparams")
             if isinstance(target.target, cst.Name) and target.target.value == "truncated_bptt_steps" and self.classes:
-                self._add(node, "truncated_bptt_steps", f"use {WORDS['LightningModule']['truncated_bptt_steps']}")
+                self._add(node, "truncated_bptt_steps", f"use {OF_A_MODULE['truncated_bptt_steps']}")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, path = node.attr.value, self._path(node)
@@ -150,10 +151,10 @@ class _DecisionFinder(cst.CSTVisitor):
         if name in OF_THE_TRAINER and re.fullmatch(
             r"(?!(self\.)?(cfg|conf|config|args|opt|hparams)\.)(.*\.)?_?trainer", written
         ):
-            self._add(node, f"{written}.{name}", f"use {WORDS['Trainer'][name]}")
+            self._add(node, f"{written}.{name}", f"use {OF_THE_TRAINER[name]}")
         own = self.classes[-1] if self.classes else None
         if written == "self" and own is not None and name in OF_A_MODULE and name not in own:
-            self._add(node, f"self.{name}", f"use {WORDS['LightningModule'][name]}")
+            self._add(node, f"self.{name}", f"use {OF_A_MODULE[name]}")
 
     def visit_Call(self, node: cst.Call) -> None:
         called = get_full_name_for_node(node.func) or ""
@@ -169,14 +170,11 @@ class _DecisionFinder(cst.CSTVisitor):
             self._add(node, "link_arguments", f"use {instead}")
         path = self._path(node.func)
         kind = path.rpartition(".")[2] if path else ""
-        words = argument_words(kind)
         for arg in node.args if path else ():
-            line = self.get_metadata(PositionProvider, arg).start.line
-            if arg.keyword and arg.keyword.value in words and (line, arg.keyword.value) not in self.rewritten:
-                name = arg.keyword.value
-                if is_default(kind, name, _literal(arg.value)):
-                    continue
-                self._add(arg, f"{kind}({name}=)", f"use {words[name]}")
+            name, line = arg.keyword.value if arg.keyword else "", self.get_metadata(PositionProvider, arg).start.line
+            words = argument_words(kind, name, _literal(arg.value))
+            if words is not None and (line, name) not in self.rewritten:
+                self._add(arg, f"{kind}({name}=)", f"use {words}")
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
         index = node.slice[0].slice
@@ -215,8 +213,8 @@ class _DecisionFinder(cst.CSTVisitor):
         owner = before.rpartition(".")[2]
         if name == "__version__":
             self._add(node, path, "the version of this package: keep the branch for Lightning 2")
-        elif owner in SURFACE and name in WORDS.get(owner, {}):
-            self._add(node, f"{owner}.{name}", f"use {WORDS[owner][name]}")
+        elif name in MEMBERS.get(owner, {}):
+            self._add(node, f"{owner}.{name}", f"use {MEMBERS[owner][name]}")
         elif (root := lightning_root(before)) and (package := before.removeprefix(f"{root}.")) in NOT_THERE:
             self._add(node, path, f"use {NOT_THERE[package]}")
         else:

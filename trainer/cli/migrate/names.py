@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import trainer
-from trainer.compat.names import MODULES, NAMES
+from trainer.cli.migrate import former_names
+from trainer.compat import answers, names
+from trainer.names import misses
+
+NAMES = {**former_names.NAMES, **names.NAMES}
+"""Names of all versions, as in `compat.names.NAMES`."""
 
 ROOTS = {
     "lightning.pytorch": "trainer",
@@ -86,6 +91,18 @@ class Here(NamedTuple):
     """The replacement of a name that is not here."""
 
 
+def argument_words(kind: str, name: str, value: object) -> str | None:
+    """Return what to use instead of an argument of the constructor of Lightning's class; None: it may stay.
+
+    Args:
+        value: what it is given; an ellipsis if that is not known.
+    """
+    words = {**former_names.ARGUMENTS.get(kind, {}), **answers.argument_words(kind)}.get(name)
+    if words is None or misses.is_default(kind, name, value):
+        return None
+    return "nothing: leave it out" if value is None else words
+
+
 def lightning_root(path: str) -> str | None:
     """Return the package of Lightning's to which a dotted path belongs; None for paths of others."""
     return next((root for root in ROOTS if f"{path}.".startswith(f"{root}.")), None)
@@ -98,7 +115,9 @@ def module_here(path: str) -> Here:
     inside = (ROOTS[root] + path.removeprefix(root)).partition(".")[2]
     if (package := inside.partition(".")[0]) in NOT_THERE:
         return Here("", NOT_THERE[package])
-    if not inside or inside in MODULES.split() or _is_file(inside):
+    while inside in former_names.MODULES.split():  # its names are found in the package that it was in
+        inside = inside.rpartition(".")[0]
+    if not inside or inside in names.MODULES.split() or _is_file(inside):
         return Here(f"trainer.{inside}" if inside else "trainer")
     return Here("", UNKNOWN)
 

@@ -10,8 +10,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 
 from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import ARGUMENTS, VALUES, lightning_root, name_here
-from trainer.compat.answers import argument_words, is_default
+from trainer.cli.migrate.names import ARGUMENTS, VALUES, argument_words, lightning_root, name_here
 from trainer.config.plug_names import callbacks, optimizers, schedulers, strategies
 from trainer.config.tree import KEYS
 
@@ -145,7 +144,6 @@ def _move_dict_kwargs(mapping: yaml.MappingNode, changes: list[Change], findings
 
 
 def _rewrite_arguments(kind: str, arguments: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
-    words = argument_words(kind)
     given = {key.value for key, _ in arguments.value}
     for key, value in arguments.value:
         new = ARGUMENTS.get(kind, {}).get(key.value)
@@ -153,8 +151,8 @@ def _rewrite_arguments(kind: str, arguments: yaml.MappingNode, changes: list[Cha
             changes.append(_scalar(key, new))
         elif kind == "Trainer" and (same := _same_meaning(key, value, given, arguments.flow_style)):
             changes.extend(same)
-        elif key.value in words and not is_default(kind, key.value, _plain(value)):
-            findings.append(Finding(_line(key), f"{kind}({key.value}=)", f"use {words[key.value]}"))
+        elif (words := argument_words(kind, key.value, _plain(value))) is not None:
+            findings.append(Finding(_line(key), f"{kind}({key.value}=)", f"use {words}"))
 
 
 def _same_meaning(key: yaml.ScalarNode, value: yaml.Node, given: Collection[str], in_braces: bool) -> list[Change]:

@@ -1,0 +1,95 @@
+"""Words for names that are not here come at the miss: objects are otherwise what `dir`, `pickle` and `copy` expect."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from rlcompleter import Completer
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.toy import Toy, quiet
+from trainer import DataModule, Engine, Trainer, TrainModule
+from trainer.callback import Callback
+from trainer.callbacks import ModelCheckpoint
+from trainer.strategies import STRATEGIES
+
+
+class Mine(Callback):
+    pass
+
+
+class Data(DataModule):
+    pass
+
+
+MAKE: dict[str, Any] = {
+    "Trainer": lambda: quiet(max_steps=1),
+    "TrainModule": Toy,
+    "DataModule": Data,
+    "Callback": Mine,
+    "ModelCheckpoint": ModelCheckpoint,
+    "Engine": lambda: Engine(accelerator="cpu", devices=1),
+    **{kind.__name__: kind for kind in STRATEGIES.values() if "xla" not in kind.__module__},
+}
+NEEDS_A_RUN = "call fit|inside trainer.fit|the block of `with Engine"
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_every_name_that_dir_shows_has_a_value_or_needs_a_run(kind: str) -> None:
+    one = MAKE[kind]()
+    for name in [name for name in dir(one) if not name.startswith("_") and not hasattr(one, name)]:
+        with pytest.raises(AttributeError, match=NEEDS_A_RUN):
+            getattr(one, name)
+
+
+def test_the_tab_key_shows_names_that_are_here() -> None:
+    complete, shown = Completer({"t": quiet(max_steps=1)}).complete, []
+    while (found := complete("t.a", len(shown))) is not None:
+        shown.append(found.removeprefix("t.").partition("(")[0])
+    assert shown == ["accumulate_grad_batches", "adopt"]
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_name_that_is_not_here_is_no_attribute(kind: str) -> None:
+    one = MAKE[kind]()
+    for name in ("fit_loop", "optimizer_frequencies", "prepare", "CHECKPOINT_JOIN_CHAR", "colour", "__wrapped__"):
+        assert not hasattr(one, name)
+        assert getattr(one, name, 7) == 7
+    with pytest.raises(AttributeError, match=f"^'{type(one).__name__}' object has no attribute 'colour'$"):
+        _ = one.colour
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if kind != "Engine"])
+def test_copies_are_like_the_original(kind: str) -> None:
+    one = MAKE[kind]()
+    for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert type(other) is type(one)
+        assert vars(other).keys() == vars(one).keys()
+        assert not hasattr(other, "fit_loop")
+
+
+class Asks(TrainModule):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch if hasattr(self, "scale") else getattr(self, "shift", 2) * batch
+
+
+def test_a_compiled_forward_may_ask_for_what_is_not_here() -> None:
+    compiled: Any = torch.compile(Asks(), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("base", [Trainer, Toy, DataModule, Callback, Engine, STRATEGIES["ddp"]])
+def test_an_error_inside_a_property_is_raised_as_it_is(base: Any) -> None:
+    class WithProperty(base):  # type: ignore[misc]
+        @property
+        def fit_loop(self) -> int:
+            return self.inner  # type: ignore[no-any-return]
+
+        def __init__(self) -> None:
+            super().__init__(**({"accelerator": "cpu"} if base in (Trainer, Engine) else {}))
+
+    with pytest.raises(AttributeError, match="'WithProperty' object has no attribute 'inner'"):
+        _ = WithProperty().fit_loop

@@ -1,0 +1,88 @@
+"""Answer names that are not here by the tables of `compat`, which are imported at the first such name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from inspect import getattr_static, signature
+from typing import TYPE_CHECKING, Any
+
+from trainer.names.aliases import Alias
+
+
+class Answers:
+    """Base of classes that Lightning or Accelerate has, too: a name that only theirs has is answered in words.
+
+    `dir` shows none of these names. A name without words fails as it does with any other object.
+    """
+
+    if not TYPE_CHECKING:  # with it, a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a second time, for the error of the property
+            if not name.startswith("__"):
+                from trainer.compat.answers import member
+
+                return member(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def refuse_to_set(owner: object, name: str) -> None:
+    """Raise for an attribute that follows from an argument or from the run, or that only Lightning's class has.
+
+    Raises:
+        AttributeError: says what to do instead.
+    """
+    kind = type(owner)
+    found = getattr_static(kind, name, None)
+    if isinstance(found, Alias):
+        reason = (
+            f"give {kind.__name__}({name}=...)"
+            if found.path.startswith("settings.")
+            else f"it is the same as {found.path}"
+        )
+    elif isinstance(found, property) and found.fset is None and found.fget.__module__.startswith("trainer."):
+        is_argument = name in signature(kind.__init__).parameters
+        reason = f"give {kind.__name__}({name}=...)" if is_argument else "it follows from the run"
+    elif found is None and (words := member_words(kind, [name])):
+        reason = f"it is not here. Use {words[name]}"
+    else:
+        return
+    raise AttributeError(f"{kind.__name__}.{name} cannot be set: {reason}.")
+
+
+def member_words(kind: type, names: Iterable[str]) -> dict[str, str]:
+    """Return what to use instead of members of a class's namesake that are not here, for those of the names."""
+    if not (wanted := [*names]):
+        return {}
+    from trainer.compat import answers
+
+    return {name: words for name in wanted if (words := answers.member_words(kind, name)) is not None}
+
+
+def words_for(table: str, names: Iterable[str]) -> dict[str, str]:
+    """Return what to use instead of others' names, for those of the names that a table has.
+
+    Args:
+        table: "precision", "strategy", "hook", or "Trainer()" and the like: arguments of this class's constructor.
+    """
+    if not (wanted := {*names}):
+        return {}
+    from trainer.compat.answers import words_in
+
+    return {name: words for name, words in words_in(table).items() if name in wanted}
+
+
+def is_default(kind: str, name: object, value: object) -> bool:
+    """Whether an argument that a class does not have is given with Lightning's default, which changes nothing."""
+    from trainer.compat.names import DEFAULTS, THEIRS
+
+    defaults = DEFAULTS.get(THEIRS.get(kind, kind), {}).get(str(name), ())
+    return any(type(value) is type(one) and value == one for one in defaults)
+
+
+def further_arguments(kind: str) -> list[str]:
+    """Return the arguments that the constructor of Lightning's class takes by position after those of ours."""
+    from trainer.compat.names import FURTHER_ARGUMENTS, THEIRS
+
+    return FURTHER_ARGUMENTS.get(THEIRS.get(kind, kind), "").split()
