@@ -7,17 +7,19 @@ import inspect
 import logging
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.data.loader import Batch, Divisor, Loaders
 from trainer.errors import ConfigError
-from trainer.loop.callback_list import CallbackList
-from trainer.loop.progress import Progress
 from trainer.module import TrainModule
 from trainer.seed import isolated_rng
 from trainer.strategy import SkippedBatch, Strategy
+
+if TYPE_CHECKING:
+    from trainer.loop.callback_list import CallbackList
+    from trainer.loop.progress import Progress
 
 log = logging.getLogger("trainer")
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from trainer.loop.run import Run
 from trainer.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 

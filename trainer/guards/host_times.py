@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.loop.callback_list import CallbackList
 from trainer.metrics.phases import DATA, LOGGING, TRANSFER
+
+if TYPE_CHECKING:
+    from trainer.loop.callback_list import CallbackList
 
 CALLBACKS = "callbacks"
 SAVING = "saving"

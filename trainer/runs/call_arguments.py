@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.datamodule import DataModule
 from trainer.errors import ArgumentError, ConfigError, did_you_mean
-from trainer.loop.run import Run
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from trainer.loop.compare_ranks import compare
-from trainer.loop.progress import Progress
+from trainer.runs.compare_ranks import compare
 from trainer.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainer.loop.progress import Progress
 
 _FADING = 0.999
 """Decay per step of a sum of learning rates, so that their order counts; a difference is found before it fades."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from trainer.loop.progress import Progress
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainer.loop.progress import Progress
 
 OF_STEP = ("optimizer_step", "optimizer_zero_grad")
 """The methods that are called in place of the trainer's own, with automatic optimization."""

@@ -11,23 +11,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import kept_path, local_path
 from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory, temporary_path_for
-from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
+from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest, read_metadata
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
-from trainer.loop.compare_ranks import compare
-from trainer.loop.run import Run
-from trainer.loop.training_state import saved_run_dir
 from trainer.metrics.logger_folder import LoggerFolder
+from trainer.runs.compare_ranks import compare
 from trainer.settings import Settings
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 _YOUNG_S = 60.0
 _ENDED = ".ended"
@@ -486,3 +487,9 @@ def _lock(folder: Path, locks: ExitStack, last: str) -> str | None:
         "checkpoints. Wait for it, or end it (kill PID, on that host); or let this run write elsewhere: leave "
         f"{last} out, or give another default_root_dir (dirpath, if ModelCheckpoint has one)."
     )
+
+
+def saved_run_dir(checkpoint: StoragePath) -> str | None:
+    """Return the run directory of the run that wrote a checkpoint; None if the checkpoint does not say it."""
+    named = read_metadata(checkpoint).get("run_dir")
+    return named if isinstance(named, str) else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
-from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.strategy import inherits
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 
 def gather_to_save(run: Run) -> None:

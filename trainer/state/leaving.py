@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from trainer.data.loader import Batch, BatchLoader
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states
-from trainer.loop.run import Run
 from trainer.precision import is_quantized
+from trainer.state.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 _FEW = 8
 """Values of a weight that are looked at, at least, if it has as many."""

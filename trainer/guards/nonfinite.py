@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from trainer.checkpoint.finite import floating_tensors, not_finite, number_of_nans
 from trainer.errors import ConfigError, first_of
-from trainer.loop.progress import Progress
 from trainer.metrics.metric_log import MetricLog
 from trainer.model.weights import AbsentParameter
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainer.loop.progress import Progress
 
 log = logging.getLogger("trainer")
 

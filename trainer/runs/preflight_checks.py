@@ -15,9 +15,13 @@ from trainer.callback import AddsGroups
 from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.data.datamodule import DataModule
+from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
-from trainer.loop.changes_since_checkpoint import allowed_problems
-from trainer.loop.hook_checks import (
+from trainer.model.optional_methods import METHODS
+from trainer.module import TrainModule
+from trainer.names.misses import words_for
+from trainer.runs.changes_since_checkpoint import allowed_problems
+from trainer.runs.hook_checks import (
     EVALUATION_ARGUMENTS,
     called_by_others,
     check_hooks,
@@ -26,11 +30,7 @@ from trainer.loop.hook_checks import (
     methods_beyond,
     parameters_of,
 )
-from trainer.loop.loaders import micro_batch_of
-from trainer.loop.resolved_config import ResolvedConfig, step_config
-from trainer.model.optional_methods import METHODS
-from trainer.module import TrainModule
-from trainer.names.misses import words_for
+from trainer.runs.resolved_config import ResolvedConfig, step_config
 from trainer.settings import Settings
 from trainer.strategy import wrapping_problems
 
@@ -96,7 +96,7 @@ def check_call(
         settings = config.settings
         problems += _deleted_folder()
         unfreezing = next((type(one).__name__ for one in config.callbacks if isinstance(one, AddsGroups)), None)
-        steps = step_config(settings, micro_batch_size=micro_batch_of(data.get("train")), unfreezing=unfreezing)
+        steps = step_config(settings, micro_batch_size=_micro_batch_of(data.get("train")), unfreezing=unfreezing)
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
@@ -285,3 +285,8 @@ def _check_signatures(module: TrainModule, stage: str) -> list[str]:
             expected = ["loss"] if name == "backward" else expected
             problems.append(check_signature(module, name, expected))
     return [problem for problem in problems if problem is not None]
+
+
+def _micro_batch_of(loader: Any) -> int | None:
+    """Return the samples of a micro-batch on one process; None if their number is not known before the run."""
+    return loader.batch_size if is_plain(loader) else None

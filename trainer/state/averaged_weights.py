@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves_with_path
 
 from trainer.checkpoint.finite import not_finite
 from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
-from trainer.loop.compare_ranks import compare
-from trainer.loop.trainable_parameters import optimized_parameters
+from trainer.guards.trainable_parameters import optimized_parameters
 from trainer.optimizers import with_modes
+from trainer.runs.compare_ranks import compare
 from trainer.strategy import Strategy
 
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]

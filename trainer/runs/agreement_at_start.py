@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -24,11 +24,13 @@ from trainer.data.fingerprints import function_fingerprint, name_of
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
 from trainer.hyperparameters import is_scalar
-from trainer.loop.compare_ranks import compare, describe_tensor, differing
-from trainer.loop.run import Run
 from trainer.model.blocks import class_of
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
+from trainer.runs.compare_ranks import compare, describe_tensor, differing
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 MAY_DIFFER = (
     "accelerator",  # of these three the choices are compared

@@ -14,9 +14,9 @@ from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
 from trainer.errors import ConfigError, raise_problems
 from trainer.logger import DummyLogger, Logger
-from trainer.loop.hook_checks import callback_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
+from trainer.runs.hook_checks import callback_problems
 from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings, unknown_profiler
 from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy, unknown_methods
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from trainer.data.loader import Batch, Divisor, Loaders
+from trainer.data.loader import NO_ITEMS, Batch, Divisor, Loaders
 from trainer.errors import ConfigError, TrainerError
-from trainer.loop.accumulation import NO_ITEMS
-from trainer.loop.gradient_norms import GradientNorms
-from trainer.loop.progress import Progress
+from trainer.guards.gradient_norms import GradientNorms
 from trainer.metrics.metric_log import MetricLog
 from trainer.metrics.reductions import to_host
 from trainer.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainer.loop.progress import Progress
 
 LEAST_LOSSES = 10
 """Losses of good steps before a loss is compared with them."""

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,13 +21,15 @@ from torch.nn.parameter import is_lazy
 from trainer.arguments import defines
 from trainer.callback import Callback
 from trainer.hyperparameters import is_scalar
-from trainer.loop.held_generators import with_generators, without_generators
-from trainer.loop.run import Run
 from trainer.metrics.metric_log import is_torchmetric
 from trainer.metrics.state import kept_torchmetrics
 from trainer.model.reachable import attributes, content, is_container, is_generator
 from trainer.model.unsupported import shares_elements
 from trainer.module import EXCLUDED_FROM_PICKLE
+from trainer.state.held_generators import with_generators, without_generators
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 _OWN = frozenset({*vars(nn.Module()), *EXCLUDED_FROM_PICKLE})
 _LARGEST = 2**26

@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
-from trainer.loop.run import Run
 from trainer.metrics.state import kept_torchmetrics
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 
 def begins_epochs(run: Run) -> bool:

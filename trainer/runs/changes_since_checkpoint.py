@@ -7,7 +7,7 @@ import platform
 from collections.abc import Collection, Mapping
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,14 +18,16 @@ from trainer.data.fingerprints import functions_of, globals_fingerprints, is_pla
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean, first_of, printable, shown
 from trainer.hyperparameters import flat_names, with_paths
-from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
-from trainer.loop.callback_states import callbacks_by_state_key, owners_of_states
-from trainer.loop.compare_ranks import as_text
-from trainer.loop.run import Run
 from trainer.model.reachable import attributes
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
 from trainer.precision import Precision
+from trainer.runs.agreement_at_start import describe_layer, optimizer_facts
+from trainer.runs.callback_states import callbacks_by_state_key, owners_of_states
+from trainer.runs.compare_ranks import as_text
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 

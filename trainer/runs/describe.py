@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainer.callback import HOOKS, Callback
 from trainer.logger import Logger
-from trainer.loop.resolved_config import ResolvedConfig
 from trainer.precision import Precision, tf32_is_allowed
+from trainer.runs.resolved_config import ResolvedConfig
 from trainer.settings import Settings
 
 

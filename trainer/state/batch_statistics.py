@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.loop.no_trace import no_trace
-from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope
+from trainer.state.no_trace import no_trace
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 

@@ -1,0 +1,1 @@
+"""State that a checkpoint has beside the weights, and how it is put back."""
