@@ -15,11 +15,11 @@ from trainer.checkpoint.disk import open_regular, reason, replace_notes
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import CheckpointError
-from trainer.loop.bad_steps import BadStep, BadStepError, LossWindow, explain
+from trainer.guards.bad_steps import BadStep, BadStepError, LossWindow, explain
 
 if TYPE_CHECKING:
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.module import TrainModule
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")

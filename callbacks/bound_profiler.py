@@ -17,7 +17,7 @@ from trainer.callbacks.profiler import faster_loading
 from trainer.checkpoint.manifest import read_manifest
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError
-from trainer.loop.host_times import CALLBACKS, PROFILER, REST, SAVING, VALIDATION
+from trainer.guards.host_times import CALLBACKS, PROFILER, REST, SAVING, VALIDATION
 from trainer.metrics.phases import DATA, LOGGING, TRANSFER
 
 if TYPE_CHECKING:

@@ -29,11 +29,11 @@ from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storag
 from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
-from trainer.loop.host_times import SAVING
-from trainer.loop.monitors import refuse_missing_monitors
+from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
 from trainer.loop.training_state import name_of_run_dir
 from trainer.metrics.monitor import log_assumed_mode, resolve_mode
+from trainer.runs.monitors import refuse_missing_monitors
 from trainer.settings import read_duration
 
 if TYPE_CHECKING:

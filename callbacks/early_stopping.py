@@ -14,8 +14,8 @@ from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError, did_you_mean
-from trainer.loop.monitors import refuse_missing_monitors
 from trainer.metrics.monitor import log_assumed_mode, resolve_mode
+from trainer.runs.monitors import refuse_missing_monitors
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

@@ -16,8 +16,8 @@ from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.module import TrainModule
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")

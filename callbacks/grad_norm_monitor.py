@@ -11,7 +11,7 @@ import torch
 
 from trainer.callback import Callback
 from trainer.callbacks.lr_monitor import group_names, named_optimizers, require_own_name
-from trainer.loop.gradient_norms import clipping_finds_it
+from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.strategy import own_parameters, total_norm
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.metrics.metric_log import Entry
     from trainer.module import TrainModule
     from trainer.optimizers import SchedulerConfig
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.arguments import Limit
 from trainer.callback import Callback
-from trainer.loop.terminal import GAP, columns_of, fitted, padded, width_of, wrapped
+from trainer.runs.terminal import GAP, columns_of, fitted, padded, width_of, wrapped
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

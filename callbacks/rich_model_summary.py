@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.model_summary import FIRST_TO_GO, ModelSummary
 from trainer.errors import MissingPackageError
-from trainer.loop.terminal import fitted
+from trainer.runs.terminal import fitted
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

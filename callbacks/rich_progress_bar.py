@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainer.arguments import NonNegativeInt
 from trainer.callbacks.progress_bar import Display, ProgressBar
 from trainer.errors import MissingPackageError
-from trainer.loop.terminal import width_of
+from trainer.runs.terminal import width_of
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

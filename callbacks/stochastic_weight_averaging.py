@@ -17,13 +17,13 @@ from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop.averaged_weights import equal_weights, from_avg_fn
-from trainer.loop.batch_statistics import redo_batch_statistics
+from trainer.state.averaged_weights import equal_weights, from_avg_fn
+from trainer.state.batch_statistics import redo_batch_statistics
 
 if TYPE_CHECKING:
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.loop.run import Run
     from trainer.module import TrainModule
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")

@@ -19,9 +19,9 @@ from trainer.model.recompilation import compilations
 
 if TYPE_CHECKING:
     from trainer.loop.progress import Progress
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.module import TrainModule
     from trainer.precision import Precision
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")

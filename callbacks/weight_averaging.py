@@ -15,7 +15,7 @@ from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.schema import Integer, require
 from trainer.checkpoint.shards import Loadable
 from trainer.errors import ConfigError, did_you_mean, shown
-from trainer.loop.averaged_weights import (
+from trainer.state.averaged_weights import (
     AveragedWeights,
     Update,
     equal_weights,
@@ -25,8 +25,8 @@ from trainer.loop.averaged_weights import (
 )
 
 if TYPE_CHECKING:
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.module import TrainModule
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")

@@ -86,5 +86,5 @@ def test_a_strategy_with_a_name_that_is_never_used_is_refused() -> None:
 
 
 def test_an_option_of_lightnings_strategies_is_answered_in_words() -> None:
-    with pytest.raises(ConfigError, match=r"no option 'cluster_environment'\. Use nothing: the environment is found"):
-        DDPStrategy(cluster_environment=None)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"argument 'cluster_environment'\. Use nothing: the environment is found"):
+        DDPStrategy(cluster_environment="slurm")  # type: ignore[call-arg]

@@ -69,11 +69,14 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
-def check_constructor(cls: type) -> None:
+def check_constructor(cls: type, keeps: str | None = None) -> None:
     """Wrap the class's own `__init__` to raise one ConfigError for all arguments that do not fit their annotations.
 
     The body of `__init__` may rely on the types of its arguments; numbers of other classes, such as numpy's, arrive as
     Python's.
+
+    Args:
+        keeps: the attribute that keeps the arguments by name, of a subclass's constructor where that has one.
     """
     init: Any = vars(cls).get("__init__")
     if init is None:
@@ -98,6 +101,8 @@ def check_constructor(cls: type) -> None:
             init(self, *args, **options)  # raises Python's own error
             raise
         raise_problems(_problems(cls, init, signature, given), f"{cls.__name__}'s arguments")
+        if keeps is not None:
+            vars(self).setdefault(keeps, {name: given[name] for name in known if name in given})
         init(self, *args, **options)
 
     cls.__init__ = checked  # type: ignore[misc]

@@ -302,7 +302,7 @@ class AddsGroups(Callback):
 
 
 class StepGuard(Callback):
-    """A callback that decides about bad steps, which `loop/bad_steps.py` finds before they change the weights."""
+    """A callback that decides about bad steps, which `guards/bad_steps.py` finds before they change the weights."""
 
     losses: Any
     """The `LossWindow` with which a loss is compared."""

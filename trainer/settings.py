@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.arguments import kept_path, local_path
+from trainer.arguments import kept_path, local_path, with_python_numbers
 from trainer.errors import ConfigError, did_you_mean
 from trainer.names.misses import is_default, words_for
 
@@ -170,13 +170,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name in NONE_IS_DEFAULT and getattr(self, field.name) is None:
-                object.__setattr__(self, field.name, field.default)
+            value = with_python_numbers(getattr(self, field.name))
+            default = value is None and field.name in NONE_IS_DEFAULT
+            object.__setattr__(self, field.name, field.default if default else value)
         if type(self.gradient_clip_val) in (int, float) and self.gradient_clip_val == 0:  # off, as in Lightning
             object.__setattr__(self, "gradient_clip_val", None)
 
     def problems(self) -> list[str]:
-        """Return the problems of the values, one sentence each; `loop.resolved_config` checks names and types."""
+        """Return the problems of the values, one sentence each; `runs.resolved_config` checks names and types."""
         return [*_wrong_folder(self), *_wrong_numbers(self), *_wrong_times(self), *_contradictions(self)]
 
     def logs_at(self, step: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
-from trainer.arguments import check_constructor, with_python_numbers
+from trainer.arguments import check_constructor
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, materialize, read_when_used, stored
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import did_you_mean, raise_problems, unknown_name_error
+from trainer.errors import did_you_mean, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.dispatched import dispatched_models, move_the_rest
@@ -104,7 +103,7 @@ class Strategy(Answers):
     scaler: torch.amp.GradScaler | None = None
 
     _arguments: Mapping[str, Any] = {}
-    """The arguments that the constructor was given, by name; equal on all processes."""
+    """The arguments that the constructor of this package was given, by name; equal on all processes."""
     _plain_forward: bool = False
     """True if the precision's context of a forward does nothing, so that it can be left out."""
     _blocks: tuple[Block, ...] = ()
@@ -113,30 +112,13 @@ class Strategy(Answers):
     """Computes the gradients of a loss: that of the module, if it overrides `backward`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Have the constructors of this package's strategies check the types of their arguments."""
+        """Have the constructors of this package's strategies check their arguments, and keep them."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith("trainer."):
-            check_constructor(cls)
+            check_constructor(cls, keeps="_arguments")
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse unknown options.
-
-        Raises:
-            ConfigError: the strategy has no such option; has a suggestion.
-        """
-        known = inspect.signature(cls.__init__).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            strangers = [name for name in options if name not in known]
-            words = words_for("Strategy()", strangers)
-            problems = [
-                f"{cls.__name__} has no option {name!r}.{did_you_mean(name, known, words)} "
-                f"Options: {', '.join(option for option in known if option != 'self')}."
-                for name in strangers
-            ]
-            raise_problems(problems, cls.__name__)
-        strategy = super().__new__(cls)
-        strategy._arguments = with_python_numbers({**dict(zip([*known][1:], args, strict=False)), **options})
-        return strategy
+    def __init__(self) -> None:
+        pass
 
     # -- checks before the processes start -----------------------------------------------------------------------------
 
@@ -426,6 +408,9 @@ class Strategy(Answers):
     def __str__(self) -> str:
         """Return the strategy and its options in one line."""
         return self.name
+
+
+check_constructor(Strategy)
 
 
 def inherits(strategy: Strategy, method: str) -> bool:

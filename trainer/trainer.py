@@ -23,15 +23,15 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, Store
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
-from trainer.data.loader import Batch, BatchLoader
+from trainer.data.loader import NO_ITEMS, Batch, BatchLoader
 from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
 from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 from trainer.fault_tolerance.stop import exit_code
+from trainer.guards.bad_steps import BadStep, BadSteps
 from trainer.hyperparameters import with_plain_numbers
 from trainer.logger import Logger
 from trainer.loop.accumulation import (
     NO_DIVISOR,
-    NO_ITEMS,
     StepOutputs,
     checked_loss,
     even_window,
@@ -39,23 +39,14 @@ from trainer.loop.accumulation import (
     outputs_for_hooks,
     without_items,
 )
-from trainer.loop.bad_steps import BadStep, BadSteps
-from trainer.loop.call_arguments import Call, read_call
 from trainer.loop.callback_list import CallbackList
-from trainer.loop.compare_ranks import compare
-from trainer.loop.describe import PrintedText, describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
-from trainer.loop.monitors import refuse_missing_monitors
 from trainer.loop.progress import Progress
-from trainer.loop.repeated_hook import begins_epochs, repeating
-from trainer.loop.resolved_config import checked_config
 from trainer.loop.rewind import rewind
 from trainer.loop.run import Run, Session
-from trainer.loop.run_directory import check_one_folder
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
-from trainer.loop.terminal import print_text
 from trainer.loop.training_state import save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
@@ -66,8 +57,16 @@ from trainer.names.misses import Answers, refuse_to_set
 from trainer.names.states import TrainerState, state_of
 from trainer.optimizers import SchedulerConfig, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
+from trainer.runs.call_arguments import Call, read_call
+from trainer.runs.compare_ranks import compare
+from trainer.runs.describe import PrintedText, describe
+from trainer.runs.monitors import refuse_missing_monitors
+from trainer.runs.resolved_config import checked_config
+from trainer.runs.run_directory import check_one_folder
+from trainer.runs.terminal import print_text
 from trainer.seed import isolated_rng, seed_generators
 from trainer.settings import ARGUMENTS, Settings, wrong_names
+from trainer.state.repeated_hook import begins_epochs, repeating
 from trainer.strategy import SkippedBatch, Strategy, full_state_dict
 
 log = logging.getLogger("trainer")
@@ -142,8 +141,54 @@ class Trainer:
         activation_checkpointing: str | int | list[Any] | Callable[..., bool] | None = None,
         **unknown: Never,
     ) -> None:
-        arguments = locals()
-        settings = Settings(**with_python_numbers({name: arguments[name] for name in ARGUMENTS}))
+        settings = Settings(
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            strategy=strategy,
+            precision=precision,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            max_time=max_time,
+            deadline=deadline,
+            deadline_margin=deadline_margin,
+            min_epochs=min_epochs,
+            min_steps=min_steps,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches,
+            limit_predict_batches=limit_predict_batches,
+            overfit_batches=overfit_batches,
+            fast_dev_run=fast_dev_run,
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            num_sanity_val_steps=num_sanity_val_steps,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
+            log_every_n_steps=log_every_n_steps,
+            callbacks=callbacks,
+            logger=logger,
+            enable_progress_bar=enable_progress_bar,
+            enable_checkpointing=enable_checkpointing,
+            enable_model_summary=enable_model_summary,
+            default_root_dir=default_root_dir,
+            max_restarts=max_restarts,
+            watchdog_seconds=watchdog_seconds,
+            seed=seed,
+            seed_per_sample=seed_per_sample,
+            use_distributed_sampler=use_distributed_sampler,
+            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
+            sync_batchnorm=sync_batchnorm,
+            plugins=plugins,
+            deterministic=deterministic,
+            benchmark=benchmark,
+            detect_anomaly=detect_anomaly,
+            inference_mode=inference_mode,
+            profiler=profiler,
+            compile=compile,
+            activation_checkpointing=activation_checkpointing,
+        )
         self.config = checked_config(settings, wrong_names(positional, unknown))
         self.settings = settings
         self._session = Session(settings)
@@ -198,7 +243,7 @@ class Trainer:
                 its last checkpoint.
             weights_only: has no effect, because no checkpoint contains code.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
-                of `trainer.loop.changes_since_checkpoint.CHANGES`, such as "dataset", "shuffle", "optimizers".
+                of `trainer.runs.changes_since_checkpoint.CHANGES`, such as "dataset", "shuffle", "optimizers".
             weights: pretrained weights to start from, unless a checkpoint is there to resume from: a folder that
                 Hugging Face's `save_pretrained` has written, or a safetensors file. Each process reads its part only.
                 See `TrainModule.key_mapping` and `strict_loading`.

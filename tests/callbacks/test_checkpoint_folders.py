@@ -30,7 +30,7 @@ from trainer.checkpoint.manifest import is_committed, verify_checkpoint
 from trainer.errors import CheckpointError
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop import setup
-from trainer.loop.run_directory import locked_folders
+from trainer.runs.run_directory import locked_folders
 
 # -- elsewhere ---------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from tests.helpers.project import Command
 from trainer.cli.ray import RayOptions, read_ray
 from trainer.config.tree import Diagnostics
 from trainer.errors import ConfigError
-from trainer.loop.resolved_config import resolve_config
+from trainer.runs.resolved_config import resolve_config
 from trainer.settings import Settings
 
 FIT = ("fit", "--module", "mymodel.py:Net", "--data", "mymodel.py:Data")

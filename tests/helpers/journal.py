@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainer import Callback, DataModule, TrainModule
 from trainer.callback import HOOKS
-from trainer.loop.preflight_checks import MODULE_HOOKS
+from trainer.runs.preflight_checks import MODULE_HOOKS
 
 
 class Journal(list[str]):

@@ -44,11 +44,11 @@ from trainer.checkpoint.manifest import verify_checkpoint
 from trainer.data.combined_loader import CombinedLoader
 from trainer.data.fingerprints import function_fingerprint
 from trainer.distributed.process_group import TorchProcessGroup
-from trainer.loop import agreement_at_start
-from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
-from trainer.loop.compare_ranks import as_text, compare, describe_tensor
 from trainer.model.weights import AbsentParameter
 from trainer.optimizers import SchedulerConfig
+from trainer.runs import agreement_at_start
+from trainer.runs.agreement_at_start import describe_layer, optimizer_facts
+from trainer.runs.compare_ranks import as_text, compare, describe_tensor
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -30,7 +30,8 @@ from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
 from trainer import ConfigError, TrainModule
 from trainer.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
-from trainer.loop import changes_since_checkpoint, setup
+from trainer.loop import setup
+from trainer.runs import changes_since_checkpoint
 
 
 class Net(TrainModule):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.processes import run_python
-from trainer.loop.describe import performance_hints
 from trainer.precision import PRECISIONS
+from trainer.runs.describe import performance_hints
 from trainer.strategies import STRATEGIES
 
 FLOAT32 = PRECISIONS["32-true"]
@@ -63,7 +63,7 @@ def test_tf32_that_is_allowed_by_either_of_torchs_switches_is_not_hinted_at(allo
 import torch
 from torch.backends.cuda import matmul
 {allow}
-from trainer.loop.describe import performance_hints
+from trainer.runs.describe import performance_hints
 from trainer.precision import PRECISIONS
 assert performance_hints(torch.device("cuda"), True, [], PRECISIONS["32-true"], (8, 0)) == []
 """).check()

@@ -16,8 +16,8 @@ from trainer.callback import HOOKS
 from trainer.callbacks import ModelCheckpoint
 from trainer.compat.names import FORMER_HOOKS
 from trainer.loop.callback_list import NOT_ON_MODULES
-from trainer.loop.hook_checks import parameters_of
-from trainer.loop.preflight_checks import MODULE_HOOKS
+from trainer.runs.hook_checks import parameters_of
+from trainer.runs.preflight_checks import MODULE_HOOKS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 

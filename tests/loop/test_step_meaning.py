@@ -32,7 +32,7 @@ from tests.tiers import selected
 from trainer import Callback, DataModule, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.errors import ConfigError
-from trainer.loop.skipped_batches import can_return
+from trainer.guards.skipped_batches import can_return
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 

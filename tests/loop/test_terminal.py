@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.terminal import Terminal
 from trainer.callbacks.model_summary import as_text
 from trainer.cli.columns import in_columns
-from trainer.loop.terminal import columns_of, fitted, width_of, wrapped
+from trainer.runs.terminal import columns_of, fitted, width_of, wrapped
 
 ROWS = [
     ["name", "step", "loss"],

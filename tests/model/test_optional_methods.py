@@ -13,8 +13,8 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, DataModule, Trainer, TrainModule
 from trainer.callback import HOOKS
 from trainer.callbacks import LambdaCallback
-from trainer.loop.preflight_checks import DATAMODULE_METHODS, MODULE_HOOKS
 from trainer.model.optional_methods import METHODS
+from trainer.runs.preflight_checks import DATAMODULE_METHODS, MODULE_HOOKS
 
 NEEDED = ("training_step", "configure_optimizers")
 # Written down here: names taken from the package would follow its mistakes.

@@ -18,8 +18,8 @@ from tests.helpers.compare import QUIET
 from tests.helpers.deepspeed_runs import ENGINES, Net
 from tests.helpers.strategy_models import MLP
 from trainer import ConfigError, Trainer
-from trainer.loop.preflight_checks import check_call
 from trainer.precision import PRECISIONS
+from trainer.runs.preflight_checks import check_call
 from trainer.strategies import DDPStrategy, FSDPStrategy
 from trainer.strategies.deepspeed.problems import optimizer_problems
 from trainer.strategies.deepspeed.strategy import (
@@ -236,11 +236,15 @@ def test_the_engine_is_on_the_device_that_was_asked_for(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("kind", "option", "message"),
     [
-        (DeepSpeedStrategy, "zero_stage", "DeepSpeedStrategy has no option 'zero_stage'. Use stage="),
+        (
+            DeepSpeedStrategy,
+            "zero_stage",
+            "DeepSpeedStrategy() got an unexpected keyword argument 'zero_stage'. Use stage=",
+        ),
         (
             FSDPStrategy,
             "state_dict_type",
-            "FSDPStrategy has no option 'state_dict_type'. Use trainer.full_state_dict()",
+            "FSDPStrategy() got an unexpected keyword argument 'state_dict_type'. Use trainer.full_state_dict()",
         ),
         (FSDPStrategy, "cpu_ofload", "Did you mean 'cpu_offload'"),
         (DDPStrategy, "find_unused_parameter", "Did you mean 'find_unused_parameters'"),

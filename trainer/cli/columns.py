@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
-from trainer.loop.terminal import columns_of, fitted, padded, width_of, wrapped
+from trainer.runs.terminal import columns_of, fitted, padded, width_of, wrapped
 
 WIDEST = 110
 """Characters of a line of help at most."""

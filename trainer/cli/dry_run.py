@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from trainer.config.loading import Configuration
     from trainer.data.loader import BatchLoader
     from trainer.distributed.process_group import SingleProcess
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.loop.run import Run
     from trainer.model.memory import Layout
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 EXAMPLES = """\
@@ -225,10 +225,10 @@ def _data(
     """
     from trainer.config.check import instantiate
     from trainer.loop.loaders import make_loaders
-    from trainer.loop.preflight_checks import check_call
-    from trainer.loop.resolved_config import step_config
     from trainer.loop.run import Run, Session
     from trainer.precision import default_dtype
+    from trainer.runs.preflight_checks import check_call
+    from trainer.runs.resolved_config import step_config
 
     subject = "module"
     try:

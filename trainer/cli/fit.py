@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_text
 from trainer.cli.run import Job, relative, run_command, table
-from trainer.loop.terminal import columns_of
+from trainer.runs.terminal import columns_of
 
 if TYPE_CHECKING:
     from trainer.callback import Callback

@@ -17,8 +17,8 @@ from trainer.cli.columns import fitted_text
 from trainer.cli.main import usage_error
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
 from trainer.errors import ConfigError, TrainerError, did_you_mean
-from trainer.loop.terminal import columns_of
 from trainer.names.misses import words_for
+from trainer.runs.terminal import columns_of
 from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:

@@ -741,6 +741,7 @@ ENGINE_ARGUMENTS = {
 
 STRATEGY_OPTIONS = {
     **accelerate.STRATEGY_OPTIONS,
+    "device": "Trainer(accelerator=..., devices=[0])",
     "mixed_precision": "Trainer(precision=...)",
     "activation_checkpointing_policy": "Trainer(activation_checkpointing=...)",
     "process_group_backend": "nothing: gloo on CPUs, and NCCL too on GPUs",

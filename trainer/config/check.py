@@ -49,9 +49,9 @@ from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError
 from trainer.hyperparameters import construct
 from trainer.logger import Logger
-from trainer.loop.changes_since_checkpoint import allowed_problems
-from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule
+from trainer.runs.changes_since_checkpoint import allowed_problems
+from trainer.runs.resolved_config import settings_problems
 from trainer.settings import Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer

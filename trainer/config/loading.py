@@ -24,8 +24,8 @@ from trainer.config.references import escaped
 from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries, sources_of, with_source
 from trainer.data.datamodule import DataModule
 from trainer.errors import CheckpointError, ConfigError
-from trainer.loop.training_state import saved_run_dir
 from trainer.module import TrainModule
+from trainer.runs.run_directory import saved_run_dir
 from trainer.settings import Settings
 from trainer.trainer import Trainer
 

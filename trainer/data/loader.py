@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from trainer.model.reachable import OwnGenerator
 from trainer.seed import isolated_rng
 
 Divisor = float | torch.Tensor | None
+NO_ITEMS = math.inf
+"""The divisor of the loss of a batch without items; compared by `is`, which reads no device."""
 
 
 class Batch(NamedTuple):
@@ -152,7 +155,7 @@ class BatchLoader(ABC):
     def identity(self, world_size: int) -> dict[str, str]:
         """Return descriptions that have to be equal to resume inside an epoch.
 
-        By names of `CHANGES` in `loop/changes_since_checkpoint.py`.
+        By names of `CHANGES` in `runs/changes_since_checkpoint.py`.
 
         A description with "on each process" depends on `world_size`.
         """

@@ -23,12 +23,12 @@ from trainer.engine.loader import EngineLoader
 from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring, shown
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
-from trainer.loop.held_generators import parts_of, report_lacking, set_states_with, states_with
-from trainer.loop.hook_changes import KIND as HOOK_CHANGES
 from trainer.loop.training_state import counterpart, entries_of_processes, gather_states, read_entries
-from trainer.loop.waiting_gradients import give_gradients, gradients_of
 from trainer.module import TrainModule
 from trainer.seed import share_random_numbers
+from trainer.state.held_generators import parts_of, report_lacking, set_states_with, states_with
+from trainer.state.hook_changes import KIND as HOOK_CHANGES
+from trainer.state.waiting_gradients import give_gradients, gradients_of
 from trainer.strategy import has_gradients, synchronize_buffers
 
 log = logging.getLogger("trainer")

@@ -28,18 +28,18 @@ from trainer.fault_tolerance.collective_check import listen, require_same_call
 from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import limit_exit, report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
-from trainer.loop.compare_ranks import compare
-from trainer.loop.hook_changes import HookChanges
-from trainer.loop.nonfinite import StateMonitor
-from trainer.loop.resolved_config import checked_config
+from trainer.guards.nonfinite import StateMonitor
 from trainer.loop.setup import configure_logging, start_processes
 from trainer.model.dispatched import refuse_dispatched
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.names.misses import Answers, words_for
 from trainer.optimizers import check_parameters
 from trainer.precision import Precision
+from trainer.runs.compare_ranks import compare
+from trainer.runs.resolved_config import checked_config
 from trainer.seed import global_seed, seed_generators, seed_readers, set_deterministic
 from trainer.settings import Settings
+from trainer.state.hook_changes import HookChanges
 from trainer.strategy import (
     StepConfig,
     Strategy,

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, shown
-from trainer.loop.hook_changes import HookChanges
-from trainer.loop.nonfinite import StateMonitor
+from trainer.guards.nonfinite import StateMonitor
 from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.module import TrainModule
 from trainer.optimizers import zero_grad_fast
 from trainer.precision import NULL_CONTEXT
+from trainer.state.hook_changes import HookChanges
 from trainer.strategy import Strategy, inherits, keeps_step
 
 MODEL = "model."

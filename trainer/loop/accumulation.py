@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.loader import Batch, Divisor
+from trainer.data.loader import NO_ITEMS, Batch, Divisor
 from trainer.data.transfer import map_leaves
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
@@ -18,8 +18,6 @@ from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
 NO_DIVISOR: Sequence[Divisor] = (None,)
-NO_ITEMS = math.inf
-"""The divisor of the loss of a batch without items; compared by `is`, which reads no device."""
 """The divisor of a window of one micro-batch whose loss goes into backward as it is."""
 
 StepOutputs = tuple[Any, Any, list[torch.Tensor]]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callback import HOOKS, Callback, Checkpoint
 from trainer.errors import raise_problems
-from trainer.loop.hook_checks import arguments_of, callback_problems, overridden_hooks, takes
 from trainer.metrics.phases import Phase, during, unheard
+from trainer.runs.hook_checks import arguments_of, callback_problems, overridden_hooks, takes
 
 if TYPE_CHECKING:
     import torch

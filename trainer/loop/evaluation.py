@@ -14,15 +14,15 @@ import torch
 
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError
-from trainer.loop.hook_checks import takes
-from trainer.loop.host_times import VALIDATION
-from trainer.loop.leaving import Leaving
-from trainer.loop.monitors import refuse_misspelt_monitors
-from trainer.loop.no_trace import keeps_an_iterator, no_trace
+from trainer.guards.host_times import VALIDATION
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, during, each_wait
 from trainer.metrics.state import never_reset, preserve_torchmetrics, updates_of
+from trainer.runs.hook_checks import takes
+from trainer.runs.monitors import refuse_misspelt_monitors
+from trainer.state.leaving import Leaving
+from trainer.state.no_trace import keeps_an_iterator, no_trace
 from trainer.strategy import eval_mode, synchronize_buffers
 
 log = logging.getLogger("trainer")

@@ -17,9 +17,9 @@ from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError, raise_problems
-from trainer.loop.hook_checks import EVALUATION_ARGUMENTS, parameters_of, takes
 from trainer.loop.run import Run
 from trainer.module import TrainModule
+from trainer.runs.hook_checks import EVALUATION_ARGUMENTS, parameters_of, takes
 from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
@@ -47,11 +47,6 @@ def refuse_data(loaders: Any, stage: str) -> None:
                 f"{stage}() got a {type(loader).__name__} instead of a loader. Give a DataLoader, for example "
                 "DataLoader(TensorDataset(inputs, targets), batch_size=32)."
             )
-
-
-def micro_batch_of(loader: Any) -> int | None:
-    """Return the samples of a micro-batch on one process; None if their number is not known before the run."""
-    return loader.batch_size if is_plain(loader) else None
 
 
 def make_loaders(run: Run, given: dict[str, Any]) -> None:

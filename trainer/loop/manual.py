@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.data.loader import Batch, Divisor
+from trainer.data.loader import NO_ITEMS, Batch, Divisor
 from trainer.errors import ConfigError
 from trainer.loop.accumulation import (
-    NO_ITEMS,
     StepOutputs,
     checked_loss,
     loss_divisors,

@@ -28,24 +28,18 @@ from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.guards.bad_steps import BadSteps
+from trainer.guards.direct_backward import RefusingDirectBackward
+from trainer.guards.gradient_norms import GradientNorms, clipping_finds_it
+from trainer.guards.host_times import SAVING, HostTimes
+from trainer.guards.nonfinite import NonFiniteMonitor
+from trainer.guards.optimizer_options import OptionsCheck
+from trainer.guards.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
+from trainer.guards.skipped_batches import SkippedBatches
+from trainer.guards.trainable_parameters import NewParameters, TrainableParameters
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
-from trainer.loop.averaged_weights import OptimizerAverages
-from trainer.loop.bad_steps import BadSteps
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
-from trainer.loop.callback_states import OF_CALLBACK, callbacks_by_state_key
-from trainer.loop.direct_backward import RefusingDirectBackward
-from trainer.loop.gradient_norms import GradientNorms, clipping_finds_it
-from trainer.loop.held_generators import isolated_with, parts_of, report_lacking, set_states_with, states_with
-from trainer.loop.hook_changes import HookChanges
-from trainer.loop.host_times import SAVING, HostTimes
-from trainer.loop.nonfinite import NonFiniteMonitor
-from trainer.loop.optimizer_options import OptionsCheck
-from trainer.loop.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
-from trainer.loop.progress import Progress
-from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
-from trainer.loop.skipped_batches import SkippedBatches
-from trainer.loop.trainable_parameters import NewParameters, TrainableParameters
-from trainer.loop.validation_clock import ValidationClock
+from trainer.loop.progress import Progress, ValidationClock
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
 from trainer.metrics.phases import (
@@ -64,8 +58,13 @@ from trainer.model.hugging_face import processing_files
 from trainer.model.reachable import OwnGenerator
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
+from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
+from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.seed import seed_readers, share_random_numbers
 from trainer.settings import Settings
+from trainer.state.averaged_weights import OptimizerAverages
+from trainer.state.held_generators import isolated_with, parts_of, report_lacking, set_states_with, states_with
+from trainer.state.hook_changes import HookChanges
 from trainer.strategy import ChangingBuffers, StepConfig, inherits, keeps_batches, keeps_step
 
 Activity = Literal["sanity checking", "training", "validating"]
@@ -219,7 +218,7 @@ class Run:
     in_epoch = False
     """True from `on_train_epoch_start` to the end of the epoch."""
     facts: Mapping[str, Mapping[str, str]] = {}
-    """Facts with which a resumed run is compared, see loop/changes_since_checkpoint.py."""
+    """Facts with which a resumed run is compared, see runs/changes_since_checkpoint.py."""
     identity_of_facts: Mapping[str, str] | None = None
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
     ends = False

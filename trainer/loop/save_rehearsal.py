@@ -14,11 +14,11 @@ from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.writing import serialize_state
 from trainer.errors import CheckpointError, printable
 from trainer.loop.callback_list import CallbackList
-from trainer.loop.callback_states import callbacks_by_state_key
-from trainer.loop.held_generators import without_generators
-from trainer.loop.no_trace import keep_users
 from trainer.loop.run import Run
 from trainer.module import TrainModule
+from trainer.runs.callback_states import callbacks_by_state_key
+from trainer.state.held_generators import without_generators
+from trainer.state.no_trace import keep_users
 
 log = logging.getLogger("trainer")
 

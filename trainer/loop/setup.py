@@ -28,41 +28,14 @@ from trainer.distributed.slurm import was_requeued
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
+from trainer.guards.optimizer_overrides import OF_STEP
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
-from trainer.loop.agreement_at_start import (
-    check_loaders,
-    check_module,
-    check_optimizers,
-    check_settings,
-    check_weights,
-)
 from trainer.loop.auto_accumulation import find_fitting_batches, split_batches
-from trainer.loop.changes_since_checkpoint import facts_of_module, facts_of_training, record_data, report_changes
-from trainer.loop.describe import cuda_capability, performance_hints, start_line
-from trainer.loop.hook_changes import as_made
 from trainer.loop.loaders import make_loaders
-from trainer.loop.optimizer_overrides import OF_STEP
-from trainer.loop.preflight_checks import check_call
-from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
-from trainer.loop.run_directory import (
-    as_seen_here,
-    beginning_of,
-    check_folders_of_shards,
-    choose_logger_folders,
-    choose_run_dir,
-    find_after_restart,
-    find_again,
-    find_checkpoint,
-    locked_folders,
-    noted_end,
-    refuse_weights_alone,
-)
-from trainer.loop.save_pretrained import gather_to_save
 from trainer.loop.save_rehearsal import check_buffers_storable
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
-from trainer.loop.terminal import columns_of, wrapped
 from trainer.loop.training_state import (
     choose_seed,
     drawing_as_before,
@@ -78,8 +51,35 @@ from trainer.model.dispatched import refuse_dispatched
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, parse_optimizers
+from trainer.runs.agreement_at_start import (
+    check_loaders,
+    check_module,
+    check_optimizers,
+    check_settings,
+    check_weights,
+)
+from trainer.runs.changes_since_checkpoint import facts_of_module, facts_of_training, record_data, report_changes
+from trainer.runs.describe import cuda_capability, performance_hints, start_line
+from trainer.runs.preflight_checks import check_call
+from trainer.runs.resolved_config import ResolvedConfig, step_config
+from trainer.runs.run_directory import (
+    as_seen_here,
+    beginning_of,
+    check_folders_of_shards,
+    choose_logger_folders,
+    choose_run_dir,
+    find_after_restart,
+    find_again,
+    find_checkpoint,
+    locked_folders,
+    noted_end,
+    refuse_weights_alone,
+)
+from trainer.runs.save_pretrained import gather_to_save
+from trainer.runs.terminal import columns_of, wrapped
 from trainer.seed import set_deterministic
 from trainer.settings import DEFAULT_MAX_EPOCHS
+from trainer.state.hook_changes import as_made
 
 log = logging.getLogger("trainer")
 

@@ -25,10 +25,10 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.callback_list import call_all
 from trainer.loop.run import Run
-from trainer.loop.run_directory import note_end
-from trainer.loop.terminal import print_text
 from trainer.model.full_parameters import name_of_shard
 from trainer.model.parameter_access import copy_advice, stepping_optimizer
+from trainer.runs.run_directory import note_end
+from trainer.runs.terminal import print_text
 
 log = logging.getLogger("trainer")
 

@@ -21,7 +21,6 @@ from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.hook_checkpoint import saved_by_hooks
 from trainer.checkpoint.left_out import write_the_rest
-from trainer.checkpoint.manifest import read_metadata
 from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of, with_names
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
@@ -31,20 +30,20 @@ from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, printable, restoring
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop import hook_changes
-from trainer.loop.callback_states import callbacks_by_state_key, identities, owners_of_states, states_of_generators
-from trainer.loop.changes_since_checkpoint import leave_out_changing_facts
-from trainer.loop.held_generators import with_generators, without_generators
 from trainer.loop.progress import LATER, Progress
 from trainer.loop.run import Run
-from trainer.loop.waiting_gradients import restore_gradients, waiting_gradients
 from trainer.metrics.monitor import Measured
 from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
+from trainer.runs.callback_states import callbacks_by_state_key, identities, owners_of_states, states_of_generators
+from trainer.runs.changes_since_checkpoint import leave_out_changing_facts
 from trainer.seed import global_seed
 from trainer.settings import Settings
+from trainer.state import hook_changes
+from trainer.state.held_generators import with_generators, without_generators
+from trainer.state.waiting_gradients import restore_gradients, waiting_gradients
 from trainer.strategy import Strategy, synchronize_buffers
 
 log = logging.getLogger("trainer")
@@ -257,12 +256,6 @@ def load_training_state(
                 check_rng_state(state, f"{path}, 'epoch_rng' of rank {rank}")
         check_torch_states(loader, f"{path}, 'loader' of rank {rank}")
     return checkpoint
-
-
-def saved_run_dir(checkpoint: StoragePath) -> str | None:
-    """Return the run directory of the run that wrote a checkpoint; None if the checkpoint does not say it."""
-    named = read_metadata(checkpoint).get("run_dir")
-    return named if isinstance(named, str) else None
 
 
 def choose_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> int:

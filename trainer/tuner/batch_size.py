@@ -18,8 +18,8 @@ from trainer.model.memory_limit import is_out_of_memory, limited_memory
 from trainer.model.recompilation import compilations
 
 if TYPE_CHECKING:
-    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.module import TrainModule
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 LEAST_GROWTH = 1.05

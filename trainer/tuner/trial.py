@@ -15,12 +15,12 @@ from trainer.callback import Callback
 from trainer.data.datamodule import DataModule
 from trainer.data.untouched import untouched
 from trainer.errors import ConfigError
-from trainer.loop.held_generators import isolated_with, parts_of
 from trainer.model.copies import deepcopy_with_functions
 from trainer.module import TrainModule
 from trainer.optimizers import parse_optimizers
 from trainer.seed import global_seed
 from trainer.settings import ARGUMENTS, Settings
+from trainer.state.held_generators import isolated_with, parts_of
 from trainer.trainer import Trainer
 
 WITHOUT: dict[str, Any] = {
