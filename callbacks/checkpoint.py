@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from trainer.arguments import Limit
+from trainer.arguments import Limit, local_path
 from trainer.callback import Checkpoint
 from trainer.checkpoint.async_writer import BackgroundWriter, being_written
 from trainer.checkpoint.base_weights import frozen_names, weight_sums
@@ -292,7 +292,7 @@ class ModelCheckpoint(Checkpoint):
         """Write the paths and values of `best_k_models` to a YAML file, by default `best_k_models.yaml`."""
         import yaml
 
-        path = Path(str(self._in_folder("best_k_models.yaml")) if filepath is None else filepath)
+        path = local_path(str(self._in_folder("best_k_models.yaml")) if filepath is None else filepath, "filepath")
         path.write_text(yaml.safe_dump({path: float(value) for path, value in self.best_k_models.items()}))
 
     @property

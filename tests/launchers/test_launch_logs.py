@@ -55,6 +55,7 @@ def test_output_goes_into_files_by_rank(tmp_path: Path) -> None:
     [
         (("--tee", "9"), "--tee 9: give 3 for the output and errors of all processes"),
         (("--redirects", "0:4"), "--redirects 0:4: give 3"),
+        (("--log-dir", "s3://bucket/logs"), "--log-dir='s3://bucket/logs' is a URL: give a path of this machine"),
         (("--local-ranks-filter", "2"), "--local-ranks-filter 2: give ranks of this machine, 0 to 1"),
         (("--local-ranks-filter", "a"), "--local-ranks-filter a: give ranks of this machine, 0 to 1"),
         (("--nnodes", "2", "--rdzv-endpoint", "localhost:0"), "give HOST:PORT, such as node1:29500"),
