@@ -176,17 +176,14 @@ def _is_of_cli(document: yaml.Node | None, with_sections: bool = True) -> bool:
     """Whether a file is one of LightningCLI, whole or with what another one changes, and none of Hydra."""
     pairs = document.value if isinstance(document, yaml.MappingNode) else []
     values = {key.value: value for key, value in pairs if isinstance(key, yaml.ScalarNode)}
+    names = [name for name in values if with_sections or name in CLASSES]
     settings = values.get("trainer")
     if "_target_" in _names(settings):
         return False
     return (
         isinstance(settings, yaml.MappingNode)
         or "seed_everything" in values
-        or any(
-            _names(values[name]) & {"class_path", *ARGUMENTS_KEYS}
-            for name in values
-            if with_sections or name in CLASSES
-        )
+        or any(_names(values[name]) & {"class_path", *ARGUMENTS_KEYS} for name in names)
         or any("." in name and name.partition(".")[0] in CLASSES for name in values)
         or (with_sections and any(name in SECTIONS and _is_of_cli(value, False) for name, value in values.items()))
     )
