@@ -42,7 +42,12 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
         given = f"{argument}={path!r}" if argument else repr(path)
         raise ConfigError(f"{given} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
     check_url(str(path), argument)
-    return RemotePath(str(path).rstrip("/"))
+    return RemotePath(f"{url['scheme']}://{url['rest'][1:].rstrip('/')}")
+
+
+def real_path(path: StoragePath) -> StoragePath:
+    """Return the one path of a place on this machine, without links; a URL as it is."""
+    return path.resolve() if isinstance(path, Path) else path
 
 
 def checkpoint_may_exist(ckpt_path: Any) -> bool:
