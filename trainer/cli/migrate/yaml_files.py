@@ -71,9 +71,9 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
     return _changed(text, changes), sorted(set(findings))
 
 
-def _documents(text: str) -> Iterator[yaml.Node | None]:
+def _documents(text: str) -> list[yaml.Node | None]:
     readable = text.replace("\t", " ") if text.lstrip().startswith("{") else text  # JSON is YAML but for tabs
-    return iter(list(yaml.compose_all(readable, Loader=_Loader)))
+    return list(yaml.compose_all(readable, Loader=_Loader))
 
 
 def _changed(text: str, changes: Collection[Change]) -> str:
