@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from trainer.arguments import Limit
+from trainer.arguments import Limit, local_path
 from trainer.callback import Checkpoint
 from trainer.checkpoint.async_writer import BackgroundWriter, being_written
 from trainer.checkpoint.base_weights import frozen_names, weight_sums
@@ -25,7 +25,14 @@ from trainer.checkpoint.left_out import LEFT_OUT, LeftOutError
 from trainer.checkpoint.manifest import is_committed, read_manifest
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, require_writable, storage_of
+from trainer.checkpoint.storage import (
+    StoragePath,
+    as_storage_path,
+    kept_storage_path,
+    real_path,
+    require_writable,
+    storage_of,
+)
 from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
@@ -292,7 +299,7 @@ class ModelCheckpoint(Checkpoint):
         """Write the paths and values of `best_k_models` to a YAML file, by default `best_k_models.yaml`."""
         import yaml
 
-        path = Path(str(self._in_folder("best_k_models.yaml")) if filepath is None else filepath)
+        path = local_path(str(self._in_folder("best_k_models.yaml")) if filepath is None else filepath, "filepath")
         path.write_text(yaml.safe_dump({path: float(value) for path, value in self.best_k_models.items()}))
 
     @property
@@ -364,12 +371,12 @@ class ModelCheckpoint(Checkpoint):
         origin, (name, _) = trainer.run.resumed_from, self._restored_best
         # Another ModelCheckpoint's folder has checkpoints of the same names.
         own = trainer.run_dir / "checkpoints"
-        folders = [own if one.dirpath is None else as_storage_path(one.dirpath) for one in trainer.checkpoint_callbacks]
+        places = [own if one.dirpath is None else as_storage_path(one.dirpath) for one in trainer.checkpoint_callbacks]
         if origin is None:
             return
         if self.saved_step == trainer.global_step:
             self._saved_place = _place(trainer.progress)
-        if origin.parent in folders:
+        if real_path(origin.parent) in map(real_path, places):
             if self._is_owed(trainer):
                 self._save(trainer)
             elif self._continues:
@@ -684,7 +691,8 @@ class ModelCheckpoint(Checkpoint):
         # What this one had to leave out, earlier ones may have.
         obsolete = [one for one in self._obsolete if one != name and LEFT_OUT not in info]
         # Of several callbacks in one folder, "best" is of the first with a monitor, and "last" can be trained on.
-        beside = [one for one in trainer.checkpoint_callbacks if one._folder == self._folder]
+        folder, others = real_path(path.parent), trainer.checkpoint_callbacks
+        beside = [one for one in others if one._folder is not None and real_path(one._folder) == folder]
         leads = next((c for c in beside if c.monitor is not None and c.save_top_k), None) is self
         aside = "weights_only" in info and not all(c.save_weights_only for c in beside)
         last = None if name in self.nonfinite or aside else name

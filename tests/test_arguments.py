@@ -23,6 +23,7 @@ from trainer.arguments import (
     PositiveInt,
     describe_annotation,
     fits,
+    local_path,
     whole_number,
     with_python_numbers,
 )
@@ -32,6 +33,7 @@ from trainer.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     PredictionWriter,
     SimpleProfiler,
     StragglerMonitor,
@@ -189,7 +191,7 @@ def test_integers_of_texts(text: str, number: int | None) -> None:
         ({"max_time": 10**400}, "max_time"),
         ({"deadline_margin": 10**400}, "deadline_margin"),
         ({"devices": 2**31}, "devices=2147483648: that many processes would be started; 4096 at most"),
-        ({"default_root_dir": "s3:/"}, "give a folder of this machine"),
+        ({"default_root_dir": "s3:/"}, "give a path of this machine"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -211,6 +213,24 @@ FOLDERS = [
 def test_a_wrong_path_is_refused_by_the_name_of_its_argument(kind: type, name: str, path: str) -> None:
     with pytest.raises(ConfigError, match=rf"\b{name}\b"):
         kind(**{name: path})
+
+
+LOCAL_FOLDERS = [(kind, name) for kind, name in FOLDERS if kind not in (ModelCheckpoint, OnExceptionCheckpoint)]
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x", "S3://bucket/x", Path("memory://x"), "http://host/x"], ids=str)
+@pytest.mark.parametrize(("kind", "name"), LOCAL_FOLDERS)
+def test_a_url_is_refused_where_a_folder_of_this_machine_is_meant(kind: type, name: str, path: str | Path) -> None:
+    """It would be a local folder "s3:", about which nobody hears."""
+    with pytest.raises(ConfigError, match=rf"\b{name}=.*is a URL: give a path of this machine"):
+        kind(**{name: path})
+
+
+def test_a_file_url_is_its_path(tmp_path: Path) -> None:
+    logger = CSVLogger(save_dir=f"file://{tmp_path}/logs")
+    assert logger.save_dir == str(tmp_path / "logs")
+    assert Trainer(accelerator="cpu", default_root_dir=Path(f"file://{tmp_path}/x")).settings.root == tmp_path / "x"
+    assert local_path("./s3:/x") == local_path(local_path("./s3:/x")) == Path.cwd() / "s3:" / "x"
 
 
 def test_numbers_of_other_packages_are_numbers() -> None:

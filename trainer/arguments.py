@@ -15,6 +15,7 @@ import math
 import numbers
 import operator
 import os
+import re
 import sys
 import types
 import typing
@@ -433,19 +434,31 @@ def _plural(annotation: Any, names: TypeNames) -> str:
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
+URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.:-]+):/(?P<rest>.*)", re.DOTALL | re.IGNORECASE)
+"""A URL, or what `Path` makes of one, without a slash; a path that begins so is written ./x:/y."""
+
+
 def local_path(path: str | Path, argument: str = "") -> Path:
-    """Return a user's path of this machine; `~` and `~user` at its start are home folders.
+    """Return a user's path of this machine; `~` and `~user` at its start are home folders, and file:///x is /x.
 
     Args:
         argument: the name of the argument whose value the path is, for messages.
 
     Raises:
-        ConfigError: the value is not a path, a name in it is too long, or there is no such user.
+        ConfigError: the value is not a path, or the URL of another place; a name in it is too long, or there is no such
+            user.
     """
     named = f"{argument}=" if argument else ""
     if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
         raise ConfigError(f"{named}{path!r}: give a path of this machine as text, such as 'runs/first'.")
-    expanded = os.path.expanduser(path)
+    url = URL.fullmatch(str(path))
+    if url is not None and url["scheme"].lower() not in ("file", "local"):
+        raise ConfigError(
+            f"{named}{str(path)!r} is a URL: give a path of this machine. Only checkpoints go to a URL, with "
+            "ModelCheckpoint(dirpath='s3://...')."
+        )
+    here = path if url is None else url["rest"][1:] if url["rest"].startswith("/") else f"/{url['rest']}"
+    expanded = os.path.expanduser(here)
     if max(map(len, os.fsencode(expanded).split(b"/"))) > 255:  # as of a folder named after all arguments
         raise ConfigError(f"{named}{str(path)[:60]!r}...: a name may have 255 bytes between two slashes. Shorten it.")
     if expanded.startswith("~"):
@@ -453,8 +466,9 @@ def local_path(path: str | Path, argument: str = "") -> Path:
             f"{named}{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the "
             f"path in full; for a name that begins with ~ in the current folder, ./{expanded}."
         )
-    # The path of "./~x" must not be taken for a home folder when it is looked at again.
-    return Path(expanded).absolute() if str(Path(expanded)).startswith("~") else Path(expanded)
+    # The path of "./~x" must not be taken for a home folder when it is looked at again, nor that of "./x:/y" for a URL.
+    found = Path(expanded)
+    return found.absolute() if str(found).startswith("~") or URL.fullmatch(str(found)) else found
 
 
 def kept_path(path: str | Path, argument: str = "") -> Path:

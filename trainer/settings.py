@@ -281,11 +281,6 @@ def _wrong_folder(settings: Settings) -> list[str]:
     root = settings.default_root_dir
     if not isinstance(root, (str, Path)):
         return [f"default_root_dir={root!r}: give a folder, such as 'runs'."]
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(root)):
-        return [
-            f"default_root_dir={str(root)!r}: give a folder of this machine; checkpoints go to a URL with "
-            "callbacks=[ModelCheckpoint(dirpath='s3://...')]."
-        ]
     try:
         local_path(root, "default_root_dir")
     except ConfigError as error:

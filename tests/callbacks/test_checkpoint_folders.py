@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import os
@@ -130,6 +131,34 @@ def test_the_last_is_of_the_run_that_wrote_last_though_only_one_of_several_has(
         run(At(**{"step4" if written else "step3": end}), ckpt_path=folder / "step=2")
     run(begins, ckpt_path="last")
     assert begins.steps == [3 if written else 6]
+
+
+def test_the_root_of_a_store_is_a_folder(memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"default_root_dir": "runs", "ckpt_path": "last"}
+    checkpoint = steps(dirpath="memory://")
+    fit([checkpoint], max_steps=4, **options)
+    assert checkpoint.last_model_path == "memory://step=4"
+    assert fit([steps(dirpath="memory://")], **options).global_step == 6
+    assert [one.name for one in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_folder_under_two_names_is_one(tmp_path: Path) -> None:
+    """Of two callbacks in it, the first one with a monitor has "best", and both go on."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+
+    def both() -> list[ModelCheckpoint]:
+        lowest = steps(dirpath=tmp_path / "real", filename="a-{step}", monitor="train_loss", save_top_k=1)
+        highest = {"monitor": "train_loss", "mode": "max", "save_top_k": 1}
+        return [lowest, steps(dirpath=tmp_path / "link", filename="b-{step}", **highest)]
+
+    options: dict[str, Any] = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
+    lowest, highest = both()
+    fit([lowest, highest], max_steps=4, **options)
+    pointer = json.loads((tmp_path / "real" / "best.json").read_text())
+    assert Path(lowest.best_model_path).name == pointer["checkpoint"] != Path(highest.best_model_path).name
+    assert fit(both(), **options).global_step == 6
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:

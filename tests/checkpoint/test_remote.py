@@ -439,6 +439,7 @@ def test_places(tmp_path: Path) -> None:
         as_storage_path("memory://bucket"),
         RemotePath(f"{remote}/y"),
     )
+    assert as_storage_path("memory://") == as_storage_path("memory:///") == RemotePath("memory://")
     root = RemotePath("memory://bucket").parent
     assert root == root.parent == RemotePath("memory://")
     assert root / "bucket" == RemotePath("memory://bucket")
@@ -449,6 +450,8 @@ def test_places(tmp_path: Path) -> None:
     [
         (Path("s3://bucket/run"), r"was a URL before it became a Path: give it as a string"),
         ("nosuch://bucket/run", r"'nosuch://bucket/run': fsspec cannot open it: Protocol not known: nosuch"),
+        ("ftp://127.0.0.1:1/run", r"'ftp://127.0.0.1:1/run' cannot be reached: .*refused"),
+        ("reference://x", r"'reference://x': fsspec cannot open it: .*'fo'"),
     ],
 )
 def test_places_that_cannot_be(given: Any, message: str) -> None:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helpers.project import Command
+from trainer.config.files import read_tree
 from trainer.config.read import merged
 from trainer.config.tree import Diagnostics
 from trainer.errors import ConfigError
@@ -122,8 +124,35 @@ FILES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
         "# of my project\n" + MODEL.replace("lr: 0.1", "lr: 0.1  # large").replace("model:", "module:") + "# the end\n",
         (),
     ),
+    "what an override changes": ("model: {init_args: {lr: 0.5}}\n", "module: {init_args: {lr: 0.5}}\n", ()),
+    "an override with a trainer": (
+        "model:\n  lr: 0.5\ntrainer:\n  max_epochs: 3\n",
+        None,
+        ("1.yaml:1: model: use 'module:'",),
+    ),
+    "keys with dots": (
+        "trainer.max_epochs: 3\nmodel.init_args.lr: 0.1\ndata: {init_args.n: 1}\n",
+        None,
+        (
+            "1.yaml:1: trainer.max_epochs: no key with dots here: write trainer: {max_epochs: ...}",
+            "1.yaml:2: model.init_args.lr: no key with dots here: write module: {init_args: {lr: ...}}",
+            "1.yaml:3: init_args.n: no key with dots here: write init_args: {n: ...}",
+        ),
+    ),
+    "a dotted key alone": ("optimizer.lr: 3\n", None, ("1.yaml:1: optimizer.lr: no key with dots here",)),
+    "words of YAML 1.1, in lines that move": (
+        "seed_everything: 010\n" + DATA + "  dict_kwargs:\n    shuffle: off  # on\n" + "trainer:\n  profiler: on\n",
+        DATA + "    shuffle: false  # on\n" + "trainer:\n  seed: 8\n  profiler: simple\n",
+        (),
+    ),
     "two documents": (MODEL + "---\n" + DATA, (MODEL + "---\n" + DATA).replace("model:", "module:"), ()),
 }
+
+TEXTS_OF_1_1 = ("0o17", "08")
+WORDS = (
+    *("no", "Off", "on", "YES", "y", "n", "true", "~", "null", "010", "-017", "0b11", "0x_1F", "0x1F", "1_000", "1__0"),
+    *("12:30", "190:20:30", "1:30.5", "1.5", "+.inf", ".5_0", "1.e+5", "a", *TEXTS_OF_1_1),
+)
 
 
 def migrated(command: Command, file: Path, content: str) -> tuple[str, str]:
@@ -149,6 +178,24 @@ def test_a_file_of_lightning_cli_is_rewritten_or_listed(name: str, command: Comm
     if not listed and name not in ("data alone", "two documents"):  # then it is one of this package's
         merged([str(tmp_path / "p" / "1.yaml")], [], found)
         assert found.problems == []
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_value_is_what_lightning_cli_reads(word: str, command: Command, tmp_path: Path) -> None:
+    """Its YAML is 1.1, as PyYAML's; ours is 1.2."""
+    inside = f"    a: {word}\n    d: {{k: [{word} , '{word}']}}  # {word}\n    e:\n      {word}: \"{word}\"\n"
+    content = "model:\n  class_path: my.Net\n  init_args:\n" + inside
+    new, out = migrated(command, tmp_path / "p" / "1.yaml", content)
+    read = read_tree(str(tmp_path / "p" / "1.yaml"), Diagnostics())
+    assert read is not None
+    if word in TEXTS_OF_1_1:
+        assert new == content.replace("model:", "module:")
+        assert f"1.yaml:4: {word}: a text in YAML 1.1, which LightningCLI reads, and " in out
+    else:
+        assert repr(read.plain()["module"]) == repr(yaml.safe_load(content)["model"])
+        assert "to decide by hand: 0" in out
+    ours = tmp_path / "ours" / "1.yaml"
+    assert migrated(command, ours, "module: {class_path: my.Net}\ntrainer:\n" + inside)[0].endswith(inside)
 
 
 def test_json_of_lightning_cli_is_rewritten_or_listed(command: Command, tmp_path: Path) -> None:

@@ -104,6 +104,24 @@ def test_two_runs_are_too_many(runs: Command) -> None:
         assert first == f"note: --ckpt-path {which} is that of runs/version_0"
 
 
+def test_a_name_beside_the_configuration_of_another_run_is_refused(runs: Command) -> None:
+    code, _, err = runs("fit", "--config", "runs/version_0/config.yaml", "--name", "1e3", "--trainer.max_epochs", "2")
+    assert code == 0, err  # a new run, and no checkpoint is asked for
+    before = [record(f"runs/version_{number}") for number in range(3)]
+    Path("over.yaml").write_text("name: 1e3\n")
+    for command, which in (("validate", "last"), ("test", "best"), ("fit", "last")):
+        for number, its in ((0, "has no name"), (2, "is called '1e3'")):
+            config, name = f"runs/version_{number}/config.yaml", "1e3" if number == 0 else "other"
+            code, _, err = runs(command, "--config", config, "--name", name, "--ckpt-path", which)
+            assert code == 2
+            assert f"--ckpt-path {which}: the name {name!r} and {Path(config).absolute()}, the configuration of" in err
+            assert f"a run that {its}, mean two runs. Give one of them" in err
+        assert runs(command, "--config", "runs/version_0/config.yaml", "over.yaml", "--ckpt-path", which)[0] == 2
+    config = "runs/version_2/config.yaml"
+    assert runs("validate", "--config", config, "--name", "1e3", "--ckpt-path", "last")[0] == 0
+    assert [record(f"runs/version_{number}") for number in range(3)] == before
+
+
 def test_that_there_is_no_checkpoint_yet_is_said(command: Command, caplog: pytest.LogCaptureFixture) -> None:
     Path("run.yaml").write_text(RUN)
     caplog.set_level("INFO", "trainer")

@@ -128,6 +128,9 @@ def test_who_decides(variables: dict[str, str], source: str, place: tuple[object
         {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
         {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
         {"RAY_JOB_ID": "0100"},
+        {"RAY_JOB_ID": "0100", "LSF_PM_TASKID": "2", "PMIX_RANK": "1"},  # of blaunch and prun, which started Ray
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x@1"},  # as srun --mpi=pmix has it with one task, too
+        {"LSF_PM_TASKID": "1", "LSB_DJOB_NUMPROC": "8"},  # slots, which are cores
     ],
 )
 def test_what_is_not_one_of_several_processes(variables: dict[str, str]) -> None:
@@ -167,7 +170,10 @@ def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch)
             {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"},
             "OMPI_COMM_WORLD_RANK=4 must be smaller than OMPI_COMM_WORLD_SIZE=4",
         ),
-        ({**OPEN_MPI, "MASTER_ADDR": ""}, "started 4 processes, 2 of them here, and MASTER_ADDR is not set"),
+        (
+            {**OPEN_MPI, "MASTER_ADDR": ""},
+            "2 of them here, and MASTER_ADDR is not set: .* mpirun -x MASTER_ADDR=node1 -x",
+        ),
         ({"PET_NNODES": "4", "PET_NODE_RANK": "1"}, "this pod is one of several, and nothing says which"),
         ({**KUBEFLOW, "WORLD_SIZE": "32"}, "several processes in each pod: start with `trainer launch`"),
         ({**KUBEFLOW, "PET_NNODES": "many"}, "PET_NNODES='many' is neither a number nor MIN:MAX"),
@@ -231,11 +237,16 @@ NO_LOCAL = "MPI_LOCALRANKID or PMI_LOCAL_RANK, MPI_LOCALNRANKS or PMI_LOCAL_SIZE
                 ({"FLUX_JOB_SIZE": ""}, r"\?", "2"),
             )
         ),
-        ({name: FLUX[name] for name in FLUX if name != "MASTER_ADDR"}, "flux run started 4 processes, 2 of them here"),
+        (
+            {name: FLUX[name] for name in FLUX if name != "MASTER_ADDR"},
+            "flux run started 4 processes, 2 of them here, .*: export MASTER_ADDR=node1 MASTER_PORT=29500, before flux",
+        ),
         (
             {name: TORCHRUN[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
             "but not LOCAL_WORLD_SIZE.*in Azure ML under environment_variables",
         ),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x@1"}, "PMIX_RANK=1: one of several processes that prun or the like"),
+        ({"LSF_PM_TASKID": "2", "LSB_JOBID": "1"}, "LSF_PM_TASKID=2: one of several .* blaunch .* unset LSF_PM_TASKID"),
         # As in a batch script, where Slurm does not set these variables.
         ({**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"}, f"but not {NO_LOCAL}"),
     ],
@@ -251,6 +262,7 @@ def test_mpiruns_variables_without_the_local_ones_where_another_decides() -> Non
     pmi = {"PMI_RANK": "3", "PMI_SIZE": "5"}
     assert detect_environment({**SRUN, **pmi}).source == "Slurm"
     assert detect_environment({**TORCHRUN, **pmi}).source == "torchrun"
+    assert detect_environment({**TORCHRUN, "PMIX_RANK": "3", "LSF_PM_TASKID": "2"}).source == "torchrun"
     assert detect_environment({**SRUN, **pmi, "SLURM_STEP_ID": "4294967290"}).source == "single process"
 
 

@@ -20,8 +20,8 @@ print("error of", os.environ["RANK"], file=sys.stderr, flush=True)
 """
 
 
-def launched(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "says.py").write_text(SAYS)
+def launched(folder: Path, *options: str, script: str = SAYS) -> subprocess.CompletedProcess[str]:
+    (folder / "says.py").write_text(script)
     command = [sys.executable, "-m", "trainer", "launch", "--nproc-per-node", "2", *options, "says.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -50,11 +50,35 @@ def test_output_goes_into_files_by_rank(tmp_path: Path) -> None:
     }
 
 
+FAILS = """
+import os, sys
+
+if os.environ["RANK"] == "1":
+    raise SystemExit(print("why it failed", file=sys.stderr) or 3)
+"""
+
+
+def test_a_rank_that_fails_where_nobody_sees_its_errors_is_named(tmp_path: Path) -> None:
+    done = launched(tmp_path, "--log-dir", "logs", "--local-ranks-filter", "0", script=FAILS)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1] == (
+        "rank 1 failed with exit code 3; its errors: not shown, by --local-ranks-filter; --redirects 2 writes those of "
+        "each rank into a file"
+    )
+    done = launched(tmp_path, "--redirects", "2", "--max-restarts", "1", script=FAILS)
+    assert done.returncode == 3
+    found = [line.partition("; its errors: ") for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert [one[0] for one in found] == 2 * ["rank 1 failed with exit code 3"]
+    assert [Path(one[2]).read_text() for one in found] == 2 * ["why it failed\n"]
+    assert "rank" not in launched(tmp_path, script=FAILS).stderr  # it has said it itself
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--tee", "9"), "--tee 9: give 3 for the output and errors of all processes"),
         (("--redirects", "0:4"), "--redirects 0:4: give 3"),
+        (("--log-dir", "s3://bucket/logs"), "--log-dir='s3://bucket/logs' is a URL: give a path of this machine"),
         (("--local-ranks-filter", "2"), "--local-ranks-filter 2: give ranks of this machine, 0 to 1"),
         (("--local-ranks-filter", "a"), "--local-ranks-filter a: give ranks of this machine, 0 to 1"),
         (("--nnodes", "2", "--rdzv-endpoint", "localhost:0"), "give HOST:PORT, such as node1:29500"),

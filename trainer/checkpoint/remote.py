@@ -150,15 +150,19 @@ class RemotePath:
 
 
 def check_url(url: str, argument: str = "") -> None:
-    """Check that fsspec supports this kind of URL; open no connection.
+    """Check that fsspec supports this kind of URL; some kinds, such as ftp, are connected to.
 
     Args:
         argument: the name of the argument whose value the URL is, for messages.
 
     Raises:
-        ConfigError: the scheme is unknown, or its package is not installed.
+        ConfigError: the scheme is unknown, its package is not installed, or the server does not answer.
     """
-    _store(url, argument)
+    try:
+        _store(url, argument)
+    except OSError as error:
+        given = f"{argument}={url!r}" if argument else repr(url)
+        raise ConfigError(f"{given} cannot be reached: {error}") from error
 
 
 def _store(url: str, argument: str = "") -> tuple[Any, str]:
@@ -170,7 +174,9 @@ def _store(url: str, argument: str = "") -> tuple[Any, str]:
     try:
         # Cached listings would not show the files that other processes write.
         store, path = url_to_fs(url, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a scheme that is unknown or not installed, or a URL without what it needs
         raise ConfigError(f"{given}: fsspec cannot open it: {error}") from None
     return store, str(path)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
-from trainer.arguments import kept_path, local_path
+from trainer.arguments import URL, kept_path, local_path
 from trainer.checkpoint.checksums import new_digest
 from trainer.checkpoint.disk import FileEntry, LocalStorage, ReadError, read_failure
 from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
@@ -19,8 +18,6 @@ StoragePath: TypeAlias = Path | RemotePath
 PathT = TypeVar("PathT", Path, RemotePath)
 
 _CHUNK = 16 << 20
-_URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.:-]+)://(?P<rest>.*)", re.DOTALL)
-_SQUEEZED_URL = re.compile(r"[a-z][a-z0-9+.:-]+:/([^/]|$)")
 
 
 def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
@@ -37,17 +34,20 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
     """
     if isinstance(path, RemotePath):
         return path
-    url = _URL.fullmatch(str(path))
-    if url is None:
-        if _SQUEEZED_URL.match(str(path)):
-            was = "was a URL before it became a Path: give it as a string" if isinstance(path, Path) else "is no URL"
-            given = f"{argument}={path!r}" if argument else repr(path)
-            raise ConfigError(f"{given} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
+    url = URL.fullmatch(str(path))
+    if url is None or url["scheme"].lower() in ("file", "local"):
         return local_path(path, argument)
-    if url["scheme"] in ("file", "local"):
-        return Path(url["rest"])
+    if not url["rest"].startswith("/"):
+        was = "was a URL before it became a Path: give it as a string" if isinstance(path, Path) else "is no URL"
+        given = f"{argument}={path!r}" if argument else repr(path)
+        raise ConfigError(f"{given} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
     check_url(str(path), argument)
-    return RemotePath(str(path).rstrip("/"))
+    return RemotePath(f"{url['scheme']}://{url['rest'][1:].rstrip('/')}")
+
+
+def real_path(path: StoragePath) -> StoragePath:
+    """Return the one path of a place on this machine, without links; a URL as it is."""
+    return path.resolve() if isinstance(path, Path) else path
 
 
 def checkpoint_may_exist(ckpt_path: Any) -> bool:

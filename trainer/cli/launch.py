@@ -98,8 +98,8 @@ def _logs(options: argparse.Namespace, number: int) -> Logs:
             f"--local-ranks-filter {options.local_ranks_filter}: give ranks of this machine, 0 to {number - 1}."
         )
     raise_problems(problems, "the options")
-    ranks = frozenset(map(int, shown)) or None
-    return Logs(options.log_dir and str(local_path(options.log_dir)), options.redirects, options.tee, ranks)
+    log_dir = options.log_dir and str(local_path(options.log_dir, "--log-dir"))
+    return Logs(log_dir, options.redirects, options.tee, frozenset(map(int, shown)) or None)
 
 
 def _start(command: list[str], number: int, restarts: int, machines: Machines | None, logs: Logs) -> NoReturn:

@@ -96,6 +96,13 @@ def _in_named_run(configuration: Configuration, files: Iterable[str], command: s
         )
     if len(runs) != 1:
         return None
+    called, record = configuration.name, record_of(runs[0]) or {}
+    if which in ("last", "best") and called is not None and called != record.get("name"):
+        its = f"is called {record['name']!r}" if "name" in record else "has no name"
+        raise ConfigError(
+            f"--ckpt-path {which}: the name {called!r} and {runs[0] / 'config.yaml'}, the configuration of a run that "
+            f"{its}, mean two runs. Give one of them: a run keeps its name."
+        )
     source = configuration.sources.get("default_root_dir")
     if source is not None and source.folder == runs[0]:
         configuration.trainer["default_root_dir"] = str(runs[0].parent)

@@ -315,6 +315,12 @@ class _YamlReader:
         return _to_python(kind, text)
 
 
+def plain_value(text: str) -> Any:
+    """Return what a text without quotes is in a file of YAML."""
+    kind = next((kind for kind, (pattern, _) in SCALARS.items() if pattern.match(text)), "str")
+    return text if kind in ("str", "merge") else _to_python(kind, text)
+
+
 def _to_python(kind: str, text: str) -> Any:
     if kind == "null":
         return None

@@ -81,7 +81,8 @@ def detect_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """
     environment = next((found for s in SOURCES if isinstance(found := s.read(environ), Environment)), None)
     if environment is None:
-        raise_problems([*_incomplete_torchrun(environ), *_incomplete_mpirun(environ)], "the environment")
+        problems = [*_incomplete_torchrun(environ), *_incomplete_mpirun(environ)]
+        raise_problems(problems or _one_of_several(environ), "the environment")
         return Environment()
     if environment.source not in _OF_TORCHRUN:
         raise_problems(_disagreements(environment, environ), "the environment")
@@ -124,6 +125,20 @@ def _incomplete_mpirun(environ: Mapping[str, str]) -> list[str]:
                 f"torchrun, or unset them (unset {' '.join(given)}) to run as a single process."
             )
     return problems
+
+
+def _one_of_several(environ: Mapping[str, str]) -> list[str]:
+    """Report a number that only one of several tasks has, of a launcher that says neither how many nor which are here.
+
+    A first task looks like a single process, and so does each task of a Ray worker that such a launcher has started.
+    """
+    return [
+        f"{name}={environ[name]}: one of several processes that {start} started, and nothing says how many they are "
+        "and which of this machine: each would train alone. Have it start `trainer launch` or torchrun on each "
+        f"machine, or unset {name} to run as a single process."
+        for name, first, start in (("PMIX_RANK", 0, "prun or the like"), ("LSF_PM_TASKID", 1, "blaunch"))
+        if environ.get(name, "").isdecimal() and int(environ[name]) > first and not environ.get("RAY_JOB_ID")
+    ]
 
 
 def _disagreements(environment: Environment, environ: Mapping[str, str]) -> list[str]:
@@ -236,10 +251,12 @@ class _Mpi:
         port = number.port(_port_of_job(environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or "mpi"))
         address = environ.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else "")
         if not address:
+            how = f"export MASTER_ADDR=node1 MASTER_PORT=29500, before {self.start}"
+            if self.name == "Open MPI":  # which passes on what is named
+                how = "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500"
             number.add(
                 f"{self.start} started {size} processes, {local_size} of them here, and MASTER_ADDR is not set: give "
-                "the name of the machine with rank 0, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`, or "
-                "export both before."
+                f"all of them the name of the machine with rank 0, and a port of it: {how}."
             )
         number.check()
         if size == 1:

@@ -111,12 +111,19 @@ class Agent(LocalElasticAgent):
         """True while processes are started, some of which may run before their numbers are known."""
         self.failed_ranks: dict[int, int] = {}
         """Exit codes by rank of the processes that failed first, without those ended because of them."""
+        self._errors: dict[int, str] = {}
+        """The files by rank of what processes write to their standard error; empty for the terminal."""
 
-    def report_signals(self) -> None:
-        """Print which processes were killed by a signal: they could not report it themselves."""
+    def report_failures(self) -> None:
+        """Print which processes were killed by a signal, and so report nothing, or report into a file or to nobody."""
         for rank, code in sorted(self.failed_ranks.items()):
-            if code < 0 and code != -signal.SIGTERM and self.signalled is None:
-                _print_message(f"rank {rank} was ended by {signal.Signals(-code).name}")
+            errors = self._errors[rank]
+            if self.signalled is not None or code == -signal.SIGTERM or (code > 0 and not errors):
+                continue
+            how = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+            if errors == os.devnull:
+                errors = "not shown, by --local-ranks-filter; --redirects 2 writes those of each rank into a file"
+            _print_message(f"rank {rank} {how}{errors and f'; its errors: {errors}'}")
 
     def training_began(self) -> bool:
         """Return True if a fit has begun in the latest attempt."""
@@ -164,6 +171,7 @@ class Agent(LocalElasticAgent):
                 ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
                 codes = {ranks[local]: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
                 self.failed_ranks = {rank: code for rank, code in codes.items() if code}
+                self._errors = {ranks[local]: file for local, file in context.stderrs.items()}
             close(death_sig, _STOP_TIMEOUT_S if self._stopped() else _SHUTDOWN_TIMEOUT_S)
             if self.failed_ranks:
                 for handler in context.subprocess_handlers.values():
@@ -183,7 +191,7 @@ class Agent(LocalElasticAgent):
             if self.signalled is not None or self._stopped():
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
-                self.report_signals()
+                self.report_failures()
                 total = worker_group.spec.max_restarts
                 _print_message(f"starting all processes again ({total - self._remaining_restarts + 1} of {total})")
         return result

@@ -109,7 +109,7 @@ def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
     try:
         failures = [failure.exitcode for failure in agent.run().failures.values()]
         code = _exit_code(list(agent.failed_ranks.values()) if failures and agent.failed_ranks else failures)
-        agent.report_signals()
+        agent.report_failures()
         if forwarder.ended_by is not None:
             code = 128 + forwarder.ended_by
         elif code != 0 and forwarder.interrupted and not agent.training_began():

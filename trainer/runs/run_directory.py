@@ -19,7 +19,7 @@ from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locat
 from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory, temporary_path_for
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest, read_metadata
 from trainer.checkpoint.schema import Integer, wrong
-from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file
+from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, real_path
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
@@ -455,7 +455,7 @@ def locked_folders(run: Run) -> Iterator[None]:
             if trains and not run.settings.fast_dev_run:
                 own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
                 folders = [run.session.run_dir, *(folder for folder in own if isinstance(folder, Path))]
-                for folder in {folder.absolute(): folder for folder in folders}.values():
+                for folder in {real_path(folder): folder for folder in folders}.values():
                     problem = problem or _lock(folder, locks, run.session.argument("ckpt_path", "last"))
             problem = run.strategy.processes.broadcast_object(problem)
             if problem is not None:

@@ -38,10 +38,11 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "ven
 MENTIONED = re.compile(rb"\b(pytorch_lightning|lightning|lightning_fabric|trainer)\b")
 REQUIREMENT = re.compile(r"(?<![\w.\-/])(pytorch[-_]lightning|lightning)(\[[\w,-]+\])?\s*(?=[=<>~!;,\s\"']|$)")
 REQUIREMENTS = re.compile(r"(.*requirements.*\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)")
-CLASSES = re.compile(
-    rb"^(model|data|seed_everything|trainer|optimizer|lr_scheduler|fit|validate|test|predict)\s*:", re.MULTILINE
+OF_CLI = re.compile(
+    rb"^(fit|validate|test|predict|seed_everything|(model|data|trainer|optimizer|lr_scheduler)[.\w]*)\s*:", re.M
 )
 """Keys of LightningCLI, in whose files neither of these words need be."""
+OF_CLASSES = re.compile(rb"\b(class_path|init_args|seed_everything)\b|^(model|data|optimizer|lr_scheduler)\.\w", re.M)
 EXPORTED = re.compile(rb"^\s*from\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 
@@ -77,9 +78,7 @@ def run(arguments: list[str]) -> int:
         if MENTIONED.search(source)
         or REQUIREMENTS.fullmatch(file.name)
         or file.suffix == ".json"  # named by the user, as `trainer fit` advises: a folder may have data in such files
-        or (
-            file.suffix in YAML and CLASSES.search(source) and (b"class_path" in source or b"seed_everything" in source)
-        )
+        or (file.suffix in YAML and OF_CLI.search(source) and OF_CLASSES.search(source))
     }
     changed, places = 0, [f"{file}:1: {NAMESAKE}" for file in files if _is_namesake(file)]
     for file, source in sources.items():

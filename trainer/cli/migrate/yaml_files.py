@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from ast import literal_eval
 from collections.abc import Collection, Iterator
 
@@ -11,19 +12,41 @@ from yaml.constructor import SafeConstructor
 
 from trainer.cli.migrate.decisions import Finding
 from trainer.cli.migrate.names import ARGUMENTS, VALUES, argument_words, lightning_root, name_here
+from trainer.config.files import TAG, plain_value
 from trainer.config.plug_names import callbacks, optimizers, schedulers, strategies
 from trainer.config.tree import KEYS
 
 CLASS_KEYS = ("class_path", "_target_")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
+CLASSES = ("model", "data", "trainer", "optimizer", "lr_scheduler")
 SECTIONS = ("fit", "validate", "test", "predict")
 """Keys of a file of LightningCLI that has a section for each command."""
 SECTION = "no sections of commands here: give each command a file with the content of its section at the top"
 SEED = "'seed:' under 'trainer:', with a number"
 MODULE = "'module:' for 'trainer fit', with the class as 'class_path:'"
 UNKNOWN = "no key of a configuration here: a value for several places is a reference, ${KEY.NAME}, to one of them"
+PLAIN = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
+YAML_11 = "a text in YAML 1.1, which LightningCLI reads, and {} here: write it in quotes if it is a text"
 Change = tuple[int, int, str]
 """The start of a text, its length, and the text in its place."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain values as LightningCLI's parser, jsonargparse, does: of YAML 1.1, but for dates and for numbers."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in (f"{TAG}timestamp", f"{TAG}float")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    f"{TAG}float",
+    re.compile(
+        r"^([-+]?[0-9][0-9_]*(\.[0-9_]*([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)|\.[0-9_]+([eE][-+][0-9]+)?"
+        r"|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
 
 
 def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
@@ -34,15 +57,42 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
     """
     changes: list[Change] = []
     findings: list[Finding] = []
-    readable = text.replace("\t", " ") if text.lstrip().startswith("{") else text  # JSON is YAML but for tabs
-    for document in yaml.compose_all(readable, Loader=yaml.SafeLoader):
-        for mapping in _mappings(document):
-            _rewrite_class(mapping, changes, findings)
+    for document in _documents(text):
+        if document is not None and _is_of_cli(document) and not _names(document) & {"module"}:
+            _rewrite_plain_values(document, changes, findings)
+    text, changes = _changed(text, changes), []  # by themselves: lines with such values may be moved
+    for document in _documents(text):
+        for mapping in _nodes(document):
+            if isinstance(mapping, yaml.MappingNode):
+                _rewrite_class(mapping, changes, findings)
         if isinstance(document, yaml.MappingNode):
             _rewrite_cli_keys(document, changes, findings)
+    return _changed(text, changes), sorted(set(findings))
+
+
+def _documents(text: str) -> list[yaml.Node | None]:
+    readable = text.replace("\t", " ") if text.lstrip().startswith("{") else text  # JSON is YAML but for tabs
+    return list(yaml.compose_all(readable, Loader=_Loader))
+
+
+def _changed(text: str, changes: Collection[Change]) -> str:
     for start, length, new in sorted(set(changes), reverse=True):
         text = text[:start] + new + text[start + length :]
-    return text, sorted(set(findings))
+    return text
+
+
+def _rewrite_plain_values(document: yaml.Node, changes: list[Change], findings: list[Finding]) -> None:
+    """Write values as LightningCLI reads them where they are others here, such as `no`, `010` and `12:30`."""
+    for node in _nodes(document):
+        if not isinstance(node, yaml.ScalarNode) or node.style is not None or node.tag not in PLAIN:
+            continue
+        there, here = _plain(node), plain_value(node.value)
+        if repr(there) == repr(here):
+            continue
+        if isinstance(there, str):
+            findings.append(Finding(_line(node), node.value, YAML_11.format(here)))
+        else:
+            changes.append(_scalar(node, json.dumps(there)))
 
 
 def _rewrite_class(mapping: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
@@ -76,30 +126,33 @@ def _rewrite_class(mapping: yaml.MappingNode, changes: list[Change], findings: l
 def _rewrite_cli_keys(document: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
     """Rewrite the top of a file of LightningCLI, or of a section of one."""
     entries = {key.value: (key, value) for key, value in document.value if isinstance(key, yaml.ScalarNode)}
-    for name in [name for name in SECTIONS if name in entries and _is_section(entries[name][1])]:
+    for name in [name for name in SECTIONS if name in entries and _is_of_cli(entries[name][1], False)]:
         named, section = entries.pop(name)
         findings.append(Finding(_line(named), name, SECTION))
         _rewrite_cli_keys(section, changes, findings)
+    if not _is_of_cli(document):
+        return
     _, settings = entries.get("trainer", (None, None))
     key, value = entries.get("model", (None, None))
-    keys = {one.value for one, _ in value.value} if isinstance(value, yaml.MappingNode) else set()
-    of_cli = "class_path" in keys or "seed_everything" in entries
+    dotted = [one for one in _keys(document) if "." in one.value]
+    for name in CLASSES:
+        dotted += [one for one in _keys(entries.get(name, (None, None))[1]) if "." in one.value]
+    findings += [Finding(_line(one), one.value, _without_dots(one.value)) for one in dotted]
+    of_cli = bool(dotted) or "seed_everything" in entries or bool(_names(value) & {"class_path", *ARGUMENTS_KEYS})
     if isinstance(settings, yaml.MappingNode):
-        if "_target_" in {key.value for key, _ in settings.value}:
-            return
         _rewrite_arguments("Trainer", settings, changes, findings)
-    elif not of_cli and not any(_is_class(value) for _, value in entries.values()):
-        return
+        of_cli |= isinstance(value, yaml.MappingNode) and {*entries} <= {*KEYS, "model"}
     if "seed_everything" in entries:
         seed, number = entries["seed_everything"]
         if not _move_seed(seed, number, document, settings, changes):
             findings.append(Finding(_line(seed), "seed_everything", f"use {SEED}"))
     if isinstance(key, yaml.ScalarNode) and "module" not in entries:
-        if "class_path" in keys:
+        if _names(value) & {"class_path", *ARGUMENTS_KEYS}:
             changes.append(_scalar(key, "module"))
-        elif "_target_" not in keys and of_cli:
+        elif "_target_" not in _names(value) and of_cli:
             findings.append(Finding(_line(key), "model", f"use {MODULE}"))
-    for name in (name for name in entries if of_cli and name not in (*KEYS, "model", "seed_everything")):
+    known = (*KEYS, "model", "seed_everything", *(one.value for one in dotted))
+    for name in (name for name in entries if of_cli and name not in known):
         findings.append(Finding(_line(entries[name][0]), name, UNKNOWN))
 
 
@@ -108,14 +161,37 @@ def known_classes() -> set[str]:
     return {*callbacks("Callback"), *callbacks("Logger"), *optimizers(), *schedulers(), *strategies()}
 
 
-def _is_class(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.MappingNode) and "class_path" in {key.value for key, _ in node.value}
+def _keys(node: yaml.Node | None) -> list[yaml.ScalarNode]:
+    """Return the keys of a mapping that are texts; none for anything else."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return [key for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
 
 
-def _is_section(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.MappingNode) and any(
-        (key.value in ("model", "data") and _is_class(value)) or key.value == "trainer" for key, value in node.value
+def _names(node: yaml.Node | None) -> set[str]:
+    return {key.value for key in _keys(node)}
+
+
+def _is_of_cli(document: yaml.Node | None, with_sections: bool = True) -> bool:
+    """Whether a file is one of LightningCLI, whole or with what another one changes, and none of Hydra."""
+    pairs = document.value if isinstance(document, yaml.MappingNode) else []
+    values = {key.value: value for key, value in pairs if isinstance(key, yaml.ScalarNode)}
+    names = [name for name in values if with_sections or name in CLASSES]
+    settings = values.get("trainer")
+    if "_target_" in _names(settings):
+        return False
+    return (
+        isinstance(settings, yaml.MappingNode)
+        or "seed_everything" in values
+        or any(_names(values[name]) & {"class_path", *ARGUMENTS_KEYS} for name in names)
+        or any("." in name and name.partition(".")[0] in CLASSES for name in values)
+        or (with_sections and any(name in SECTIONS and _is_of_cli(value, False) for name, value in values.items()))
     )
+
+
+def _without_dots(name: str) -> str:
+    first, *others = name.split(".")
+    parts = ["module" if first == "model" else first, *others]
+    return f"no key with dots here: write {': {'.join(parts)}: ...{'}' * len(others)}"
 
 
 def _move_dict_kwargs(mapping: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
@@ -195,16 +271,16 @@ def _move_seed(
     return True
 
 
-def _mappings(node: yaml.Node | None) -> Iterator[yaml.MappingNode]:
-    """Return the mappings of a document, each once, although anchors may repeat them."""
+def _nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
+    """Return the nodes of a document, each once, although anchors may repeat them."""
     waiting, seen = [node], set()
     while waiting:
         one = waiting.pop()
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
+        yield one
         if isinstance(one, yaml.MappingNode):
-            yield one
             waiting += [node for pair in one.value for node in pair]
         elif isinstance(one, yaml.SequenceNode):
             waiting += one.value
