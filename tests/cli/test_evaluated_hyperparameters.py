@@ -470,3 +470,28 @@ def test_parts_of_nested_values_are_typed(kind: str, seed: int, command: Command
     given = tree_of(seen({**under, **typed}))
     changed = {f"module.{name}" for name in expected if given.get(name) != expected[name]}
     assert notes == (changed if kind == "Net" else {"module.config"})
+
+
+@pytest.mark.parametrize("more", ['self.save_hyperparameters("n")', 'self.save_hyperparameters({"git": "abc"})', ""])
+def test_a_configuration_as_a_whole_is_the_checkpoints(more: str, command: Command) -> None:
+    """Also beside other values, and where an argument that is not saved has the name of one of its entries."""
+    whole = "\n\nclass Whole(Net):\n    def __init__(self, cfg: dict = {'scale': 4.0}, n: int = 1, scale: int = 9):\n"
+    lines = (
+        "TrainModule.__init__(self)",
+        "self.save_hyperparameters(cfg)",
+        more,
+        "self.scale, self.sizes = cfg['scale'], [n]",
+    )
+    whole += "".join(f"        {line}\n" for line in (*lines, "self.width, self.layers = 1, torch.nn.Linear(1, 1)"))
+    Path("scaled.py").write_text(FILE + whole)
+    Path("run.yaml").write_text(
+        RUN.replace("Net", "Whole").replace("width: 3, scale: 2.0, sizes: [7]", "cfg: {scale: 2.0}, n: 5")
+    )
+    assert command("fit", "--config", "run.yaml")[0] == 0
+    Path("run.yaml").write_text(
+        Path("run.yaml").read_text().replace("scale: 2.0", "scale: 0.5").replace("n: 5", "n: 6")
+    )
+    code, out, err = command("validate", "--config", "run.yaml", "--ckpt-path", "runs/version_0")
+    assert code == 0, err
+    values = dict(line.split() for line in out.splitlines() if line.startswith("  "))
+    assert (float(values["scale"]), float(values["first"])) == (2, 5 if '"n"' in more else 6)
