@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 
 T = TypeVar("T")
 UserId = NewType("UserId", int)
+Name = NewType("Name", str)
+Bound = TypeVar("Bound", bound=str)
 PositiveInt = pydantic.PositiveInt
 Alias = list[int]
 
@@ -30,6 +32,12 @@ class Color(enum.Enum):
 class Num(enum.Enum):
     ONE = 1
     TWO = 2
+
+
+class Token(enum.Enum):
+    CLS = "[CLS]"
+    ONE = "1"
+    ABSENT = "null"
 
 
 class IntE(enum.IntEnum):

@@ -47,6 +47,7 @@ from trainer.config.tree import (
 )
 from trainer.config.types import (
     TypeMismatchError,
+    accepts,
     allowed,
     as_written,
     constructor_parameters,
@@ -254,7 +255,7 @@ class Values:
             return found if limits else INVALID
         if (reference := reference_to_data(node)) is not None:
             return self.of_data(node, annotation, path, reference)
-        if node.unreadable is not None:
+        if node.unreadable is not None and (accepts({}, annotation) or not accepts(node.text, annotation)):
             self.findings.add(node.source, node.unreadable)
             return INVALID
         value = self._checked(node, node.plain(), annotation, path)
@@ -326,7 +327,7 @@ class Values:
         keys: dict[Any, Any] = {}
         for key, child in entries(node).items():
             # Neither JSON nor TOML nor the command line has numbers for keys.
-            number = whole_number(key) if isinstance(key, str) and str not in options_of(of_key) else None
+            number = whole_number(key) if isinstance(key, str) and not accepts(key, of_key) else None
             keys[key] = self.value(Node(key if number is None else number, child.source), of_key, (*path, key))
         return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
@@ -338,7 +339,7 @@ class Values:
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return what was typed as text; if that does not fit either, report the mismatch."""
-        if node.text is not None and not isinstance(node.value, (dict, list)):
+        if node.text is not None:
             with suppress(TypeMismatchError):
                 value = validate(node.text, annotation)
                 node.value, node.text = node.text, None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from os import PathLike
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import NoneType
 from typing import Any, Generic, Literal, Never, Optional, get_args, get_origin, is_typeddict
 
@@ -23,7 +23,6 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 
 from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
 
-TEXTS = (str, Path, PurePath, PathLike)
 SCALARS = (bool, int, float, NoneType)
 
 
@@ -211,22 +210,27 @@ def _holds_model(annotation: Any) -> bool:
     return any(hasattr(one, "model_fields") or any(map(_holds_model, get_args(one))) for one in options)
 
 
+def _is_text(option: Any) -> bool:
+    kind = get_origin(option) or option
+    return kind is PathLike or (isinstance(kind, type) and issubclass(kind, (str, PurePath)) and not _is_enum(kind))
+
+
 def wants_text(value: Any, annotation: Any) -> bool:
     """Whether a value that was read from a text is to be that text: it may be, and fits no other of a union."""
-    others = [option for option in options_of(annotation) if option not in TEXTS]
+    others = [option for option in options_of(annotation) if not _is_text(option)]
     if len(others) == len(options_of(annotation)):
         return False
     if isinstance(value, (dict, list)):
         plain = (*SCALARS, Literal, *(LISTS if isinstance(value, dict) else MAPPINGS))
         return all((get_origin(option) or option) in plain for option in others)
-    return isinstance(value, str) or not any(_fits(value, option) for option in others)
+    return isinstance(value, str) or not any(accepts(value, option) for option in others)
 
 
 def member_named(text: str, annotation: Any) -> enum.Enum | None:
     """Return the member of an enumeration with this name, as LightningCLI writes them, where no value is like that."""
     for option in options_of(annotation):
         if _is_enum(option) and text in option.__members__:
-            return None if _fits(text, annotation) else option[text]
+            return None if accepts(text, annotation) else option[text]
     return None
 
 
@@ -235,9 +239,10 @@ def as_written(member: enum.Enum) -> Any:
     return member.value if isinstance(member.value, (*SCALARS, str)) else member.name
 
 
-def _fits(value: Any, option: Any) -> bool:
+def accepts(value: Any, annotation: Any) -> bool:
+    """Whether a value fits an annotation."""
     try:
-        validate(value, option)
+        validate(value, annotation)
     except TypeMismatchError:
         return False
     return True
