@@ -197,6 +197,44 @@ class Proto(Protocol):
     def run(self) -> int: ...
 
 
+class Loss(Protocol):
+    def __call__(self, a: Any, b: Any) -> float: ...
+
+
+class Weighted(Loss, Protocol):
+    weight: float
+
+
+@runtime_checkable
+class RuntimeLoss(Protocol):
+    def __call__(self, a: Any, b: Any) -> float: ...
+
+
+class Makes(Protocol[T]):
+    def __call__(self, params: Any) -> torch.optim.Optimizer: ...
+
+
+class Named(Protocol):
+    name: str
+
+
+class HasName:
+    def __init__(self, name: str = "a") -> None:
+        self.name = name
+
+
+class Difference:
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def __call__(self, a: Any, b: Any) -> float:
+        return 0.0
+
+
+def difference(a: Any, b: Any) -> float:
+    return 0.0
+
+
 class Impl:
     def run(self) -> int:
         return 1

@@ -16,14 +16,28 @@ from datetime import timedelta
 from functools import cache
 from os import PathLike
 from pathlib import PurePath
-from types import NoneType
-from typing import Any, Generic, Literal, Never, Optional, get_args, get_origin, is_typeddict
+from types import NoneType, new_class
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    Never,
+    Optional,
+    Protocol,
+    get_args,
+    get_origin,
+    is_typeddict,
+    runtime_checkable,
+)
 
-from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import SchemaError
 
 from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
 
 SCALARS = (bool, int, float, NoneType)
+NO_ADAPTER = (PydanticUserError, SchemaError)
+"""The errors of pydantic for an annotation that it cannot check."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +123,32 @@ def objects_in(annotation: Any) -> list[type]:
 
 
 def callables_in(annotation: Any) -> list[Any]:
-    """Return the members `Callable` and `Callable[..., X]` of a union."""
-    return [option for option in options_of(annotation) if _is_callable(option)]
+    """Return the members `Callable` and `Callable[..., X]` of a union; of a protocol for calls what stands for it."""
+    found = []
+    for option in options_of(annotation):
+        protocol = get_origin(option) or option
+        if is_protocol(protocol) and makes_callables(protocol):
+            returned = hints_of(protocol.__call__, protocol).get("return", Any)
+            found.append(Callable[..., returned])
+        elif _is_callable(option):
+            found.append(option)
+    return found
+
+
+def is_protocol(cls: Any) -> bool:
+    """Whether a class is a protocol, of which objects need not be derived."""
+    return isinstance(cls, type) and Protocol in cls.__bases__
+
+
+def makes_callables(cls: type) -> bool:
+    """Whether objects of a class can be called."""
+    return any("__call__" in vars(one) for one in cls.__mro__)
+
+
+@cache
+def for_isinstance(cls: type) -> type:
+    """Return a class that `isinstance` takes: of a protocol that may not be runtime_checkable one that is."""
+    return runtime_checkable(new_class(cls.__name__, (cls, Protocol))) if is_protocol(cls) else cls
 
 
 def _is_enum(option: Any) -> bool:
@@ -150,16 +188,16 @@ def is_object(cls: type) -> bool:
         return False
     try:
         TypeAdapter(cls)
-    except (PydanticSchemaGenerationError, PydanticUserError):
+    except NO_ADAPTER:
         return True
     return False
 
 
 @cache
 def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
-    with suppress(PydanticUserError):
+    with suppress(*NO_ADAPTER):
         return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    with suppress(PydanticUserError):  # a model or typed dict brings its own configuration
+    with suppress(*NO_ADAPTER):  # a model or typed dict brings its own configuration
         return TypeAdapter(annotation)
     return None
 
@@ -195,8 +233,9 @@ def _without_adapter(value: Any, annotation: Any) -> Any:
     """Return a value of an annotation that pydantic cannot check as a whole, as with a TypedDict before Python 3.12."""
     options = options_of(annotation)
     if len(options) == 1:
-        kind = dict if is_typeddict(annotation) else annotation
-        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, kind):
+        origin = get_origin(annotation)
+        kind = dict if is_typeddict(annotation) else origin if is_protocol(origin) else annotation
+        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, for_isinstance(kind)):
             raise TypeMismatchError
         return value
     for option in options:
