@@ -170,6 +170,14 @@ def instantiate(value: Any, **provided: Any) -> Any:
     return {key: instantiate(item, **provided) for key, item in value.items()} if type(value) is dict else value
 
 
+def is_data(value: Any) -> bool:
+    """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
+    if isinstance(value, ClassSpec):
+        return is_structured(value.cls) and all(map(is_data, value.arguments.values()))
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return value is not INVALID and not isinstance(value, Spec) and all(map(is_data, inside))
+
+
 class Checker(Values):
     """Checks a configuration: its values against annotations, arguments against signatures. Problems go to `findings`.
 

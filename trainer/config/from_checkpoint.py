@@ -10,10 +10,9 @@ from typing import Any, cast
 
 from trainer.checkpoint.directory import POINTERS, locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.config.check import ClassSpec, instantiate, missing_arguments, needs_arguments
+from trainer.config.check import ClassSpec, instantiate, is_data, missing_arguments, needs_arguments
 from trainer.config.chosen_run import plain
 from trainer.config.loading import Configuration
-from trainer.config.read import Spec
 from trainer.config.tree import COMMAND_LINE, Node, Problem, entries
 from trainer.config.types import constructor_parameters, is_structured
 from trainer.errors import CheckpointError, ConfigError
@@ -57,7 +56,7 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
             given = module.arguments[name]
             value = _with_typed(node, given, value)
             with suppress(ConfigError):  # it may lack what the checkpoint has
-                given = instantiate(given) if _is_data(given) else given
+                given = instantiate(given) if is_data(given) else given
             source = next((one.source for one in (node, *entries(node).values()) if one.source != COMMAND_LINE), None)
             if source is not None and given != value and plain(given, "/") != plain(value, "/"):
                 as_in = f"as in the checkpoint{' and as typed' if _typed(node) else ''}"
@@ -70,14 +69,6 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         words = f"{needs_arguments(module.cls, ('module',), missing)} The checkpoint has no such hyperparameter."
         raise ConfigError(str(Problem(module.source, words)))
     return lines
-
-
-def _is_data(value: Any) -> bool:
-    """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
-    if isinstance(value, ClassSpec):
-        return is_structured(value.cls) and all(map(_is_data, value.arguments.values()))
-    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return not isinstance(value, Spec) and all(map(_is_data, inside))
 
 
 def _typed(node: Node) -> bool:
