@@ -246,6 +246,18 @@ def test_elements_are_added_to_the_checkpoints_list(needs: Command, caplog: pyte
         assert all(told in note for note in notes)
 
 
+@pytest.mark.parametrize("ckpt_path", [(), ("--ckpt-path", "runs/version_0")])
+def test_an_element_of_no_files_list_is_refused_in_words(ckpt_path: tuple[str, ...], needs: Command) -> None:
+    words = ("--data", "needs.py:Data", "--trainer.accelerator", "cpu", "--module.sizes.0", "9")
+    code, _, err = needs("validate", "--module", "needs.py:Needs", *words, *ckpt_path)
+    assert code == 2
+    assert 'module.sizes: given {"0": 9} (a mapping), allowed: a list of integers. Elements have numbers only' in err
+    Path("sizes.yaml").write_text("module: {class_path: needs.py:Needs, sizes: [8]}\n")
+    code, out, err = needs("validate", "--config", "sizes.yaml", *words, "--ckpt-path", "runs/version_0")
+    assert code == 0, err
+    assert "sizes 9 more" in out
+
+
 def test_names_that_only_one_side_has_are_said(needs: Command, caplog: pytest.LogCaptureFixture) -> None:
     Path("more.yaml").write_text("module: {class_path: needs.py:Needs, a: 6, z: 8}\ndata: needs.py:Data\n")
     caplog.clear()

@@ -40,6 +40,7 @@ from trainer.config.tree import (
     dotted,
     entries,
     from_override,
+    is_numbered,
     merge,
     repr_value,
     sources_of,
@@ -354,7 +355,7 @@ class Values:
             part.source,
             f"{dotted(inner)}: given {repr_value(part)}{unseen_type(part.value)}, "
             f"allowed{inside}: {allowed(annotation)}{mismatch.reason and f' ({mismatch.reason})'}."
-            f"{quotes_hint(node, annotation)}",
+            f"{fix_for(node, annotation)}",
         )
         return INVALID
 
@@ -408,8 +409,10 @@ def no_argument(who: str, name: Any, known: Iterable[str], path: KeyPath) -> str
     return f"{who} has no argument {name!r}.{hint or ' It takes none.'}"
 
 
-def quotes_hint(node: Node, annotation: Any) -> str:
-    """Return what to type where quotes make the difference."""
+def fix_for(node: Node, annotation: Any) -> str:
+    """Return what to type where quotes make the difference, or numbers have no list below them."""
+    if is_numbered(node) and any((get_origin(option) or option) in LISTS for option in options_of(annotation)):
+        return " Elements have numbers only over a list of a file: give the whole list, or add to it with +=."
     if isinstance(node.value, str) and reads_as_number(node.value):
         if (name := node.value.lower().lstrip("+-")[:3]) in ("inf", "nan"):
             return f" YAML's number is .{name}."
