@@ -24,7 +24,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePath
 from types import FunctionType, MethodType, NoneType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ForwardRef,
+    Literal,
+    NamedTuple,
+    NewType,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems
 from trainer.names.misses import further_arguments, is_default, words_for
@@ -290,13 +302,18 @@ class _Names(dict[str, Any]):
 
 
 def options_of(annotation: Any, limits: bool = False) -> list[Any]:
-    """Return the members of a union, or the annotation itself; aliases are resolved.
+    """Return the members of a union, or the annotation itself; aliases and new names of types are resolved.
 
     Args:
         limits: keep `Annotated` members as they are, for their limits.
     """
     if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`
         return options_of(annotation.__value__, limits)
+    if isinstance(annotation, NewType):
+        return options_of(annotation.__supertype__, limits)
+    if isinstance(annotation, TypeVar):
+        known = [one for one in (annotation.__bound__, *annotation.__constraints__) if not isinstance(one, ForwardRef)]
+        return [option for one in known if one is not None for option in options_of(one, limits)] or [annotation]
     if get_origin(annotation) is Annotated and not limits:
         return options_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

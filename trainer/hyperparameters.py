@@ -110,14 +110,25 @@ class HasHyperparameters:
             while frame is not None and frame.f_code.co_name == "save_hyperparameters":  # an override that calls super
                 frame = frame.f_back
         kept = collect_hyperparameters(frame, self, args, ignore, values)
+        state, is_first = self.__dict__, os.environ.get("RANK", "0") == "0"
+        before = state.get("_hparams_inside", {})
+        for name in _changed_in_another(before, kept, self.hparams) if is_first else ():
+            log.warning(
+                "%s: two calls of save_hyperparameters keep a value of the name %s: load_from_checkpoint will give "
+                "the last, %r, to both. Rename one of them.",
+                type(self).__name__,
+                name,
+                kept.values[name],
+            )
+        both = {argument: (*before.get(argument, ()), *names) for argument, names in kept.inside.items()}
+        state["_hparams_inside"] = before | {argument: [*dict.fromkeys(names)] for argument, names in both.items()}
         self.hparams.update(kept.values)
-        state = self.__dict__
-        state["_hparams_argument"], state["_hparams_for_loggers"] = kept.argument, logger
+        state["_hparams_for_loggers"] = logger
         state["_hparams_initial"] = dict(self.hparams)
         reported = state.get("_hparams_left_out", ())
         left_out = [name for name in kept.left_out if name not in reported]
         state["_hparams_left_out"] = (*reported, *left_out)
-        if left_out and os.environ.get("RANK", "0") == "0":
+        if left_out and is_first:
             names = ", ".join(left_out)
             log.warning(
                 "%s: the hyperparameters %s are no data, and no checkpoint contains them: give them to "
@@ -132,8 +143,9 @@ class Collected(NamedTuple):
     """The hyperparameters that `save_hyperparameters` keeps."""
 
     values: dict[str, Any]
-    argument: str | None
-    """The argument that holds all of them, as in `__init__(self, config)`; None: they are arguments themselves."""
+    inside: dict[str, list[str]]
+    """The names of the values in the argument that holds them, as in `__init__(self, config)`; "": that are arguments
+    themselves."""
     left_out: tuple[str, ...]
     """The names of values that are no data: kept on the object, and in no checkpoint."""
 
@@ -158,7 +170,7 @@ def collect_hyperparameters(
     objects = [one for one in names if not isinstance(one, str)]
     if len(objects) == 1 and len(names) == 1:
         entries = entries_of(objects[0])
-        argument = next((name for name, value in arguments.items() if value is objects[0]), None)
+        argument = next((name for name, value in reversed(arguments.items()) if value is objects[0]), "")
         kept = {name: value for name, value in entries.items() if name not in ignore}
         asked: Collection[str] = ()
     else:
@@ -171,12 +183,22 @@ def collect_hyperparameters(
             if name not in arguments:
                 raise ConfigError(f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
         kept = {name: value for name, value in arguments.items() if name not in ignore and (not names or name in names)}
-        argument, asked = None, names
+        argument, asked = "", names
+    inside = {argument: [*map(str, kept)]}
+    if added := [name for name in values if name not in kept]:
+        inside[""] = [*inside.get("", ()), *added]
     kept.update(values)
     problems = {name: problem for name, value in kept.items() if (problem := data_problem(value, str(name)))}
     refused = [problem for name, problem in problems.items() if name in asked or name in values]
     raise_problems(refused, "the hyperparameters")
-    return Collected(kept, argument, tuple(map(str, problems)))
+    return Collected(kept, inside, tuple(map(str, problems)))
+
+
+def _changed_in_another(before: Mapping[str, list[str]], kept: Collected, hparams: Mapping[str, Any]) -> list[str]:
+    """Return the names of values that another argument has, too, from an earlier call, and differently."""
+    pairs = [(names, theirs) for one, names in kept.inside.items() for other, theirs in before.items() if one != other]
+    twice = {name for names, theirs in pairs for name in names if name in theirs}
+    return [name for name in twice if repr(as_stored(hparams.get(name))) != repr(as_stored(kept.values.get(name)))]
 
 
 def _runs_constructor_of(frame: FrameType, owner: object) -> bool:
@@ -241,17 +263,19 @@ def entries_of(value: Any) -> dict[str, Any]:
 def constructor_arguments(
     owner: type,
     stored: Mapping[str, Any],
-    argument: str | None,
+    inside: str | Mapping[str, list[str]] | None,
     given: Mapping[str, Any],
     kinds: Mapping[str, Any] | None = None,
+    partial: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments with which `owner` is built from a checkpoint's hyperparameters and the caller's values.
 
     Those that only a base class takes are left out.
 
     Args:
-        argument: the argument that takes all of them in one; None: they are arguments themselves.
+        inside: as `own_and_inside` takes it.
         kinds: those that `kinds_of_hyperparameters` has returned of the values; None: the annotations say them.
+        partial: arguments without a default may be missing.
 
     Raises:
         CheckpointError: an argument is missing or unknown, or a value's class is not there any more.
@@ -260,17 +284,17 @@ def constructor_arguments(
     if kinds:
         known = {name: kind for name, kind in kinds.items() if name in stored and name not in given}
         stored = {**stored, **{name: as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
-    if argument is not None:
-        entries = {**stored, **{name: value for name, value in given.items() if name in stored}}
-        others = {name: value for name, value in given.items() if name not in stored}
-        made = _nested(entries) if kinds is None else _in_one(entries, owner, argument)
-        arguments = others if argument in others else {argument: made, **others}
-    else:
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-        known = {name: v for name, v in stored.items() if takes_any or name in signature.parameters}
-        arguments = {**(known if kinds is not None else as_annotated(owner, known)), **given}
+    own, wholes = own_and_inside(stored, inside)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    known = {name: stored[name] for name in own if takes_any or name in signature.parameters}
+    arguments = {**known} if kinds is not None else as_annotated(owner, known)
+    for argument, names in wholes.items():
+        entries = {name: given.get(name, stored[name]) for name in names}
+        arguments[argument] = _nested(entries) if kinds is None else _in_one(entries, owner, argument)
+    entered = {name for names in wholes.values() for name in names}.difference(own)
+    arguments |= {name: value for name, value in given.items() if name not in entered}
     try:
-        _bound(owner, arguments)
+        _bound(owner, arguments, partial)
     except TypeError as error:
         raise CheckpointError(
             f"{owner.__name__} cannot be built with the checkpoint's hyperparameters ({', '.join(stored) or 'none'}): "
@@ -278,6 +302,22 @@ def constructor_arguments(
             "self.save_hyperparameters() in __init__. Or the checkpoint is another module's."
         ) from None
     return arguments
+
+
+def own_and_inside(
+    stored: Mapping[str, Any], inside: str | Mapping[str, list[str]] | None
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the names of the hyperparameters that are arguments themselves, and of those inside of one, by it.
+
+    Args:
+        inside: as a checkpoint has it, and `Collected`; a text: all of them are in the argument of this name.
+    """
+    wholes = {inside: [*stored]} if isinstance(inside, str) else {**(inside or {})}
+    wholes = {argument: [name for name in names if name in stored] for argument, names in wholes.items()}
+    own = wholes.pop("", [])
+    held = {name for names in (own, *wholes.values()) for name in names}
+    own += [name for name in stored if name not in held]
+    return own, {argument: names for argument, names in wholes.items() if argument not in own}
 
 
 def _in_one(entries: dict[str, Any], owner: type, argument: str) -> Any:
@@ -297,13 +337,14 @@ def construct(owner: type[T], arguments: Mapping[str, Any]) -> T:
     return owner(*bound.args, **bound.kwargs)
 
 
-def _bound(owner: type, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
+def _bound(owner: type, arguments: Mapping[str, Any], partial: bool = False) -> inspect.BoundArguments:
     signature = inspect.signature(owner)
     named = {name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
     bound = inspect.BoundArguments(signature, {name: one for name, one in arguments.items() if name in named})
     bound.apply_defaults()  # else `*args` could not follow one that is not given
     others = {name: one for name, one in arguments.items() if name not in named}
-    return signature.bind(*bound.args, **bound.kwargs, **others)
+    bind = signature.bind_partial if partial else signature.bind
+    return bind(*bound.args, **bound.kwargs, **others)
 
 
 def _nested(value: Any, kind: type[dict[str, Any]] = Hyperparameters) -> Any:

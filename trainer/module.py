@@ -406,7 +406,11 @@ class TrainModule(OptionalMethods, HasHyperparameters, Answers, nn.Module):
         if not checkpoint_path and "path" in hyperparameters:
             checkpoint_path = hyperparameters.pop("path")  # its name in earlier versions
         checkpoint = read_checkpoint(locate(checkpoint_path))
-        of_hyperparameters = {"module?": {str: object}, "arguments?": {str: (str, None)}, "kinds?": {str: dict}}
+        of_hyperparameters = {
+            "module?": {str: object},
+            "arguments?": {str: (str, None, {str: [str]})},
+            "kinds?": {str: dict},
+        }
         kinds = {
             "model": dict,
             "added?": dict,
@@ -419,8 +423,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, Answers, nn.Module):
         kept = checkpoint.get("hyperparameters", {})
         stored = kept.get("module", {}) if hparams_file is None else read_hyperparameters(hparams_file)
         of_values = kept.get("kinds", {}).get("module") if hparams_file is None else None
-        argument = kept.get("arguments", {}).get("module")
-        arguments = constructor_arguments(cls, stored, argument, hyperparameters, of_values)
+        inside = kept.get("arguments", {}).get("module")
+        arguments = constructor_arguments(cls, stored, inside, hyperparameters, of_values)
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
             module = construct(cls, arguments)
             module.configure_model()

@@ -248,6 +248,58 @@ def test_defaults_of_any_type_may_be_typed_out(fit: Command, first: tuple[str, .
         assert "the name of a torch.dtype" in err
 
 
+NESTED = """
+class Part(torch.nn.Module):
+    def __init__(self, width: int = 4, act: torch.nn.Module | None = None, inner: "Part" = None,
+                 folder: Path = Path("x")):
+        super().__init__()
+
+
+@dataclass
+class Options:
+    part: Part = None
+    rate: float = 0.5
+
+
+class Nested(Net):
+    def __init__(
+        self, part: Part = None, parts: list[Part] = (), by: dict[str, Part] = {}, pair: tuple[int, Part] = None,
+        options: Options = None, make: Callable[..., Part] = Part,
+    ):
+        super().__init__()
+"""
+PART = "class_path: mymodel.Part"
+BRIEF = {
+    "part": f"{{{PART}, inner: {{{PART}}}}}",
+    "parts": f"[{{{PART}}}]",
+    "by": f"{{a: {{{PART}}}}}",
+    "pair": f"[1, {{{PART}}}]",
+    "options": f"{{part: {{{PART}}}}}",
+    "make": f"{{{PART}}}",
+}
+
+
+@pytest.mark.parametrize("name", BRIEF)
+def test_defaults_of_nested_objects_may_be_typed_out(name: str, fit: Command) -> None:
+    """Wherever they stand, in the run or in the command; another value is another run."""
+    imports = "from collections.abc import Callable\nfrom dataclasses import dataclass\nfrom pathlib import Path\n"
+    Path("mymodel.py").write_text(imports + Path("mymodel.py").read_text() + NESTED)
+    net = "{class_path: mymodel.py:Net, init_args: {lr: 0.01}}"
+    Path("run.yaml").write_text(RUN.replace(net, "mymodel.py:Nested"))
+    brief = BRIEF[name]
+    at = brief.rindex(PART) + len(PART)
+    typed = [f"{brief[:at]}, {more}{brief[at:]}" for more in ("width: 4", "act: null, folder: x", "width: 5")]
+    if name == "options":
+        typed[1] = typed[1].replace("{part", "{rate: 0.5, part")
+    assert fit(f"--module.{name}", typed[0])[0] == 0
+    for text, epochs in ((brief, "2"), (typed[1], "3"), (typed[0], "4")):
+        code, out, err = fit(f"--module.{name}", text, *LAST, "--trainer.max_epochs", epochs)
+        assert code == 0, err
+        assert "run directory:  runs/version_0" in out
+    code, _, err = fit(f"--module.{name}", typed[2], *LAST)
+    assert (code, err.count(f"module.{name} ")) == (2, 1)
+
+
 def test_defaults_of_a_schedulers_steps_may_be_typed_out(fit: Command) -> None:
     Path("mymodel.py").write_text(Path("mymodel.py").read_text() + OPTIMIZED)
     words = ("--module", "mymodel.py:Bare", "--optimizer", "SGD", "--lr_scheduler", "StepLR")

@@ -246,6 +246,18 @@ def test_elements_are_added_to_the_checkpoints_list(needs: Command, caplog: pyte
         assert all(told in note for note in notes)
 
 
+@pytest.mark.parametrize("ckpt_path", [(), ("--ckpt-path", "runs/version_0")])
+def test_an_element_of_no_files_list_is_refused_in_words(ckpt_path: tuple[str, ...], needs: Command) -> None:
+    words = ("--data", "needs.py:Data", "--trainer.accelerator", "cpu", "--module.sizes.0", "9")
+    code, _, err = needs("validate", "--module", "needs.py:Needs", *words, *ckpt_path)
+    assert code == 2
+    assert 'module.sizes: given {"0": 9} (a mapping), allowed: a list of integers. Elements have numbers only' in err
+    Path("sizes.yaml").write_text("module: {class_path: needs.py:Needs, sizes: [8]}\n")
+    code, out, err = needs("validate", "--config", "sizes.yaml", *words, "--ckpt-path", "runs/version_0")
+    assert code == 0, err
+    assert "sizes 9 more" in out
+
+
 def test_names_that_only_one_side_has_are_said(needs: Command, caplog: pytest.LogCaptureFixture) -> None:
     Path("more.yaml").write_text("module: {class_path: needs.py:Needs, a: 6, z: 8}\ndata: needs.py:Data\n")
     caplog.clear()
@@ -470,3 +482,28 @@ def test_parts_of_nested_values_are_typed(kind: str, seed: int, command: Command
     given = tree_of(seen({**under, **typed}))
     changed = {f"module.{name}" for name in expected if given.get(name) != expected[name]}
     assert notes == (changed if kind == "Net" else {"module.config"})
+
+
+@pytest.mark.parametrize("more", ['self.save_hyperparameters("n")', 'self.save_hyperparameters({"git": "abc"})', ""])
+def test_a_configuration_as_a_whole_is_the_checkpoints(more: str, command: Command) -> None:
+    """Also beside other values, and where an argument that is not saved has the name of one of its entries."""
+    whole = "\n\nclass Whole(Net):\n    def __init__(self, cfg: dict = {'scale': 4.0}, n: int = 1, scale: int = 9):\n"
+    lines = (
+        "TrainModule.__init__(self)",
+        "self.save_hyperparameters(cfg)",
+        more,
+        "self.scale, self.sizes = cfg['scale'], [n]",
+    )
+    whole += "".join(f"        {line}\n" for line in (*lines, "self.width, self.layers = 1, torch.nn.Linear(1, 1)"))
+    Path("scaled.py").write_text(FILE + whole)
+    Path("run.yaml").write_text(
+        RUN.replace("Net", "Whole").replace("width: 3, scale: 2.0, sizes: [7]", "cfg: {scale: 2.0}, n: 5")
+    )
+    assert command("fit", "--config", "run.yaml")[0] == 0
+    Path("run.yaml").write_text(
+        Path("run.yaml").read_text().replace("scale: 2.0", "scale: 0.5").replace("n: 5", "n: 6")
+    )
+    code, out, err = command("validate", "--config", "run.yaml", "--ckpt-path", "runs/version_0")
+    assert code == 0, err
+    values = dict(line.split() for line in out.splitlines() if line.startswith("  "))
+    assert (float(values["scale"]), float(values["first"])) == (2, 5 if '"n"' in more else 6)

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.helpers.project import Command, loaded
-from trainer.config.files import read_value
+from trainer.config.files import read_value, to_yaml
 
 MODEL = """
-import pathlib
+import enum, pathlib, typing
 from trainer import TrainModule
+UserId = typing.NewType("UserId", str)
+Bound = typing.TypeVar("Bound", bound=str)
+One = typing.TypeVar("One", str, pathlib.Path)
+Texts = CHOICES
+Choice = enum.Enum("Choice", {f"M{number}": text for number, text in enumerate(Texts)})
 class Model(TrainModule):
     def __init__(self, tag: str = "", name: str | None = None, root: str | pathlib.Path = ".", tags: list[str] = (),
                  table: dict[str, str] = {}, folder: pathlib.Path = "x", folders: list[pathlib.Path] = (),
-                 width: int = 1, number: int | str = 0, free=None, mixed: str | list[str] = "", **more):
+                 width: int = 1, number: int | str = 0, free=None, mixed: str | list[str] = "",
+                 user: typing.Annotated[UserId, ""] = "", bound: Bound | None = None, one: One = "",
+                 pure: pathlib.PurePosixPath = ".", users: list[UserId] = (), chosen: typing.Literal[Texts] = Texts[0],
+                 choice: Choice = Choice.M0, raw: bytes = b"", by: dict[typing.Literal[Texts], str] = {},
+                 by_choice: dict[Choice, str] = {}, **more):
         super().__init__()
 """
+CHOICES = ("[CLS]", "*", "---", "1", "0042", "null", "{a}", "&a", "- a", "a: b", "&a b", "true", "1e3", "a.b", "# x")
+MODEL = MODEL.replace("CHOICES", repr(CHOICES))
 TEXTS = [
     *("a: b", "@home", "*.parquet", "/data/run #2", "[0-9]+", "0042", "%d", "{x}", "a:", "  a  ", "1e5", "- a", "> a"),
     *("a\tb", "a\nb", '{"a": 1}', "true", "", "~x", "'quoted'", '"', "&a", "1_000", "2026_11_28", "---", "null"),
+    *(
+        "...",
+        "!!null",
+        "null # x",
+        "&x null",
+        "# x",
+        "!!int 3",
+        "1 # x",
+        "&x 1",
+        "--- 1",
+        "!x",
+        "{}",
+        "[]",
+        "[MASK]",
+        "* x",
+    ),
 ]
 
 
@@ -43,6 +71,41 @@ def arguments(command: Command) -> object:
 def test_typed_for_a_text(arguments: object, text: str) -> None:
     found = arguments(f"--module.tag={text}", f"--module.name=x{text}", "--module.root", f"s3://{text}")  # type: ignore[operator]
     assert found == {"tag": text, "name": f"x{text}", "root": f"s3://{text}"}
+    names = ("tag", "name", "user", "bound", "one", "pure")
+    found = arguments(*(f"--module.{name}={text}" for name in names))  # type: ignore[operator]
+    no_text = {"name": None, "bound": None} if text == "null" else {}
+    assert found == {**dict.fromkeys(names, text), **no_text}
+
+
+@pytest.mark.parametrize("text", ["1 # x", "&x 1", "!!int 3", "--- 1", "%YAML 1.2\n--- 1"])
+def test_what_yaml_has_around_a_number_makes_it_a_text(arguments: object, text: str, command: Command) -> None:
+    assert arguments(f"--module.number={text}", f"--module.free={text}") == {"number": text, "free": text}  # type: ignore[operator]
+    code, _, err = command("fit", "--module", "model.py:Model", f"--module.width={text}", "--print-config")
+    assert code == 2
+    assert "module.width" in err
+
+
+@pytest.mark.parametrize("text", CHOICES)
+def test_choices_are_typed_as_they_are(arguments: object, text: str) -> None:
+    typed = arguments(f"--module.chosen={text}", f"--module.choice={text}", f"--module.raw={text}")  # type: ignore[operator]
+    assert typed == {"chosen": text, "choice": text, "raw": text}
+    Path("run.yaml").write_text(to_yaml({"module": {"by": {text: "1e3"}, "by_choice": {text: "0042"}}}))
+    assert arguments("--config", "run.yaml") == {"by": {text: "1e3"}, "by_choice": {text: "0042"}}  # type: ignore[operator]
+
+
+def test_a_list_that_is_added_is_named(arguments: object, command: Command) -> None:
+    """`[MASK]` may be a text; the note says what to type for it."""
+    assert arguments("--module.users+=&a", "--module.users+='q'", "--module.users+=[a]: b") == {
+        "users": ["&a", "'q'", "[a]: b"]
+    }  # type: ignore[operator]
+    for text, element in (("[MASK]", "'MASK'"), ("- a", "'a'"), ("[]", "none")):
+        code, _, err = command("fit", "--module", "model.py:Model", f"--module.tags+={text}", "--print-config")
+        assert (code, f"--module.tags+={text} is a list, whose elements are added: {element}. To add" in err) == (
+            0,
+            True,
+        )
+        (word,) = shlex.split(err.split("itself, write ")[1].splitlines()[0].removesuffix("."))
+        assert arguments(word) == {"tags": [text]}  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if "\0" not in text])

@@ -13,6 +13,7 @@ from trainer.config.check import Checker, instantiate
 from trainer.config.files import as_node, read_file, read_value, to_yaml
 from trainer.config.references import with_references
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries, merge
+from trainer.errors import ConfigError
 
 REFUSED = "refused"
 CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
@@ -407,6 +408,41 @@ def test_a_typed_comment_is_a_text(text: str, monkeypatch: pytest.MonkeyPatch) -
             found = Diagnostics()
             value = Checker(found).value(node, annotated.evaluated(annotation), ("module", "v"))
             assert (len(found.problems), value) == (problems, value if problems else text)
+
+
+OF_PROTOCOLS: list[tuple[str, str, str | None]] = [
+    *(
+        (loss, "Difference", "Difference")
+        for loss in ("Loss", "Weighted", "RuntimeLoss", "Loss | None", "Loss | float")
+    ),
+    *((loss, "difference", "function") for loss in ("Loss", "RuntimeLoss", "Loss | None", "Loss | float")),
+    *((loss, "Impl", None) for loss in ("Loss", "RuntimeLoss", "Named", "Named | None")),
+    *(
+        (f"{name} | None", text, None)
+        for name in ("Loss", "RuntimeLoss", "Named", "Makes[int]")
+        for text in ("3", "[1]", "abc")
+    ),
+    *((named, "HasName", "HasName") for named in ("Named", "Named | None", "Named | float")),
+    ("Makes[int]", "{class_path: torch.optim.SGD, lr: 0.5}", "partial"),
+    ("Makes[int]", "torch.optim.SGD", "type"),
+    ("type[Named]", "HasName", "type"),
+    ("list[Loss]", "[difference, Difference]", "list"),
+    ("dict[str, Named | None]", "{a: HasName, b: null}", "dict"),
+    ("Named | None", "null", "NoneType"),
+]
+
+
+@pytest.mark.parametrize(("annotation", "text", "expected"), OF_PROTOCOLS)
+def test_a_protocol_takes_what_has_its_members(annotation: str, text: str, expected: str | None) -> None:
+    """Objects, classes and functions need not be derived from it, nor has it to be runtime_checkable."""
+    text = re.sub(r"\b(?=[Dd]ifference|Impl|HasName)", "tests.helpers.annotated.", text)
+    found = Diagnostics()
+    value = Checker(found).value(read_value(text, "--v"), annotated.evaluated(annotation), ("module", "v"))
+    if expected is None and not found.problems:
+        with pytest.raises(ConfigError, match="it returned a Impl, which is no Named"):
+            instantiate(value)
+    else:
+        assert expected == (None if found.problems else type(instantiate(value)).__name__)
 
 
 @pytest.mark.parametrize(("annotation", "member"), [("Color.RED", "Color.RED"), ("b'a'", "b'a'")])

@@ -64,7 +64,11 @@ LEAVES: dict[str, Any] = {
     "bool": st.booleans(),
     "str": WORDS,
     "Path": PATHS,
+    "Name": WORDS,
+    "Bound": WORDS,
     "Color": st.sampled_from(annotated.Color),
+    "Token": st.sampled_from(annotated.Token),
+    "Literal['[CLS]', '*', '1', 'null']": st.sampled_from(["[CLS]", "*", "1", "null"]),
     "Num": st.sampled_from(annotated.Num),
     "IntE": st.sampled_from(annotated.IntE),
     "Act": st.sampled_from(annotated.Act),
@@ -95,7 +99,19 @@ LEAVES: dict[str, Any] = {
 }
 """Annotations, and values of their types that a file can hold."""
 HASHABLE = ("int", "float", "str", "Path", "Color", "Num", "IntE", "timedelta", "torch.dtype")
-KEYS = ("str", "int", "Color", "Num", "Act", "Path", "timedelta", "bool")
+KEYS = (
+    "str",
+    "Name",
+    "Token",
+    "Literal['[CLS]', '*', '1', 'null']",
+    "int",
+    "Color",
+    "Num",
+    "Act",
+    "Path",
+    "timedelta",
+    "bool",
+)
 
 
 @st.composite

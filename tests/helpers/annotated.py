@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 
 T = TypeVar("T")
 UserId = NewType("UserId", int)
+Name = NewType("Name", str)
+Bound = TypeVar("Bound", bound=str)
 PositiveInt = pydantic.PositiveInt
 Alias = list[int]
 
@@ -30,6 +32,12 @@ class Color(enum.Enum):
 class Num(enum.Enum):
     ONE = 1
     TWO = 2
+
+
+class Token(enum.Enum):
+    CLS = "[CLS]"
+    ONE = "1"
+    ABSENT = "null"
 
 
 class IntE(enum.IntEnum):
@@ -187,6 +195,44 @@ class Box(Generic[T]):
 @runtime_checkable
 class Proto(Protocol):
     def run(self) -> int: ...
+
+
+class Loss(Protocol):
+    def __call__(self, a: Any, b: Any) -> float: ...
+
+
+class Weighted(Loss, Protocol):
+    weight: float
+
+
+@runtime_checkable
+class RuntimeLoss(Protocol):
+    def __call__(self, a: Any, b: Any) -> float: ...
+
+
+class Makes(Protocol[T]):
+    def __call__(self, params: Any) -> torch.optim.Optimizer: ...
+
+
+class Named(Protocol):
+    name: str
+
+
+class HasName:
+    def __init__(self, name: str = "a") -> None:
+        self.name = name
+
+
+class Difference:
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def __call__(self, a: Any, b: Any) -> float:
+        return 0.0
+
+
+def difference(a: Any, b: Any) -> float:
+    return 0.0
 
 
 class Impl:

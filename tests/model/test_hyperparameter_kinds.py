@@ -13,6 +13,7 @@ from argparse import Namespace
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable
+from itertools import permutations, product
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from trainer import CheckpointError, ConfigError, DataModule, TrainModule
 from trainer.hyperparameters import (
     construct,
     constructor_arguments,
+    entries_of,
     kinds_of_hyperparameters,
     stored_hyperparameters,
 )
@@ -459,6 +461,90 @@ class InOne(Model):
         TrainModule.__init__(self)
         self.save_hyperparameters(cfg)
         self.given, self.layer = cfg, torch.nn.Linear(1, 1)
+
+
+class Several(Model):
+    """Keeps its configuration as a whole, and other values beside it, in several calls."""
+
+    calls: tuple[Callable[[Several, Any], None], ...] = ()
+
+    def __init__(self, cfg: Any = None, n: int = 1, part: Scaled = Scaled(), width: int = 2) -> None:  # noqa: B008
+        TrainModule.__init__(self)
+        for call in self.calls:
+            call(self, locals())
+        self.given, self.layer = (cfg, n, part), torch.nn.Linear(1, 1)
+
+
+class SeveralOfDataclass(Several):
+    def __init__(self, config: Inner = Inner(), n: int = 1, part: Scaled = Scaled()) -> None:  # noqa: B008
+        super().__init__(config, n, part)
+
+
+def keep_whole(module: Several, at: dict[str, Any]) -> None:
+    module.save_hyperparameters(at["cfg"])
+
+
+def keep_part(module: Several, at: dict[str, Any]) -> None:
+    module.save_hyperparameters(at["part"])
+
+
+def keep_whole_and_more(module: Several, at: dict[str, Any]) -> None:
+    module.save_hyperparameters(at["cfg"], commit="abc")
+
+
+def keep_n(module: Several, at: dict[str, Any]) -> None:
+    module.save_hyperparameters("n")
+
+
+def keep_more(module: Several, at: dict[str, Any]) -> None:
+    module.save_hyperparameters({"commit": "abc"})
+
+
+def keep_all(module: Several, at: dict[str, Any]) -> None:
+    module.save_hyperparameters()
+
+
+OTHERS = (keep_n, keep_part, keep_more, keep_all, keep_whole_and_more)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *permutations((keep_whole, keep_n, keep_part)),
+        *product((keep_whole,), OTHERS),
+        *product(OTHERS, (keep_whole,)),
+        (keep_whole_and_more,),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "cfg"),
+    [
+        (Several, Namespace(width=7, of={"a": Path("b")})),
+        (SeveralOfDataclass, Inner(7, Color.RED)),
+    ],
+)
+def test_a_whole_configuration_comes_back_beside_other_values(
+    kind: type[Several], cfg: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order of the calls; the argument is that of the outermost constructor."""
+    monkeypatch.setattr(Several, "calls", calls)
+    found = loaded(kind(cfg, n=5, part=Scaled(0.1))).given
+    assert entries_of(found[0]) == entries_of(cfg)
+    assert kind is Several or type(found[0]) is Inner
+    kept_n, kept_part = ({keep_all, one} & {*calls} for one in (keep_n, keep_part))
+    assert found[1] == (5 if kept_n else 1)
+    assert alike(found[2], Scaled(0.1) if kept_part else Scaled())
+
+
+def test_a_name_that_two_calls_keep_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Several, "calls", (keep_whole, keep_n))
+    assert loaded(Several({"n": 5, "width": 3}, n=5)).given[:2] == ({"n": 5, "width": 3}, 5)
+    assert "two calls" not in caplog.text
+    Several({"n": 4}, n=5)
+    assert (
+        "two calls of save_hyperparameters keep a value of the name n: load_from_checkpoint will give the last, 5"
+        in caplog.text
+    )
 
 
 def loaded(module: Model) -> Any:

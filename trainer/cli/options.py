@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -249,8 +251,21 @@ def overrides_of(
             findings.add(COMMAND_LINE, f"{option[:60]}... has more than {MAX_DEPTH} names, one inside of another.")
         else:
             node = read_value(value, option)
+            if name.endswith("+") and isinstance(node.value, list) and not name.startswith("trainer."):
+                _note_elements(option, value, node, findings)
             overrides.append((name.removesuffix("+"), appended(node) if name.endswith("+") else node))
     return overrides, fixed
+
+
+def _note_elements(option: str, typed: str, node: Node, findings: Diagnostics) -> None:
+    """Note which texts are added to a list by a text that YAML reads as a list, as it does `[MASK]`."""
+    items = node.plain()
+    if all(isinstance(item, str) for item in items):
+        whole = shlex.quote(f"{option}={json.dumps([typed])}")
+        findings.notes.append(
+            f"{option}={typed} is a list, whose elements are added: {', '.join(map(repr, items)) or 'none'}. To add "
+            f"the text itself, write {whole}."
+        )
 
 
 def _without_value(option: str) -> str:

@@ -119,7 +119,9 @@ def _trainer_texts() -> Mapping[str, str]:
 
 def _type_schema(annotation: Any) -> dict[str, Any]:
     """Return the schema of an annotation; that of anything, where JSON has no values of a type."""
-    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+    from pydantic import ConfigDict, TypeAdapter
+
+    from trainer.config.types import NO_ADAPTER
 
     if annotation is inspect.Parameter.empty:
         return {}
@@ -127,7 +129,7 @@ def _type_schema(annotation: Any) -> dict[str, Any]:
         adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
         found = adapter.json_schema()
         return {} if {"anyOf": []} in (found, *found.get("anyOf", ())) else found
-    except PydanticUserError:
+    except NO_ADAPTER:
         return {}
 
 

@@ -38,8 +38,11 @@ from trainer.config.types import (
     callables_in,
     classes_in,
     constructor_parameters,
+    for_isinstance,
     is_named_tuple,
+    is_protocol,
     is_structured,
+    makes_callables,
     objects_in,
     takes_mapping,
     validate,
@@ -96,8 +99,9 @@ class ClassSpec(Spec):
             return partial(self.cls, **arguments) if arguments else self.cls
         try:
             made = construct(self.cls, arguments) if self.from_checkpoint else self.cls(**arguments)
-            if not isinstance(made, self.bases):
-                raise TypeError(f"it returned a {type(made).__name__}")
+            if not isinstance(made, tuple(map(for_isinstance, self.bases))):
+                wanted = " or ".join(base.__name__ for base in self.bases)
+                raise TypeError(f"it returned a {type(made).__name__}, which is no {wanted}")
         except TrainerError as error:
             sources = {name: node.source for name, node in self.nodes.items()}
             source = named_source(str(error), sources) or self.source
@@ -164,6 +168,14 @@ def instantiate(value: Any, **provided: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(instantiate(item, **provided) for item in value)
     return {key: instantiate(item, **provided) for key, item in value.items()} if type(value) is dict else value
+
+
+def is_data(value: Any) -> bool:
+    """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
+    if isinstance(value, ClassSpec):
+        return is_structured(value.cls) and all(map(is_data, value.arguments.values()))
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return value is not INVALID and not isinstance(value, Spec) and all(map(is_data, inside))
 
 
 class Checker(Values):
@@ -266,7 +278,8 @@ class Checker(Values):
     ) -> Any:
         """Return the class, or function, with a name (see `find_class`); `INVALID` if there is no such class."""
         try:
-            found = find_class(str(node.value), bases, table, node.source, functions)
+            nominal = tuple(object if is_protocol(base) else base for base in bases)
+            found = find_class(str(node.value), nominal, table, node.source, functions)
         except ConfigError as error:
             self.findings.add(node.source, f"{dotted(path)}: {error}", error)
             return INVALID
@@ -309,7 +322,7 @@ class Checker(Values):
             return replace(
                 self.spec_of(made_by, nested, path, node.source, name.source, called_with), is_factory=True, provided=()
             )
-        if not any("__call__" in vars(cls) for cls in made_by.__mro__):
+        if not makes_callables(made_by):
             wanted = f", or one that makes {returns.__name__}" if isinstance(returns, type) else ""
             words = f"objects of {made_by.__qualname__} cannot be called: name a function{wanted}."
             self.findings.add(name.source, f"{dotted(path)}: {words}")

@@ -9,18 +9,17 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from trainer.arguments import local_path
 from trainer.checkpoint.directory import versions
-from trainer.config.check import Checker, ClassSpec, missing_arguments
+from trainer.config.check import Checker, ClassSpec, instantiate, is_data, missing_arguments
 from trainer.config.files import as_node, to_yaml
 from trainer.config.loading import Configuration, checkpoint_of, record_of
-from trainer.config.read import has_spec
-from trainer.config.tree import COMMAND_LINE, Diagnostics
-from trainer.config.types import constructor_parameters, validate
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries
+from trainer.config.types import constructor_parameters
 from trainer.errors import ConfigError
 from trainer.optimizers import SchedulerConfig
 from trainer.settings import Settings
@@ -157,7 +156,9 @@ def _differences(configuration: Configuration, record: dict[str, Any], wanted: d
                 continue
             values = [_typed(key, spec, name, given) for _, given in (there, here)]
             if differ(values):
-                yield f"{key}.{name} {values[0]!r} there, {values[1]!r} here"
+                pairs = zip(values, (there[1], here[1]), strict=True)
+                shown = [given.get(name, value) if isinstance(value, dict) else value for value, given in pairs]
+                yield f"{key}.{name} {shown[0]!r} there, {shown[1]!r} here"
 
 
 def _other_settings(record: dict[str, Any], wanted: dict[str, Any]) -> int:
@@ -198,9 +199,26 @@ def _typed(key: str, spec: ClassSpec | None, name: str, given: dict[str, Any]) -
         return "nothing" if parameter is None or parameter.default is parameter.empty else parameter.default
     with suppress(Exception):  # of an older version of the class, or of the code that a dataclass has
         if parameter is not None:
-            value = Checker(Diagnostics()).value(as_node(given[name], COMMAND_LINE), parameter.annotation, (key, name))
-            return validate(given[name], parameter.annotation) if has_spec(value) else value
+            node = as_node(given[name], COMMAND_LINE)
+            return _with_defaults(node, Checker(Diagnostics()).value(node, parameter.annotation, (key, name)))
     return given[name]
+
+
+def _with_defaults(node: Node, value: Any) -> Any:
+    """Return a value with its objects as mappings of all of their arguments; dataclasses are made."""
+    if is_data(value):
+        return instantiate(value)
+    if isinstance(value, ClassSpec):
+        named = constructor_parameters(value.cls).named
+        defaults = {name: one.default for name, one in named.items() if one.default is not one.empty}
+        given = {name: _with_defaults(value.nodes[name], one) for name, one in value.arguments.items()}
+        chosen = entries(node).get("class_path")
+        return {"class_path": chosen and chosen.plain(), **defaults, **given}
+    if isinstance(value, (list, tuple)):
+        return [*map(_with_defaults, cast("list[Node]", node.value), value)]
+    if isinstance(value, dict):
+        return dict(zip(value, map(_with_defaults, entries(node).values(), value.values()), strict=True))
+    return node.plain()
 
 
 def _shown(path: Path) -> str:

@@ -179,11 +179,15 @@ def _why_no_file(path: Path) -> str:
 
 
 def read_value(text: str, option: str) -> Node:
-    """Read a value of the command line, or of an environment variable, as YAML. The option is named where it is not."""
+    """Read a value of the command line, or of an environment variable, as YAML. The option is named where it is not.
+
+    What YAML has around a value (comments, anchors, tags, the marks of documents) belongs to the text.
+    """
     found = Diagnostics()
     tree = _read_yaml(text, COMMAND_LINE, found)
-    empty = tree is not None and tree.value is None and text.strip()[:1] in ("", "#")  # a comment, as YAML has it
-    if empty or text.strip() == "-" or (PLACEHOLDER.search(text) and (tree is None or _without_values(tree))):
+    is_word = text.strip() and any(pattern.match(text.strip()) for pattern, _ in SCALARS.values())
+    around = tree is not None and not isinstance(tree.value, (str, dict, list)) and not is_word
+    if around or text.strip() == "-" or (PLACEHOLDER.search(text) and (tree is None or _without_values(tree))):
         tree = Node(text, COMMAND_LINE)
     if tree is None:
         return Node(text, COMMAND_LINE, text, f"{option} {text!r}: {found.problems[0].message}")

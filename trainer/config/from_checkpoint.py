@@ -10,14 +10,13 @@ from typing import Any, cast
 
 from trainer.checkpoint.directory import POINTERS, locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.config.check import ClassSpec, instantiate, missing_arguments, needs_arguments
+from trainer.config.check import ClassSpec, instantiate, is_data, missing_arguments, needs_arguments
 from trainer.config.chosen_run import plain
 from trainer.config.loading import Configuration
-from trainer.config.read import Spec
 from trainer.config.tree import COMMAND_LINE, Node, Problem, entries
 from trainer.config.types import constructor_parameters, is_structured
 from trainer.errors import CheckpointError, ConfigError
-from trainer.hyperparameters import as_given, constructor_arguments
+from trainer.hyperparameters import as_given, constructor_arguments, own_and_inside
 
 
 def take_hyperparameters(configuration: Configuration) -> list[str]:
@@ -33,34 +32,31 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
     module, lines = configuration.module, []
     if configuration.ckpt_path is None:
         return []
-    parameters = constructor_parameters(module.cls).named
     try:
         of_run = configuration.ckpt_path in POINTERS and configuration.run_dir  # its last one, if none is the best
         path = locate(str(of_run or configuration.ckpt_path))
         kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
         stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
-        argument = kept.get("arguments", {}).get("module")
-        for name in (name for name in kinds or {} if argument is None and name in stored):
+        inside = kept.get("arguments", {}).get("module")
+        for name in (name for name in own_and_inside(stored, inside)[0] if name in (kinds or {})):
             try:
                 as_given(stored[name], kinds[name], module.cls, name)
             except CheckpointError as error:
                 lines.append(f"module.{name} is not as in the checkpoint: {error}")
                 del stored[name]
-        names = {*stored} if argument is None else {argument}
-        needed = {name: None for name in (*module.arguments, *parameters) if name not in names}
-        arguments = constructor_arguments(module.cls, stored, argument, needed, kinds)
+        arguments = constructor_arguments(module.cls, stored, inside, {}, kinds, partial=True)
     except CheckpointError as error:
         if missing_arguments(module.cls, module.arguments):
             raise ConfigError(str(error)) from None
         return []  # no checkpoint, or one of another module, which is said where its weights are loaded
     module.from_checkpoint = True
-    for name in (name for name in arguments if name in names):
-        node, value = module.nodes.get(name), arguments[name]
+    for name, value in arguments.items():
+        node = module.nodes.get(name)
         if node is not None:
             given = module.arguments[name]
             value = _with_typed(node, given, value)
             with suppress(ConfigError):  # it may lack what the checkpoint has
-                given = instantiate(given) if _is_data(given) else given
+                given = instantiate(given) if is_data(given) else given
             source = next((one.source for one in (node, *entries(node).values()) if one.source != COMMAND_LINE), None)
             if source is not None and given != value and plain(given, "/") != plain(value, "/"):
                 as_in = f"as in the checkpoint{' and as typed' if _typed(node) else ''}"
@@ -73,14 +69,6 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
         words = f"{needs_arguments(module.cls, ('module',), missing)} The checkpoint has no such hyperparameter."
         raise ConfigError(str(Problem(module.source, words)))
     return lines
-
-
-def _is_data(value: Any) -> bool:
-    """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
-    if isinstance(value, ClassSpec):
-        return is_structured(value.cls) and all(map(_is_data, value.arguments.values()))
-    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return not isinstance(value, Spec) and all(map(_is_data, inside))
 
 
 def _typed(node: Node) -> bool:

@@ -37,6 +37,7 @@ from trainer.config.tree import (
     dotted,
     entries,
     from_override,
+    is_numbered,
     merge,
     repr_value,
     sources_of,
@@ -44,6 +45,7 @@ from trainer.config.tree import (
 )
 from trainer.config.types import (
     TypeMismatchError,
+    accepts,
     allowed,
     as_written,
     constructor_parameters,
@@ -256,7 +258,7 @@ class Values:
             return found if limits else INVALID
         if (reference := reference_to_data(node)) is not None:
             return self.of_data(node, annotation, path, reference)
-        if node.unreadable is not None:
+        if node.unreadable is not None and (accepts({}, annotation) or not accepts(node.text, annotation)):
             self.findings.add(node.source, node.unreadable)
             return INVALID
         value = self._checked(node, node.plain(), annotation, path)
@@ -328,7 +330,7 @@ class Values:
         keys: dict[Any, Any] = {}
         for key, child in entries(node).items():
             # Neither JSON nor TOML nor the command line has numbers for keys.
-            number = whole_number(key) if isinstance(key, str) and str not in options_of(of_key) else None
+            number = whole_number(key) if isinstance(key, str) and not accepts(key, of_key) else None
             keys[key] = self.value(Node(key if number is None else number, child.source), of_key, (*path, key))
         return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
@@ -340,7 +342,7 @@ class Values:
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return what was typed as text; if that does not fit either, report the mismatch."""
-        if node.text is not None and not isinstance(node.value, (dict, list)):
+        if node.text is not None:
             with suppress(TypeMismatchError):
                 value = validate(node.text, annotation)
                 node.value, node.text = node.text, None
@@ -355,7 +357,7 @@ class Values:
             part.source,
             f"{dotted(inner)}: given {repr_value(part)}{unseen_type(part.value)}, "
             f"allowed{inside}: {allowed(annotation)}{mismatch.reason and f' ({mismatch.reason})'}."
-            f"{quotes_hint(node, annotation)}",
+            f"{fix_for(node, annotation)}",
         )
         return INVALID
 
@@ -409,8 +411,10 @@ def no_argument(who: str, name: Any, known: Iterable[str], path: KeyPath) -> str
     return f"{who} has no argument {name!r}.{hint or ' It takes none.'}"
 
 
-def quotes_hint(node: Node, annotation: Any) -> str:
-    """Return what to type where quotes make the difference."""
+def fix_for(node: Node, annotation: Any) -> str:
+    """Return what to type where quotes make the difference, or numbers have no list below them."""
+    if is_numbered(node) and any((get_origin(option) or option) in LISTS for option in options_of(annotation)):
+        return " Elements have numbers only over a list of a file: give the whole list, or add to it with +=."
     if isinstance(node.value, str) and reads_as_number(node.value):
         if (name := node.value.lower().lstrip("+-")[:3]) in ("inf", "nan"):
             return f" YAML's number is .{name}."

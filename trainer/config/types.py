@@ -15,16 +15,29 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from os import PathLike
-from pathlib import Path, PurePath
-from types import NoneType
-from typing import Any, Generic, Literal, Never, Optional, get_args, get_origin, is_typeddict
+from pathlib import PurePath
+from types import NoneType, new_class
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    Never,
+    Optional,
+    Protocol,
+    get_args,
+    get_origin,
+    is_typeddict,
+    runtime_checkable,
+)
 
-from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import SchemaError
 
 from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
 
-TEXTS = (str, Path, PurePath, PathLike)
 SCALARS = (bool, int, float, NoneType)
+NO_ADAPTER = (PydanticUserError, SchemaError)
+"""The errors of pydantic for an annotation that it cannot check."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +123,32 @@ def objects_in(annotation: Any) -> list[type]:
 
 
 def callables_in(annotation: Any) -> list[Any]:
-    """Return the members `Callable` and `Callable[..., X]` of a union."""
-    return [option for option in options_of(annotation) if _is_callable(option)]
+    """Return the members `Callable` and `Callable[..., X]` of a union; of a protocol for calls what stands for it."""
+    found = []
+    for option in options_of(annotation):
+        protocol = get_origin(option) or option
+        if is_protocol(protocol) and makes_callables(protocol):
+            returned = hints_of(protocol.__call__, protocol).get("return", Any)
+            found.append(Callable[..., returned])
+        elif _is_callable(option):
+            found.append(option)
+    return found
+
+
+def is_protocol(cls: Any) -> bool:
+    """Whether a class is a protocol, of which objects need not be derived."""
+    return isinstance(cls, type) and Protocol in cls.__bases__
+
+
+def makes_callables(cls: type) -> bool:
+    """Whether objects of a class can be called."""
+    return any("__call__" in vars(one) for one in cls.__mro__)
+
+
+@cache
+def for_isinstance(cls: type) -> type:
+    """Return a class that `isinstance` takes: of a protocol that may not be runtime_checkable one that is."""
+    return runtime_checkable(new_class(cls.__name__, (cls, Protocol))) if is_protocol(cls) else cls
 
 
 def _is_enum(option: Any) -> bool:
@@ -151,16 +188,16 @@ def is_object(cls: type) -> bool:
         return False
     try:
         TypeAdapter(cls)
-    except (PydanticSchemaGenerationError, PydanticUserError):
+    except NO_ADAPTER:
         return True
     return False
 
 
 @cache
 def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
-    with suppress(PydanticUserError):
+    with suppress(*NO_ADAPTER):
         return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    with suppress(PydanticUserError):  # a model or typed dict brings its own configuration
+    with suppress(*NO_ADAPTER):  # a model or typed dict brings its own configuration
         return TypeAdapter(annotation)
     return None
 
@@ -196,8 +233,9 @@ def _without_adapter(value: Any, annotation: Any) -> Any:
     """Return a value of an annotation that pydantic cannot check as a whole, as with a TypedDict before Python 3.12."""
     options = options_of(annotation)
     if len(options) == 1:
-        kind = dict if is_typeddict(annotation) else annotation
-        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, kind):
+        origin = get_origin(annotation)
+        kind = dict if is_typeddict(annotation) else origin if is_protocol(origin) else annotation
+        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, for_isinstance(kind)):
             raise TypeMismatchError
         return value
     for option in options:
@@ -211,22 +249,27 @@ def _holds_model(annotation: Any) -> bool:
     return any(hasattr(one, "model_fields") or any(map(_holds_model, get_args(one))) for one in options)
 
 
+def _is_text(option: Any) -> bool:
+    kind = get_origin(option) or option
+    return kind is PathLike or (isinstance(kind, type) and issubclass(kind, (str, PurePath)) and not _is_enum(kind))
+
+
 def wants_text(value: Any, annotation: Any) -> bool:
     """Whether a value that was read from a text is to be that text: it may be, and fits no other of a union."""
-    others = [option for option in options_of(annotation) if option not in TEXTS]
+    others = [option for option in options_of(annotation) if not _is_text(option)]
     if len(others) == len(options_of(annotation)):
         return False
     if isinstance(value, (dict, list)):
         plain = (*SCALARS, Literal, *(LISTS if isinstance(value, dict) else MAPPINGS))
         return all((get_origin(option) or option) in plain for option in others)
-    return isinstance(value, str) or not any(_fits(value, option) for option in others)
+    return isinstance(value, str) or not any(accepts(value, option) for option in others)
 
 
 def member_named(text: str, annotation: Any) -> enum.Enum | None:
     """Return the member of an enumeration with this name, as LightningCLI writes them, where no value is like that."""
     for option in options_of(annotation):
         if _is_enum(option) and text in option.__members__:
-            return None if _fits(text, annotation) else option[text]
+            return None if accepts(text, annotation) else option[text]
     return None
 
 
@@ -235,9 +278,10 @@ def as_written(member: enum.Enum) -> Any:
     return member.value if isinstance(member.value, (*SCALARS, str)) else member.name
 
 
-def _fits(value: Any, option: Any) -> bool:
+def accepts(value: Any, annotation: Any) -> bool:
+    """Whether a value fits an annotation."""
     try:
-        validate(value, option)
+        validate(value, annotation)
     except TypeMismatchError:
         return False
     return True

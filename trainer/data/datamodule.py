@@ -169,8 +169,8 @@ class DataModule(Answers, OptionalMethods, HasHyperparameters):
         kept = checkpoint.get("hyperparameters", {})
         stored = kept.get("data", {}) if hparams_file is None else read_hyperparameters(hparams_file)
         kinds = kept.get("kinds", {}).get("data") if hparams_file is None else None
-        argument = kept.get("arguments", {}).get("data")
-        datamodule = construct(cls, constructor_arguments(cls, stored, argument, hyperparameters, kinds))
+        inside = kept.get("arguments", {}).get("data")
+        datamodule = construct(cls, constructor_arguments(cls, stored, inside, hyperparameters, kinds))
         if checkpoint.get("data"):
             datamodule.load_state_dict(checkpoint["data"])
         return datamodule

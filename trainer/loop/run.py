@@ -975,8 +975,8 @@ class Run:
         """Return the hyperparameters of module and data module."""
         owners: dict[str, Any] = {"module": self.module, "data": self.datamodule}
         stored = {name: {} if one is None else stored_hyperparameters(one.hparams) for name, one in owners.items()}
-        arguments = {name: vars(one).get("_hparams_argument") for name, one in owners.items() if one is not None}
-        named = {name: argument for name, argument in arguments.items() if argument is not None}
+        inside = {name: vars(one or self).get("_hparams_inside", {}) for name, one in owners.items()}
+        named = {name: next(iter(of)) if len(of) == 1 else of for name, of in inside.items() if any(of)}
         kinds = {name: {} if one is None else kinds_of_hyperparameters(one.hparams) for name, one in owners.items()}
         return {**stored, **({"arguments": named} if named else {}), "kinds": kinds}
 
