@@ -276,6 +276,11 @@ TORCH_ERRORS = {
         "A sharded parameter was used outside of the forward of the layer that gathers it. Call that layer, instead of "
         "using its weight; or use strategy 'ddp'."
     ),
+    "specified for input.numel() == 0": (
+        "max or min of a tensor without elements. Under 'fsdp' a process may have nothing of a small parameter and of "
+        "its gradient: on all processes, p.grad.full_tensor().abs().max(), or p.grad.square().sum(), which needs no "
+        "element."
+    ),
     "has been modified by an inplace operation": (
         "A weight or another tensor of a forward was changed before its backward. Change weights between two steps, in "
         "a hook such as on_train_batch_end; elsewhere write x = x + y instead of x += y."

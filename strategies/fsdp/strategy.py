@@ -331,7 +331,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
-        from trainer.strategies.fsdp.dtensors import set_values
+        from trainer.strategies.fsdp.dtensors import read_full_numbers, set_values
         from trainer.strategies.fsdp.trainable import places_of
 
         if for_training:
@@ -343,6 +343,7 @@ class FSDPStrategy(DistributedStrategy):
         self._explaining.end()
         self._explaining = ExplainingShards(module, self.name)
         self._explaining.begin()
+        read_full_numbers()
         if module._wrapper is not None:
             if activation_checkpointing is not None:
                 self._checkpoint(module, activation_checkpointing)
