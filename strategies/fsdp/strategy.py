@@ -680,6 +680,9 @@ class FSDPStrategy(DistributedStrategy):
         """Allocate the shards of what is on the meta device, and move the buffers to their device."""
         device = torch.device("cpu") if self.cpu_offload else self.device
         self.wrapped._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        self._place_buffers(module)
+
+    def _place_buffers(self, module: nn.Module) -> None:
         for buffer in module.buffers():
             if buffer.device != self.device:
                 buffer.data = buffer.data.to(self.device)
@@ -1160,6 +1163,7 @@ class FSDPStrategy(DistributedStrategy):
         from trainer.strategies.fsdp.dtensors import ShardedValues
 
         load_values(self.module, state, strict, hooks, ShardedValues())
+        self._place_buffers(self.module)  # one that was made by the load, of weights that are offloaded
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = state_by_name(self.module, optimizer)

@@ -43,6 +43,7 @@ from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
+from trainer.model.weights import match_buffers
 from trainer.seed import global_seed
 from trainer.settings import Settings
 from trainer.strategy import Strategy, synchronize_buffers
@@ -289,6 +290,7 @@ def load_weights(run: Run, checkpoint: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the module has another base model.
     """
+    match_buffers(run.module, checkpoint["model"])
     if "base" in checkpoint:
         _require_base(run, checkpoint)
     run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading and "base" not in checkpoint)
