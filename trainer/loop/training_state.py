@@ -76,7 +76,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     leave_out_changing_facts(run)
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
-        "rng": run.rng_to_restore or run.rng_state(),
+        "rng": run.rng_to_restore or run.rng_state(saves=True),
         "epoch_rng": run.rng_of_epoch(),
         "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
         "metrics": metrics_state(run.metrics),
