@@ -312,6 +312,37 @@ def test_a_checkpoint_without_the_places_of_calls_goes_by_order(tmp_path: Path) 
         assert [one.tolist() for (one,) in second] == rest
 
 
+def test_a_loader_that_another_line_sets_up_after_a_load_is_told_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def epochs(saves: bool, loads: bool, again: bool, moved: bool) -> int:
+        with Engine(**CPU) as engine:
+            net = nn.Linear(1, 1)
+            model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
+            state = {"model": model, "optimizer": optimizer}
+            data = None if moved else engine.setup_dataloaders(numbers(0))
+            if loads:
+                engine.load(tmp_path / "one", state)
+            if again:
+                data = engine.setup_dataloaders(numbers(0))
+            assert data is not None
+            before = data.epoch
+            if saves:
+                assert len([*data]) == 3
+                engine.save(tmp_path / "one", state)
+            return before
+
+    epochs(saves=True, loads=False, again=False, moved=False)
+    assert epochs(saves=False, loads=True, again=True, moved=False) == 0
+    (said,) = (text for text in caplog.messages if "begins with epoch 0" in text)
+    assert "before engine.load, and not a second time after it" in said
+    caplog.clear()
+    assert epochs(saves=False, loads=True, again=False, moved=False) == 1  # as it says
+    epochs(saves=True, loads=False, again=True, moved=True)
+    assert epochs(saves=False, loads=True, again=True, moved=True) == 1
+    assert "begins with epoch 0" not in caplog.text
+
+
 @pytest.mark.parametrize("how", ["enumerate", "islice", "zip"])
 def test_a_save_after_a_loop_was_left_says_once_how_to_count(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -254,6 +254,13 @@ def raise_problems(problems: list[str], subject: str, cause: Exception | None = 
         raise ConfigError(f"{len(problems)} problems in {subject}:\n{lines}", problems) from cause
 
 
+INSTEAD_OF_PENALTIES = (
+    "A penalty of weights has no place in the loss: take the weight_decay of AdamW; or add to the gradients, which are "
+    "shards too, between backward and step (on_before_optimizer_step): p.grad.add_(p.detach(), alpha=2 * factor); or "
+    "use strategy 'ddp'."
+)
+"""Words for what cannot be computed of shards within a step."""
+
 TORCH_ERRORS = {
     "Expected to have finished reduction in the prior iteration": (
         "Parameters took no part in the loss of a step. Use strategy=DDPStrategy(find_unused_parameters=True) from "
@@ -271,7 +278,12 @@ TORCH_ERRORS = {
     ),
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter was used outside of the forward of the layer that gathers it. Call that layer, instead of "
-        "using its weight; or use strategy 'ddp'."
+        f"using its weight. {INSTEAD_OF_PENALTIES}"
+    ),
+    "specified for input.numel() == 0": (
+        "max or min of a tensor without elements. Under 'fsdp' a process may have nothing of a small parameter and of "
+        "its gradient: on all processes, p.grad.full_tensor().abs().max(), or p.grad.square().sum(), which needs no "
+        "element."
     ),
     "has been modified by an inplace operation": (
         "A weight or another tensor of a forward was changed before its backward. Change weights between two steps, in "

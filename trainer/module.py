@@ -25,7 +25,7 @@ from trainer.hyperparameters import HasHyperparameters, construct, constructor_a
 from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
-from trainer.model.weights import MapLocation, load_weights, read_map_location
+from trainer.model.weights import MapLocation, load_weights, match_buffers, read_map_location
 from trainer.names.misses import Answers
 from trainer.seed import isolated_rng
 
@@ -436,6 +436,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, Answers, nn.Module):
         with loaded_by_hooks(checkpoint) as shown:
             module.on_load_checkpoint(shown)
         strict = module.strict_loading if strict is None else strict
+        match_buffers(module, checkpoint["model"])
         if (base := checkpoint.get("base")) is not None:
             own = module.state_dict()
             there = [weight for weight in base if weight in own]

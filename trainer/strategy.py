@@ -489,11 +489,14 @@ class ChangingBuffers:
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self.names = {*names}
         """The buffers that a step of some process has changed, by name."""
-        if not isinstance(getattr(strategy, "wrapped", None), DistributedDataParallel):  # which does so itself
-            for path, owner in strategy.module.named_modules():
-                for name, buffer in owner._buffers.items() if not isinstance(owner, _NormBase) else ():
-                    if buffer is not None and buffer.numel():
-                        self._places[f"{path}.{name}"] = owner, name
+        wrapped: Any = getattr(strategy, "wrapped", None)
+        by_torch = isinstance(wrapped, DistributedDataParallel)
+        if by_torch and wrapped.broadcast_buffers:
+            by_torch = bool(wrapped.modules_buffers)  # else it broadcasts none that comes later
+        for path, owner in strategy.module.named_modules() if not by_torch else ():
+            for name, buffer in owner._buffers.items() if not isinstance(owner, _NormBase) else ():
+                if buffer is None or buffer.numel():
+                    self._places[f"{path}.{name}"] = owner, name
         self._seen, self._followed = self._versions(), self._places_of_names()
         self._begins = True
         """True until `follow` is called."""
@@ -517,8 +520,9 @@ class ChangingBuffers:
         if looks:
             now = self._versions()
             changed = [now[key][0] is not seen or now[key][1] != count for key, (seen, count) in self._seen.items()]
-            somewhere = self._processes.sum(torch.tensor(changed, dtype=torch.int32, device="cpu")).tolist()
-            self.names |= {key for key, number in zip(self._seen, somewhere, strict=True) if number}
+            absent = [now[key][0] is None for key in self._seen]
+            found = self._processes.sum(torch.tensor([changed, absent], dtype=torch.int32, device="cpu")).tolist()
+            self.names |= {key for key, changes, lack in zip(self._seen, *found, strict=True) if changes and not lack}
             self._followed = self._places_of_names()
         if self._followed:
             now_there = (owner._buffers[name] for owner, name in self._followed)

@@ -130,6 +130,11 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
             f"{kind} needs full parameters, and DeepSpeed flattens the parameters and shards the flat buffer: use an "
             "optimizer that treats all elements alike, such as torch.optim.AdamW."
         )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        problems.append(
+            f"register_step_pre_hook or register_step_post_hook of the {kind}: it would be given flat parts of the "
+            "parameters. Use on_before_optimizer_step or on_train_batch_end, or strategy 'fsdp' or 'ddp'."
+        )
     if kind == "Adagrad":
         problems.append(
             "DeepSpeed makes an Adagrad of its own instead of yours, which schedules do not reach: use "

@@ -18,6 +18,20 @@ from trainer.model.weights import AbsentParameter
 from trainer.strategy import Values
 
 
+def read_full_numbers() -> None:
+    """Have a number that is read of a distributed tensor, as by `.item()`, be that of the full one; it is collective.
+
+    torch returns that of this process's part. Here no operation but the reading is slower, and no code is left out:
+    hooks, steps of optimizers and their hooks, and tensors that torch itself turns into numbers (`alpha=norm`).
+    """
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _full_number
+
+
+def _full_number(op_call: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    tensor = args[0].to(args[0].device_mesh.device_type)  # of weights that are offloaded to the CPU
+    return op_call(tensor.full_tensor())
+
+
 def local_slice(tensor: DTensor) -> FlatSlice:
     """Return which elements of the full tensor this process holds.
 

@@ -331,7 +331,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
-        from trainer.strategies.fsdp.dtensors import set_values
+        from trainer.strategies.fsdp.dtensors import read_full_numbers, set_values
         from trainer.strategies.fsdp.trainable import places_of
 
         if for_training:
@@ -343,6 +343,7 @@ class FSDPStrategy(DistributedStrategy):
         self._explaining.end()
         self._explaining = ExplainingShards(module, self.name)
         self._explaining.begin()
+        read_full_numbers()
         if module._wrapper is not None:
             if activation_checkpointing is not None:
                 self._checkpoint(module, activation_checkpointing)
@@ -679,6 +680,9 @@ class FSDPStrategy(DistributedStrategy):
         """Allocate the shards of what is on the meta device, and move the buffers to their device."""
         device = torch.device("cpu") if self.cpu_offload else self.device
         self.wrapped._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        self._place_buffers(module)
+
+    def _place_buffers(self, module: nn.Module) -> None:
         for buffer in module.buffers():
             if buffer.device != self.device:
                 buffer.data = buffer.data.to(self.device)
@@ -1159,6 +1163,7 @@ class FSDPStrategy(DistributedStrategy):
         from trainer.strategies.fsdp.dtensors import ShardedValues
 
         load_values(self.module, state, strict, hooks, ShardedValues())
+        self._place_buffers(self.module)  # one that was made by the load, of weights that are offloaded
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = state_by_name(self.module, optimizer)

@@ -97,9 +97,20 @@ class TrustRatio(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad * (group["lr"] * ratio))
 
 
+class Capped(torch.optim.SGD):
+    """Makes gradients smaller where the largest one is above a limit, which none or each of a trial may be."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad.abs().max().item() > 1e-9:
+                parameter.grad.mul_(0.1)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("make", "alike"),
     [
+        (partial(Capped, lr=1e-3), False),
         (partial(torch.optim.AdamW, lr=1e-3, fused=True), True),
         (partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True), True),
         (partial(torch.optim.Adafactor, lr=1e-3), False),

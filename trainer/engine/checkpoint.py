@@ -66,7 +66,10 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
             "stays."
         )
     positions = engine.loaders.positions
-    own = {"rng": states_with(parts.owners(), strategy.device), "loader": [one.state_dict() for one in positions]}
+    own = {
+        "rng": states_with(parts.owners(), strategy.device, saves=True),
+        "loader": [one.state_dict() for one in positions],
+    }
     per_rank = gather_states(own, strategy.processes)
     first = next(iter(parts.models.values())).module if parts.models else None
     hparams = first.hparams if isinstance(first, TrainModule) else {}

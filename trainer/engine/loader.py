@@ -94,7 +94,11 @@ class Loaders:
             if position not in self.positions:
                 self.positions.append(position)
                 if read and loader._training:
-                    log.warning("a loader begins with epoch 0: the checkpoint's positions are of other lines' loaders.")
+                    log.warning(
+                        "a loader begins with epoch 0: the positions in the checkpoint are of loaders that other lines "
+                        "have set up. Set it up before engine.load, and not a second time after it; or, after it, at "
+                        "the line that has set it up in the run that saved."
+                    )
             loader._take(position, self.positions.index(position))
 
     def in_training(self) -> list[tuple[int, int]]:

@@ -769,9 +769,12 @@ class Run:
         optimizers = {f"optimizer {number}": one for number, one in enumerate(self.optimizers)}
         return parts_of({"module": self.module}, optimizers) | of_data | of_schedulers | of_callbacks
 
-    def rng_state(self) -> dict[str, Any]:
-        """Return the states of the global generators, and of those that the user's objects hold, as data."""
-        return states_with(self._owners(), self.strategy.device)
+    def rng_state(self, saves: bool = False) -> dict[str, Any]:
+        """Return the states of the global generators, and of those that the user's objects hold, as data.
+
+        `saves`: for a checkpoint; see `states_with`.
+        """
+        return states_with(self._owners(), self.strategy.device, saves)
 
     def set_rng_state(self, state: dict[str, Any]) -> list[str]:
         """Restore what `rng_state` returned; return the names of generators that are missing."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.disk import UncertainWriteError, WriteError
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
-from trainer.errors import CheckpointError, ConfigError, TrainerError, explain_torch_error
+from trainer.errors import INSTEAD_OF_PENALTIES, CheckpointError, ConfigError, TrainerError, explain_torch_error
 from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
 from trainer.fault_tolerance.signals import EXIT_RETRY
@@ -184,16 +184,17 @@ def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
     values = (value for frame in reversed(frames) for value in _values_of(frame))
     used = (name for value in values if (name := name_of_shard(run.module, value)) is not None)
     advice = (
-        "In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to change it)"
+        "In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to change it)."
     )
-    if any(frame.f_code.co_name == "call_step" for frame in frames):
+    if any(frame.f_code.co_name in ("call_step", "backward") for frame in frames):  # of a loss that a step has made
         advice = (
             "Within a step call the layer, instead of using its parameter; what is to be done outside of the loss goes "
-            "into a hook, such as on_train_batch_end, within `with trainer.full_parameters(module):`"
+            "into a hook, such as on_train_batch_end, within `with trainer.full_parameters(module):`. "
+            f"{INSTEAD_OF_PENALTIES}"
         )
     return ConfigError(
         f"{next(used, 'a parameter')} was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards "
-        f"of the parameters. {advice}.\ntorch said: {said}"
+        f"of the parameters. {advice}\ntorch said: {said}"
     )
 
 

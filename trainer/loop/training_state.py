@@ -37,6 +37,7 @@ from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
+from trainer.model.weights import match_buffers
 from trainer.runs.callback_states import callbacks_by_state_key, identities, owners_of_states, states_of_generators
 from trainer.runs.changes_since_checkpoint import leave_out_changing_facts
 from trainer.seed import global_seed
@@ -74,7 +75,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     leave_out_changing_facts(run)
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
-        "rng": run.rng_to_restore or run.rng_state(),
+        "rng": run.rng_to_restore or run.rng_state(saves=True),
         "epoch_rng": run.rng_of_epoch(),
         "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
         "metrics": metrics_state(run.metrics),
@@ -282,6 +283,7 @@ def load_weights(run: Run, checkpoint: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the module has another base model.
     """
+    match_buffers(run.module, checkpoint["model"])
     if "base" in checkpoint:
         _require_base(run, checkpoint)
     run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading and "base" not in checkpoint)

@@ -58,19 +58,14 @@ class ParameterAccess(TorchFunctionMode):
                 _push_on_torch_function_stack(self)
 
 
-_NUMBERS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__)
-"""Functions that read a tensor on the host."""
-
-
 class ExplainingShards(ParameterAccess):
     """While entered, torch's error in an operation of user code with a distributed tensor names the parameter.
 
-    And a number that user code reads of one, such as the norm of a gradient, is that of the full tensor: torch would
-    return this process's part. Reading it is collective then.
+    And `tolist` is that of the full tensor, which torch refuses; it is collective.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NUMBERS and hasattr(args[0], "full_tensor"):
+        if func is torch.Tensor.tolist and hasattr(args[0], "full_tensor"):
             args = (args[0].full_tensor(), *args[1:])
         try:
             return func(*args, **(kwargs or {}))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.precision import is_quantized, parts_of
+
+log = logging.getLogger("trainer")
 
 Location = str | torch.device
 MapLocation = (
@@ -60,12 +64,50 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
+_MADE_LATER: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""The names of the buffers that were None as a module was made, which a step or a hook makes."""
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the names of the buffers that belong to checkpoints, also those that are None, with their places."""
+    for path, part in module.named_modules():
+        for name in part._buffers.keys() - part._non_persistent_buffers_set:
+            yield f"{path}.{name}".removeprefix("."), part, name
+
+
+def note_later_buffers(module: nn.Module) -> None:
+    """Note which buffers are None, for `match_buffers`."""
+    for _, part, name in saved_buffers(module):
+        if part._buffers[name] is None:
+            _MADE_LATER.setdefault(part, set()).add(name)
+
+
+def drop_later_buffers(module: nn.Module) -> None:
+    """Have the buffers be None that were None as the module was made."""
+    for _, part, name in saved_buffers(module):
+        if name in _MADE_LATER.get(part, ()):
+            part._buffers[name] = None
+
+
+def match_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Have buffers that a step or a hook makes be tensors where a checkpoint has them, and None where it has not."""
+    note_later_buffers(module)
+    tensors = chain(module.buffers(), module.parameters())
+    device = next((tensor.device for tensor in tensors), None)
+    for key, part, name in saved_buffers(module):
+        if key not in state and name in _MADE_LATER.get(part, ()):
+            part._buffers[name] = None
+        elif key in state and part._buffers[name] is None:
+            part._buffers[name] = torch.empty(state[key].shape, dtype=state[key].dtype, device=device)
+
+
 def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-    """Load weights and buffers by name.
+    """Load weights and buffers by name; a buffer that is None on one side becomes what the state has.
 
     Raises:
         CheckpointError: names or shapes differ from the module's.
     """
+    match_buffers(module, state)
     kept = _load_parts(module, state)
     present = {name: value for name, value in state.items() if name not in kept}
     quantized = {name.rpartition(".")[0] for name in kept}
@@ -75,15 +117,18 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: b
 
     hook = module.register_load_state_dict_post_hook(complete)
     try:
-        module.load_state_dict(present, strict=strict)
+        unexpected = module.load_state_dict(present, strict=strict).unexpected_keys
     except RuntimeError as error:
         raise CheckpointError(
             f"the checkpoint does not fit {type(module).__name__}: {str(error).expandtabs(4):.4000}\n"
-            "It was written for another model, or with other hyperparameters. To take the weights whose names "
-            "are there: strict_loading = False in the module, or load_from_checkpoint(path, strict=False)."
+            "It was written for another model, or with other hyperparameters; or a hook has added layers, parameters "
+            "or buffers in the training, which __init__ or configure_model has to make. To take the weights whose "
+            "names are there: strict_loading = False in the module, or load_from_checkpoint(path, strict=False)."
         ) from None
     finally:
         hook.remove()
+    if unexpected:
+        log.warning("weights of the checkpoint that are not in the module are left out: %s", first_of(unexpected, 5))
 
 
 def with_parts(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from trainer.data.sampler_state import named_generators, put_generator, take_back
 from trainer.errors import first_of, printable
@@ -39,13 +43,45 @@ def parts_of(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimize
     }
 
 
-def states_with(owners: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the states of the global generators, and of those that the owners hold, as data."""
+def states_with(owners: Mapping[str, Any], device: torch.device, saves: bool = False) -> dict[str, Any]:
+    """Return the states of the global generators, and of those that the owners hold, as data.
+
+    Args:
+        saves: they are for a checkpoint, which does not have the places of iterators that the owners hold: say so once.
+    """
+    contents: dict[int, dict[Any, Any]] = {}
     own = {
         owner: {name: state for name, one in held.items() if (state := generator_state(one))}
-        for owner, held in named_generators(owners).items()
+        for owner, held in named_generators(owners, contents).items()
     }
+    if saves:
+        held = [(str(name), one) for inside in contents.values() for name, one in inside.items()]
+        # A loader that has one for its persistent workers begins anew by it in each epoch.
+        _report_iterators(tuple(name for name, one in held if name != "_iterator" and _reads_a_loader(one)))
     return {**rng_state(device), "own": own}
+
+
+def _reads_a_loader(value: Any) -> bool:
+    """Whether a value is an iterator over a DataLoader, a function with `yield` that has one, or any `cycle`."""
+    if isinstance(value, GeneratorType) and value.gi_frame is not None:
+        within = (value.gi_yieldfrom, *value.gi_frame.f_locals.values())
+        return any(isinstance(one, DataLoader) or _is_of_loader(one) for one in within)
+    return _is_of_loader(value) or type(value) is itertools.cycle
+
+
+def _is_of_loader(value: Any) -> bool:
+    return type(value).__module__.startswith(("torch.utils.data.", "torchdata.")) and isinstance(value, Iterator)
+
+
+@cache
+def _report_iterators(names: tuple[str, ...]) -> None:
+    if names:
+        log.warning(
+            "checkpoints do not have the place of an iterator over a loader that the program itself holds, which a "
+            "resumed run begins anew: %s. Give the loader to the trainer, as one of several (a dict, a list, or a "
+            "trainer.utilities.CombinedLoader); with an Engine, to engine.setup_dataloaders.",
+            printable(first_of(names)),
+        )
 
 
 def set_states_with(owners: Mapping[str, Any], state: dict[str, Any], device: torch.device) -> list[str]:

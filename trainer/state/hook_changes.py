@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainer.arguments import with_python_numbers
 from trainer.checkpoint.optimizer_state import set_groups
 from trainer.errors import first_of, printable
+from trainer.model.weights import drop_later_buffers, note_later_buffers, saved_buffers
 from trainer.module import TrainModule
 from trainer.optimizers import optimizers_inside, with_modes
 from trainer.strategy import modes_in_training
@@ -50,6 +51,7 @@ def as_made(module: TrainModule) -> None:
         made, ended = _USED[module]
         left = [name for name, value in _values_of(module).items() if _same(value, ended.get(name, _ABSENT))]
         _write(module, {}, {name: made.get(name, _ABSENT) for name in left})
+        drop_later_buffers(module)
 
 
 _Groups = tuple[Optimizer, list[tuple[dict[str, Any], dict[str, Any]]]]
@@ -85,7 +87,8 @@ class HookChanges:
         """The names of the parameters of each group as the run began; of DeepSpeed's flat ones "", in stage 3 none."""
         self._regrouped: list[_Groups] = []
         """Optimizers that got other groups from a checkpoint, with those, until `begin`."""
-        self._made = self._read()
+        note_later_buffers(module)
+        self._made, self._names_made = self._read(), _saved_names(module)
         self._began: dict[str, Any] | None = None
         self._saved: dict[str, Any] | None = None
         """The state of a checkpoint until `begin`."""
@@ -121,6 +124,7 @@ class HookChanges:
         """Return what has changed: each with its value as made, as the run began, and now."""
         if self._saved is not None:  # that of the checkpoint still stands
             return self._saved
+        self._report_new_names()
         now = self._read()
         moments = {"made": self._made, "began": self._began or now, "now": now}
         changed = [
@@ -135,6 +139,18 @@ class HookChanges:
         }
         names = {str(number): self._groups[number] for number in self._regrouped_now()}
         return {"values": entries, "groups": [len(one) for one in self._groups], "names": names}
+
+    def _report_new_names(self) -> None:
+        """Say once what a program that starts again would not have."""
+        new = _saved_names(self._module) - self._names_made
+        self._names_made |= new
+        if new:
+            log.warning(
+                "this checkpoint has parameters or buffers that came while training, and is read only by a program in "
+                "which __init__, configure_model or on_load_checkpoint makes them (for pruning: "
+                "torch.nn.utils.prune.identity there): %s",
+                printable(first_of(sorted(new))),
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state of a checkpoint for `begin`; in a run that has begun, go back to it."""
@@ -242,6 +258,12 @@ class HookChanges:
             set_groups(self._module, optimizer, state)
         if self._names(optimizer) != own and self._began is None:
             vars(optimizer)["add_param_group"] = partial(_add_unless_restored, optimizer)
+
+
+def _saved_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)} | {
+        name for name, *_ in saved_buffers(module)
+    }
 
 
 def _values_of(module: nn.Module) -> dict[str, Any]:
