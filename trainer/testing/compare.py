@@ -22,12 +22,13 @@ IGNORED = (
     "config",
     "versions*",
     "callbacks.ModelCheckpoint*",
+    "callbacks.TensorBoardLogger*",
     "callback_identities*",
     "callbacks.Timer*",
     "metrics.csv.*_per_s",
     "metrics.csv.throughput/*",
 )
-"""Paths of values that may differ: directories and times."""
+"""Paths of values that may differ: directories, times, and names with times in them."""
 
 
 def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGNORED) -> list[str]:
