@@ -16,7 +16,7 @@ from trainer.model.unsupported import unsupported
 from trainer.module import TrainModule
 from trainer.optimizers import optimizers_inside, with_modes
 from trainer.precision import Precision, has_statistics, multiplies_buffers
-from trainer.strategies.deepspeed.elementwise import is_elementwise
+from trainer.strategies.optimizer_trials import is_elementwise
 
 NOT_TO_BE_TRIED = ("LBFGS", "SparseAdam")
 """Optimizers of torch that need full parameters, and more than a gradient, so that `is_elementwise` cannot try them."""

@@ -46,6 +46,7 @@ from trainer.strategies.fsdp.one_reader import refuse_different_batches
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
 from trainer.strategies.fsdp.refusals import refuse_unsplittable
 from trainer.strategies.fsdp.side_outputs import SideOutputs
+from trainer.strategies.optimizer_trials import mixes_parameters
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
     has_compiled,
@@ -726,6 +727,13 @@ class FSDPStrategy(DistributedStrategy):
             raise ConfigError(
                 "compile=True with a model that is split over processes: compile its blocks, which hooks of the "
                 'strategy separate: Trainer(compile={"blocks": "auto"}).'
+            )
+        mixing = [type(one).__name__ for one in optimizers if self.pipeline is not None and mixes_parameters(one)]
+        if mixing:
+            raise ConfigError(
+                f"{mixing[0]} with pipeline_parallel: its step depends on all parameters, as by a norm of them all, "
+                "and a process has those of its stage. Use an optimizer that steps each parameter alone, such as "
+                "torch.optim.AdamW, or leave out pipeline_parallel."
             )
         several = [type(one).__name__ for one in optimizers if self.layout and needs_closure(one)]
         if several:

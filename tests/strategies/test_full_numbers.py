@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from tests.helpers.processes import run_distributed
@@ -15,9 +16,10 @@ from tests.helpers.strategy_models import GPT, MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from trainer import ConfigError, Engine, seed_everything
 from trainer.errors import explain_torch_error
+from trainer.strategies.optimizer_trials import mixes_parameters
 
 STEPS, BATCH = 4, 8
-SHARDED = ("FSDP x2", "FSDP x2, CPU offload", "FSDP 2x2", "TP x2")
+SHARDED = ("FSDP x2", "FSDP x2, CPU offload", "FSDP 2x2", "TP x2", "PP x2")
 
 
 class Scaled(Optimizer):
@@ -28,7 +30,7 @@ class Scaled(Optimizer):
 
     @property
     def all(self) -> list[Any]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
 
 class Ratio(Scaled):
@@ -86,12 +88,14 @@ def hooked(parameters: Any) -> Optimizer:
 
 MAKE: dict[str, Any] = {"ratio": Ratio, "norm": ByNorm, "distance": Distance, "hook": hooked, "closure": Ratio}
 KINDS = [*MAKE, "manual hook"]
+CASES = [(name, kind) for name in SHARDED for kind in KINDS if name != "PP x2" or kind == "ratio"]
+"""A stage of a pipeline has no norm of all gradients."""
 
 
 def make_module(way: str, kind: str) -> Any:
     """Return a module whose last bias, of shape [1], is empty on one of two processes."""
     seed_everything(1)
-    base: Any = GPT if way.startswith("TP") else MLP
+    base: Any = GPT if way.startswith(("TP", "PP")) else MLP
 
     class Module(base):
         def configure_optimizers(self) -> Any:
@@ -126,7 +130,7 @@ def batches(module: Any, size: int) -> Any:
 def trained(name: str) -> dict[str, Any]:
     """Return the weights after training with each kind of optimizer."""
     found = {}
-    for kind in KINDS:
+    for kind in (kind for way, kind in CASES if way == name):
         module, way = make_module(name, kind), WAYS[name]
         trainer = way.trainer(max_steps=STEPS, seed=1)
         trainer.fit(module, batches(module, way.micro_batch))
@@ -149,8 +153,7 @@ def results() -> dict[str, list[Any]]:
     return run_each(trained, SHARDED)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_an_optimizer_reads_numbers_of_full_tensors(name: str, kind: str, results: Any) -> None:
     skip_if_missing(name)
     expected = by_hand(name, kind)
@@ -184,9 +187,9 @@ def test_the_largest_element_of_an_empty_shard_has_words() -> None:
     assert "p.grad.full_tensor().abs().max()" in str(explain_torch_error(caught.value))
 
 
-def refused(name: str) -> list[str]:
+def refused(name: str, kinds: list[str]) -> list[str]:
     found = []
-    for kind in KINDS[:4]:
+    for kind in kinds:
         module, way = make_module(name, kind), WAYS[name]
         with pytest.raises(ConfigError) as caught:
             way.trainer(max_steps=STEPS, seed=1).fit(module, batches(module, way.micro_batch))
@@ -197,7 +200,18 @@ def refused(name: str) -> list[str]:
 def test_zero_refuses_what_would_be_given_flat_parts() -> None:
     name = "ZeRO-2 x2"
     skip_if_missing(name)
-    for rank in run_each(refused, [name])[name]:
+    for rank in run_each(refused, [name], KINDS[:4])[name]:
         *steps, of_hook = rank
         assert all("needs full parameters" in one for one in steps)
         assert "on_before_optimizer_step" in of_hook
+
+
+def test_a_stage_refuses_what_needs_all_parameters() -> None:
+    name = "PP x2"
+    for rank in run_each(refused, [name], ["norm", "distance"])[name]:
+        assert all("pipeline_parallel: its step depends on all parameters" in one for one in rank)
+
+
+@pytest.mark.parametrize("kind", [Ratio, ByNorm, Distance, SGD, AdamW, partial(AdamW, amsgrad=True, fused=True)])
+def test_optimizers_that_step_each_parameter_alone_are_told_apart(kind: Any) -> None:
+    assert mixes_parameters(kind([torch.nn.Parameter(torch.ones(2))])) == (kind in (ByNorm, Distance))
