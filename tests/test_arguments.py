@@ -162,7 +162,10 @@ def test_subclasses_of_users_take_what_they_like() -> None:
             super().__init__(timeout_seconds=5)
             self.extra = extra
 
-    assert Mine("text").extra == "text"  # type: ignore[arg-type, comparison-overlap]
+    mine: Any = Mine("text")  # type: ignore[arg-type]
+    assert mine.extra == "text"
+    assert mine._arguments == {"extra": "text"}  # by which processes compare their strategies
+    assert DDPStrategy(timeout_seconds=5)._arguments == {"timeout_seconds": 5}
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'monitor'"):
         EarlyStopping()  # type: ignore[call-arg]
 

@@ -82,14 +82,11 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
-def check_constructor(cls: type, keeps: str | None = None) -> None:
+def check_constructor(cls: type) -> None:
     """Wrap the class's own `__init__` to raise one ConfigError for all arguments that do not fit their annotations.
 
     The body of `__init__` may rely on the types of its arguments; numbers of other classes, such as numpy's, arrive as
     Python's.
-
-    Args:
-        keeps: the attribute that keeps the arguments by name, of a subclass's constructor where that has one.
     """
     init: Any = vars(cls).get("__init__")
     if init is None:
@@ -114,11 +111,25 @@ def check_constructor(cls: type, keeps: str | None = None) -> None:
             init(self, *args, **options)  # raises Python's own error
             raise
         raise_problems(_problems(cls, init, signature, given), f"{cls.__name__}'s arguments")
-        if keeps is not None:
-            vars(self).setdefault(keeps, {name: given[name] for name in known if name in given})
         init(self, *args, **options)
 
     cls.__init__ = checked  # type: ignore[misc]
+
+
+def keep_arguments(cls: type, attribute: str) -> None:
+    """Wrap the class's own `__init__` to keep the arguments by name, where no constructor of a subclass has done so."""
+    init: Any = vars(cls).get("__init__")
+    if init is None:
+        return
+
+    @functools.wraps(init)
+    def kept(self: Any, *args: Any, **options: Any) -> None:
+        _, *names = inspect.signature(init).parameters
+        given = {**dict(zip(names, args, strict=False)), **options}
+        vars(self).setdefault(attribute, with_python_numbers(given))
+        init(self, *args, **options)
+
+    cls.__init__ = kept  # type: ignore[misc]
 
 
 def _by_name(kind: str, own: Sequence[str], given: Sequence[object], options: dict[str, Any]) -> dict[str, Any]:

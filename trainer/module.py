@@ -20,7 +20,7 @@ from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.checkpoint.schema import require
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
-from trainer.errors import ConfigError, MissingPackageError, NotRunningError, restoring
+from trainer.errors import ConfigError, MissingPackageError, restoring
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments
 from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
@@ -595,11 +595,11 @@ class TrainModule(OptionalMethods, HasHyperparameters, Answers, nn.Module):
         """The trainer that runs this module.
 
         Raises:
-            NotRunningError: no trainer has run this module.
+            ConfigError: no trainer has run this module.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
-            raise NotRunningError(
+            raise ConfigError(
                 f"{type(self).__name__} is not attached to a Trainer yet: self.trainer, self.log and the like "
                 "work inside trainer.fit, validate, test and predict."
             )

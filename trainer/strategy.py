@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
-from trainer.arguments import check_constructor
+from trainer.arguments import check_constructor, keep_arguments
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, materialize, read_when_used, stored
 from trainer.data.transfer import make_transfer, map_leaves
@@ -103,7 +103,7 @@ class Strategy(Answers):
     scaler: torch.amp.GradScaler | None = None
 
     _arguments: Mapping[str, Any] = {}
-    """The arguments that the constructor of this package was given, by name; equal on all processes."""
+    """The arguments that the constructor was given, by name; equal on all processes."""
     _plain_forward: bool = False
     """True if the precision's context of a forward does nothing, so that it can be left out."""
     _blocks: tuple[Block, ...] = ()
@@ -112,10 +112,11 @@ class Strategy(Answers):
     """Computes the gradients of a loss: that of the module, if it overrides `backward`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Have the constructors of this package's strategies check their arguments, and keep them."""
+        """Have constructors keep their arguments; those of this package's strategies check them, too."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith("trainer."):
-            check_constructor(cls, keeps="_arguments")
+            check_constructor(cls)
+        keep_arguments(cls, "_arguments")
 
     def __init__(self) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from inspect import getattr_static, signature
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,17 @@ class Answers:
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # a second time, for the error of the property
-            if not name.startswith("__"):
-                from trainer.compat.answers import member
+            if name.startswith("__"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            bases = iter(type(self).__mro__)
+            any(vars(base).get("__getattr__") is Answers.__getattr__ for base in bases)  # stops there
+            for base in bases:  # a user's class may have another base that answers, such as nn.Module
+                if "__getattr__" in vars(base) and base is not Answers:
+                    with suppress(AttributeError):
+                        return base.__getattr__(self, name)
+            from trainer.compat.answers import member
 
-                return member(self, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return member(self, name)
 
 
 def refuse_to_set(owner: object, name: str) -> None:
@@ -34,7 +41,7 @@ def refuse_to_set(owner: object, name: str) -> None:
         AttributeError: says what to do instead.
     """
     kind = type(owner)
-    found = getattr_static(kind, name, None)
+    found = getattr_static(kind, name, refuse_to_set)
     if isinstance(found, Alias):
         reason = (
             f"give {kind.__name__}({name}=...)"
@@ -44,7 +51,7 @@ def refuse_to_set(owner: object, name: str) -> None:
     elif isinstance(found, property) and found.fset is None and found.fget.__module__.startswith("trainer."):
         is_argument = name in signature(kind.__init__).parameters
         reason = f"give {kind.__name__}({name}=...)" if is_argument else "it follows from the run"
-    elif found is None and (words := member_words(kind, [name])):
+    elif found is refuse_to_set and (words := member_words(kind, [name])):
         reason = f"it is not here. Use {words[name]}"
     else:
         return
