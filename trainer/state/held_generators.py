@@ -55,14 +55,14 @@ def states_with(owners: Mapping[str, Any], device: torch.device, saves: bool = F
         for owner, held in named_generators(owners, contents).items()
     }
     if saves:
-        held = [(str(name), one) for inside in contents.values() for name, one in inside.items()]
+        held = [pair for inside in contents.values() for pair in inside.items() if isinstance(pair[1], Iterator)]
         # A loader that has one for its persistent workers begins anew by it in each epoch.
-        _report_iterators(tuple(name for name, one in held if name != "_iterator" and _reads_a_loader(one)))
+        _report_iterators(tuple(str(name) for name, one in held if name != "_iterator" and _reads_a_loader(one)))
     return {**rng_state(device), "own": own}
 
 
-def _reads_a_loader(value: Any) -> bool:
-    """Whether a value is an iterator over a DataLoader, a function with `yield` that has one, or any `cycle`."""
+def _reads_a_loader(value: Iterator[Any]) -> bool:
+    """Whether an iterator is one over a DataLoader, a function with `yield` that has one, or any `cycle`."""
     if isinstance(value, GeneratorType) and value.gi_frame is not None:
         within = (value.gi_yieldfrom, *value.gi_frame.f_locals.values())
         return any(isinstance(one, DataLoader) or _is_of_loader(one) for one in within)
