@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,8 +24,9 @@ from safetensors.torch import load_file
 
 from tests.helpers.processes import run_python
 from tests.helpers.project import Command
+from tests.helpers.terminal import Terminal
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.cli.completion import SECOND_WORDS, options_of
+from trainer.cli.completion import REPLACED, SECOND_WORDS, options_of
 from trainer.cli.help import _classes, class_names
 from trainer.cli.main import COMMANDS, main
 from trainer.cli.options import CommandParser
@@ -450,9 +452,13 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
     assert code == 0
     assert all(name in out for name in COMMANDS)
     assert "trainer.max_epochs" in out
+    assert all(words in out for words in REPLACED[shell].values())
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed: the script is not run")
     (tmp_path / "script").write_text(out)
+    for name in ("train.py", "settings.yaml", "ckpt1"):
+        (tmp_path / name).touch()
+    (tmp_path / "runs").mkdir()
     completed = {
         "fit --trainer.max_e": "--trainer.max_epochs",
         "checkpoint ex": "export",
@@ -478,14 +484,60 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
     if shell == "fish":
         words = "".join(f"complete -C 'trainer {line}';" for line in typed)
         ended = subprocess.run(["fish", "-c", f"source script; {words}"], cwd=tmp_path, capture_output=True, text=True)
-        assert (ended.stdout.split(), ended.stderr) == (found, "")
+        offered = [line.split("\t")[0] for line in ended.stdout.splitlines()]  # a tab is before what they are
+        assert (offered, ended.stderr) == (found, "")
     if shell == "bash":
-        words = "".join(
-            f"COMP_WORDS=(trainer {line}); COMP_CWORD={len(line.split())}; _shtab_trainer; echo ${{COMPREPLY[@]}};"
-            for line in typed
-        )
-        ended = subprocess.run(["bash", "-c", f". ./script; {words}"], cwd=tmp_path, capture_output=True, text=True)
-        assert ended.stdout.split() == found
+        assert _bash_completes([*typed, *FILES], tmp_path) == [*found, *FILES.values()]
+
+
+FILES = {
+    "checkpoint export ck": "ckpt1",
+    "checkpoint export ckpt1 ru": "runs/",
+    "checkpoint export --dtype bfloat16 ck": "ckpt1",
+    "checkpoint export --force --ex": "--expand-tied",
+    "fit --config set": "settings.yaml",
+    "fit --config=set": "--config=settings.yaml",
+    "fit --dry-run --trainer.max_e": "--trainer.max_epochs",
+    "fit --ckpt-path la": "last",
+    "test --ckpt-path be": "best",
+    "test --ckpt-path ck": "ckpt1",
+    "test --ckpt-path ru": "runs/",
+    "fit --optimizer tra": "train.py",
+    "runs ls ru": "runs/",
+    "migrate ru": "runs/",
+    "config set": "settings.yaml",
+    "config resolve set": "settings.yaml",
+    "estimate set": "settings.yaml",
+    "tune lr set": "settings.yaml",
+    "launch tra": "train.py",
+    "launch ./tr": "./train.py",
+    "launch --devices 2 train.": "train.py",
+    "launch --nproc 2 python tr": "train.py",
+    "launch --standalone --nno": "--nnodes",
+    "launch -- tra": "train.py",
+    "launch -- trainer fi": "fit",
+    "launch -- trainer fit --trainer.max_e": "--trainer.max_epochs",
+    "launch trainer fit --config set": "settings.yaml",
+    "launch trainer fit --ckpt-path la": "last",
+}
+"""What a bash makes of lines with files, flags, or a program after `launch`."""
+
+
+def _bash_completes(lines: list[str], folder: Path) -> list[str]:
+    """Type lines, each with a Tab, into a bash that has read `script`; return the last word of what then runs."""
+    (folder / "rc").write_text('. ./script\ntrainer() { printf "ran:%s\\n" "${!#}"; }\n')
+    terminal = Terminal()
+    terminal.type("".join(f"trainer {line}\t\n" for line in lines) + "exit\n")
+    subprocess.run(
+        ["bash", "--noprofile", "--rcfile", "rc", "-i"],
+        cwd=folder,
+        env={**os.environ, "TERM": "dumb", "HOME": str(folder)},  # so the history of whoever runs this is kept
+        stdin=terminal.stream,
+        stdout=terminal.stream,
+        stderr=terminal.stream,
+        timeout=100,
+    )
+    return re.findall(r"^ran:(.*)\r$", terminal.text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict", "tune"])
@@ -513,7 +565,7 @@ def test_shells_offer_the_options_of_a_command(command: Command, name: str, monk
     for word, options in offered.items():
         of_word = subparsers[0][word] if word else parser
         taken = {option for action in of_word._actions for option in action.option_strings if option.startswith("--")}
-        assert options == sorted(option for option in taken if option.replace("_", "-") not in taken - {option})
+        assert [*options] == sorted(option for option in taken if option.replace("_", "-") not in taken - {option})
 
 
 def test_the_names_of_classes_are_known_without_torch() -> None:

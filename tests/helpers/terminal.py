@@ -1,4 +1,4 @@
-"""A pseudo-terminal for tests of what is drawn on one."""
+"""A pseudo-terminal for tests of what is drawn, or typed, on one."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class Terminal:
             if not data:
                 return
             self._received += data
+
+    def type(self, text: str) -> None:
+        """Type into the terminal, which keeps what is not read yet."""
+        os.write(self._master, text.encode())
 
     def text(self) -> str:
         """Close the terminal and return its output."""

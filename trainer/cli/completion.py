@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 from argparse import ArgumentParser
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import fields
 from functools import cache
@@ -47,6 +47,23 @@ WITH_OPTIONS_OF_ITS_OWN = ("checkpoint", "runs", "tune")
 """Commands whose second word decides which options there are."""
 OR_A_PATH = ("--ckpt-path",)
 """Options with a few known values, which take any path, too."""
+REPLACED = {
+    "bash": {
+        # Where a word is none of a few, a file: shtab leaves that out on purpose, github.com/tqdm/shtab/issues/65.
+        "-o bashdefault": "-o bashdefault -o default",
+        # What stands after the `--` of `trainer launch -- trainer fit` has options.
+        "pos_only=1": "pos_only=0",
+    },
+    "zsh": {
+        '"(*)::path:_files"': '"*:path:_files"',  # shtab offers one path only
+        # `launch` is followed by a program and its arguments: shtab has either those or the commands of `trainer`.
+        '"(-)*::program:_files"': "",
+        "': :_shtab_trainer_launch_commands'": "': :_files'",
+        "_shtab_trainer_launch_trainer ;;": "_shtab_trainer_launch_trainer ;; *) _files ;;",
+    },
+    "fish": {},
+}
+"""Words in the scripts of shtab, and those that take their place."""
 
 
 @reports_errors
@@ -60,7 +77,10 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
     shell = parser.parse(arguments).shell
-    print(shtab.complete(add_commands(ArgumentParser("trainer", add_help=False), COMMANDS), shell))
+    script = shtab.complete(add_commands(ArgumentParser("trainer", add_help=False), COMMANDS), shell)
+    for words, others in REPLACED[shell].items():
+        script = script.replace(words, others)
+    print(script)
     return 0
 
 
@@ -72,33 +92,59 @@ def add_commands(parser: ArgumentParser, commands: Iterable[str]) -> ArgumentPar
         if command in WITH_OPTIONS_OF_ITS_OWN:
             of_words = one.add_subparsers()
             for word in SECOND_WORDS[command]:
-                _add_options(of_words.add_parser(word, help=word, add_help=False), options_of(command, word))
+                of_word = of_words.add_parser(word, help=word, add_help=False)
+                _add_paths(of_word, "path", "*")
+                _add_options(of_word, options_of(command, word))
             continue
         if command == "launch":  # trainer launch ... trainer fit
+            _add_paths(one, "program", "...")
             launched = one.add_subparsers().add_parser("trainer", help="a command", add_help=False)
             add_commands(launched, [other for other in COMMANDS if other != command])
         elif command in SECOND_WORDS:
             one.add_argument("word", choices=SECOND_WORDS[command])
+        else:
+            _add_paths(one, "path", "*")
         _add_options(one, options_of(command, ""))
     return parser
 
 
-def _add_options(parser: ArgumentParser, options: Iterable[str]) -> None:
+def _add_paths(parser: ArgumentParser, name: str, count: str) -> None:
+    paths: Any = parser.add_argument(name, nargs=count)
+    paths.complete = shtab.FILE
+
+
+def _add_options(parser: ArgumentParser, options: Mapping[str, bool]) -> None:
     few = values()
-    for name in options:
+    for name, takes_a_value in options.items():
+        if not takes_a_value:
+            parser.add_argument(name, action="store_true")
+            continue
         option: Any = parser.add_argument(name, choices=few.get(name))
-        if name not in few or name in OR_A_PATH:
+        if name in OR_A_PATH:
+            option.complete = _or_a_path(few[name])
+        elif name not in few:
             option.complete = shtab.FILE
 
 
-@cache
-def options_of(command: str, word: str) -> list[str]:
-    """Return the options of a command, or of its second word: with the trainer's arguments, which argparse never sees.
+def _or_a_path(words: Iterable[str]) -> dict[str, Any]:
+    """Return what completes words and files, in shtab's form."""
+    few = " ".join(words)
+    return {
+        "bash": "_shtab_few_or_file",  # with "_file" in its name: so a folder is completed with a slash
+        "zsh": f"{{compadd {few}; _files}}",
+        "fish": f"{few} {shtab.FILE['fish']}",
+        "preamble": {"bash": f'_shtab_few_or_file() {{ compgen -W "{few}" -f -- "$1"; }}'},
+    }
 
-    They are those with which a line of the help begins.
+
+@cache
+def options_of(command: str, word: str) -> dict[str, bool]:
+    """Return the options of a command, or of its second word, and whether they take a value.
+
+    They are those with which a line of the help begins: the trainer's arguments are there, which argparse never sees.
     """
     if command in ("completion", "help"):
-        return []
+        return {}
     if command == "tune":
         text = make_parser(command, COMMANDS[command][1]).format_help() + DOTTED_HELP + arguments_help(command, 80)
     else:
@@ -106,9 +152,14 @@ def options_of(command: str, word: str) -> list[str]:
             main([command, *filter(None, [word]), "--help"])
         text = printed.getvalue()
     heads = [line.strip().split("  ")[0] for line in text.splitlines() if re.match(r" {2}-", line)]
-    names = [name for head in heads for name in re.findall(r"(?:^|, )(--[a-z][\w.-]*)", head)]
-    found = {name for name in names if not _is_example(name)} | set(TUNE_OPTIONS[word] if command == "tune" else ())
-    return sorted(name for name in found if "." in name or name.replace("_", "-") not in found - {name})
+    names = [pair for head in heads for pair in re.findall(r"(?:^|, )(--[a-z][\w.-]*)(,?)", head + ",")]
+    found = {name: not ends for name, ends in names if not _is_example(name)}
+    found |= dict.fromkeys(TUNE_OPTIONS[word] if command == "tune" else (), True)
+    return {
+        name: takes_a_value
+        for name, takes_a_value in sorted(found.items())
+        if "." in name or name.replace("_", "-") not in found.keys() - {name}
+    }
 
 
 def _is_example(name: str) -> bool:
