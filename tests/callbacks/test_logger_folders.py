@@ -62,7 +62,7 @@ def test_a_folder_is_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argument", ["name", "version"])
-@pytest.mark.parametrize("text", ["a\0b", "\ud800", "x" * 300])
+@pytest.mark.parametrize("text", ["a\0b", "x" * 300])
 def test_a_folder_that_no_file_system_has_is_refused(argument: str, text: str) -> None:
     for kind in (CSVLogger, TensorBoardLogger):
         with pytest.raises(ConfigError, match=f"{argument}="):

@@ -506,7 +506,7 @@ def test_a_checkpoint_counts_before_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argument", ["weights", "ckpt_path"])
-@pytest.mark.parametrize("path", ["x" * 300, "\ud800"], ids=["long", "surrogate"])
+@pytest.mark.parametrize("path", ["x" * 300, "a\0b"], ids=["long", "zero"])
 def test_a_path_that_no_file_system_has_is_named_with_its_argument(argument: str, path: str) -> None:
     trainer = Trainer(accelerator="cpu", **QUIET)
     arguments: dict[str, Any] = {argument: path}

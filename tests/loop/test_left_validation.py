@@ -363,7 +363,7 @@ def test_a_validation_that_changes_tensors_without_a_copy_goes_on_to_its_end(
     kind: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers, and tensors in attributes, above a size."""
-    monkeypatch.setattr(f"trainer.loop.{limit}", 0)
+    monkeypatch.setattr(f"trainer.state.{limit}", 0)
     batches, found, expected = stop_and_resume(str(tmp_path), kind, 1.0, (8, 1))
     assert batches == BATCHES
     check(found, expected)

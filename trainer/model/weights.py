@@ -71,8 +71,9 @@ _MADE_LATER: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the names of the buffers that belong to checkpoints, also those that are None, with their places."""
     for path, part in module.named_modules():
-        for name in part._buffers.keys() - part._non_persistent_buffers_set:
-            yield f"{path}.{name}".removeprefix("."), part, name
+        for name in part._buffers.keys():  # noqa: SIM118  (that of a scripted module is no dict)
+            if name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}".removeprefix("."), part, name
 
 
 def note_later_buffers(module: nn.Module) -> None:
