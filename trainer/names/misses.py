@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from inspect import getattr_static, signature
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,10 @@ class Answers:
             any(vars(base).get("__getattr__") is Answers.__getattr__ for base in bases)  # stops there
             for base in bases:  # a user's class may have another base that answers, such as nn.Module
                 if "__getattr__" in vars(base) and base is not Answers:
-                    with suppress(AttributeError):
+                    try:  # not `suppress`, which torch 2.9 does not compile
                         return base.__getattr__(self, name)
+                    except AttributeError:
+                        continue
             from trainer.compat.answers import member
 
             return member(self, name)
