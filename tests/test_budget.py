@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
 room                     | lines of code | branches     | per statement | files
 any room                 |               |              | > 0.36        | > 28
-the product              | 50285 > 39000 | 15711 > 9800 | 0.35 > 0.28   | 332
+the product              | 50286 > 39000 | 15712 > 9800 | 0.35 > 0.28   | 332
 callbacks                | 4880          | 1400         | 0.312         | -
 strategies               | 739           | 210          | 0.307         | 7
 strategies/deepspeed     | 1688          | 533          | 0.356         | 9
@@ -58,7 +58,7 @@ trainer/model            | 2215          | 839          | 0.388         | 23
 trainer/testing          | 398           | 86           | 0.262         | 5
 trainer/tuner            | 730           | 212          | 0.315         | 6
 trainer/guards           | 751           | 216          | 0.285         | 10
-trainer/names            | 201           | 44           | 0.199         | 6
+trainer/names            | 202           | 45           | 0.203         | 6
 trainer/runs             | 1987          | 794          | 0.453         | 14
 trainer/state            | 1007          | 403          | 0.395         | 9
 
