@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of the many processes that tests start would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test test-quick test-long test-release test-xla test-gpu check format lint types clean
+.PHONY: help demo docs test test-quick test-long test-release test-xla test-newest test-mutants test-gpu check format lint types clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' Makefile | sed 's/: .*##/:/' | column -t -s:
@@ -59,6 +59,23 @@ test-xla: $(if $(filter .venv-xla/bin/python,$(XLA_PYTHON)),.venv-xla/ready)  ##
 	done; \
 	echo "== at the lowest versions"; $(XLA_PYTHON) -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(LOWEST) || status=1; exit $$status
 
+# torch alone is newer here than in constraints.txt; pip would take the build that constraints.txt has.
+NEWEST_TORCH := 2.14.1
+
+.venv-newest/ready: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv .venv-newest
+	grep -Ev '^(torch|triton|nvidia-.*|cuda-.*)==' constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install --quiet torch==$(NEWEST_TORCH)
+	.venv-newest/bin/python -m pip install --quiet --constraint .venv-newest/constraints.txt --editable ".[dev]" torch==$(NEWEST_TORCH)
+	@touch .venv-newest/ready
+
+test-newest: .venv-newest/ready  ## the quick tier and the strategies' tests with the newest torch, in .venv-newest (6 GB)
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not long" --ignore tests/test_budget.py --ignore tests/test_shape.py
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests/strategies
+
+test-mutants: .venv/ready  ## lines made wrong one at a time, each with the tests that find it, in 25 minutes
+	$(BIN)/python -m tests.mutants
+
 # In the interpreter given, with the torch that is there: no environment is made. Writes gpu-report.md.
 PART ?= all
 
@@ -82,4 +99,4 @@ docs: .venv/ready  ## the site, in build/site: every link leads somewhere, every
 	$(BIN)/zensical build --strict --clean --config-file mkdocs.yml
 
 clean:           ## remove what was made here
-	rm -rf .venv .venv-xla build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .cache
+	rm -rf .venv .venv-xla .venv-newest build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .cache

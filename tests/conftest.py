@@ -34,7 +34,7 @@ os.environ.setdefault(
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-pytest_plugins = ["tests.tiers"]
+pytest_plugins = ["tests.tiers", "tests.messages"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
