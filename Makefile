@@ -59,7 +59,7 @@ test-xla: $(if $(filter .venv-xla/bin/python,$(XLA_PYTHON)),.venv-xla/ready)  ##
 	done; \
 	echo "== at the lowest versions"; $(XLA_PYTHON) -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(LOWEST) || status=1; exit $$status
 
-# torch alone is newer here than in constraints.txt; pip would take the build that constraints.txt has.
+# torch alone is newer here than in constraints.txt, where it is a small build for CPUs.
 NEWEST_TORCH := 2.14.1
 
 .venv-newest/ready: pyproject.toml constraints.txt Makefile
