@@ -16,6 +16,37 @@ _PIECE = 2**22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class FrozenWeights:
+    """The weights that checkpoints of trained weights leave out: they do not train, and have not changed since."""
+
+    def __init__(self) -> None:
+        self.base: dict[str, int] | None = None
+        """Sums, by name, of the weights that checkpoints leave out; None: they leave out nothing."""
+        self._unchanged: dict[str, int] = {}
+        """Exact sums, by name, of the frozen weights that have not changed since training began."""
+
+    def begin(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Sum up the frozen weights when training begins; those that a checkpoint held have changed. Collective."""
+        names = [name for name in frozen_names(module, state) if self.base is None or name in self.base]
+        self._unchanged = weight_sums(state, names, gather, rounded=False)
+
+    def look_again(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Sum up the frozen weights that have not changed, if others than at the last save. Collective."""
+        frozen = [name for name in frozen_names(module, state) if name in self._unchanged]
+        now = weight_sums(state, frozen, gather, rounded=False)
+        names = [name for name in frozen if now[name] == self._unchanged[name]]
+        self._unchanged = {name: now[name] for name in names}
+        if self.base is None or [*self.base] != names:
+            self.base = weight_sums(state, names, gather)
+
+    def left_out_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a checkpoint without these weights, but with their sums."""
+        if self.base is None:
+            return state
+        trained = {name: value for name, value in state["model"].items() if name not in self.base}
+        return {**state, "model": trained, "base": dict(self.base)}
+
+
 def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the names in the state_dict of the parameters that do not train; buffers may change, and are no such."""
     frozen = [

@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -122,19 +122,25 @@ class _Deserializer:
         if depth > MAX_DEPTH + 1:  # a tuple that is a key stands one level deeper here than when it was written
             raise self._error(f"nested more than {MAX_DEPTH} levels deep")
         if isinstance(data, list):
-            return [self.decode(item, depth + 1) for item in data]
+            items = []
+            for item in data:
+                items.append(self.decode(item, depth + 1) if isinstance(item, (dict, list)) else item)
+            return items
         if not isinstance(data, dict):
             return data
-        marker = next((key for key in data if key.startswith("$")), None)
-        if marker is None:
-            return {key: self.decode(value, depth + 1) for key, value in data.items()}
+        entries = {}
+        for key, value in data.items():
+            if key.startswith("$"):
+                return self._special(key, data, depth)
+            entries[key] = self.decode(value, depth + 1) if isinstance(value, (dict, list)) else value
+        return entries
+
+    def _special(self, marker: str, data: dict[str, Any], depth: int) -> Any:
         if marker == "$tensor":
             return self._take(self._tensor(data))
         if len(data) > 1:
             raise self._error(f"{marker!r:.100} does not stand alone")
-        return self._special(marker, data[marker], depth)
-
-    def _special(self, marker: str, content: Any, depth: int) -> Any:
+        content = data[marker]
         if marker == "$tuple" and isinstance(content, list):
             return tuple(self.decode(item, depth + 1) for item in content)
         if marker in ("$items", "$counter"):
@@ -174,10 +180,9 @@ class _Deserializer:
             or not isinstance(name, str)
             or not isinstance(dtype, str)
             or dtype not in ITEM_BYTES
-            or not isinstance(shape, list)
+            or not are_sizes(shape)
             or len(shape) > _MAX_DIMENSIONS
-            or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
-            or math.prod(max(1, size) for size in shape) * ITEM_BYTES[dtype] >= 2**63
+            or math.prod(filter(None, shape)) * ITEM_BYTES[dtype] >= 2**63
         ):
             raise self._error(f"the reference to the tensor {name!r:.100} is malformed")
         parts = self._parts(data["parts"], math.prod(shape), name) if "parts" in data else ()
@@ -187,11 +192,7 @@ class _Deserializer:
         """Parse parts that together have as many elements as the tensor, all of them inside it."""
         found = []
         for part in parts if isinstance(parts, list) else [None]:
-            if (
-                not isinstance(part, list)
-                or len(part) != 5
-                or any(type(n) is not int or not 0 <= n < 2**63 for n in part)
-            ):
+            if not are_sizes(part) or len(part) != 5:
                 raise self._error(f"a part of the tensor {name!r:.100} is malformed")
             found.append((part[0], FlatSlice(*part[1:])))
         if len({number for number, _ in found}) != len(found):
@@ -203,6 +204,13 @@ class _Deserializer:
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: {problem}. It is damaged, or was not written by this package")
+
+
+def are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether a value is a list of integers from 0 that fit 64 bits."""
+    if not isinstance(value, list) or not {*map(type, value)} <= {int}:
+        return False
+    return min(value, default=0) >= 0 and max(value, default=0) < 2**63
 
 
 def _array(stored: Loadable) -> Any:

@@ -61,11 +61,6 @@ class WriteError(CheckpointError):
     """The disk or the network did not take a checkpoint; the attempt has changed no earlier one."""
 
 
-@sendable
-class UncertainWriteError(WriteError):
-    """The same, but the checkpoint may be complete: its last operation failed, and the storage no longer answers."""
-
-
 class ReadError(CheckpointError):
     """Raised when the disk or the network does not answer; the checkpoint is not considered damaged.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.deserialization import from_json
+from trainer.checkpoint.deserialization import are_sizes, from_json
 from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import FilePart, FileTensor
 from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
@@ -120,17 +120,13 @@ def _followed(path: StoragePath) -> StoragePath:
 def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> FileTensor:
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, span = DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
-    if dtype is None or not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+    if dtype is None or not are_sizes(shape) or not are_sizes(span) or len(span) != 2:
         raise CheckpointError(f"{path}: {name!r:.100} has no dtype, shape and place that can be read")
     begin, end = span
     if end - begin != size_of(dtype, shape) or first + end > size:
         raise CheckpointError(f"{path}: the bytes of {name!r:.100} are not where they must be: it is damaged")
     extent = FlatSlice(0, math.prod(shape))
     return FileTensor(name, tuple(shape), dtype, [FilePart(path, first + begin, extent)])
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**53 for size in value)
 
 
 def weights_for(

@@ -210,7 +210,7 @@ class RemoteStorage:
         except OSError as error:
             raise WriteError(
                 f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone; "
-                "the files written so far have no manifest and are ignored."
+                "files without a manifest are ignored."
             ) from error
 
     def write_file(self, path: RemotePath, chunks: Iterable[bytes | memoryview]) -> FileEntry:

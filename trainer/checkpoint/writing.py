@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.deserialization import to_json
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, UncertainWriteError, WriteError, reason
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, WriteError, reason
 from trainer.checkpoint.flat_slice import EMPTY_SLICE
 from trainer.checkpoint.format import part_file
 from trainer.checkpoint.manifest import DATA_FILE, FORMAT, KEY, VERSION, checkpoints_in, is_committed, with_checksum
@@ -65,8 +65,8 @@ def write_checkpoint(
     Raises:
         CheckpointError: something in `state` or `info` cannot be stored (names each field), or `path` exists.
         WriteError: the disk is full, or the storage refuses. No partial checkpoint is left, and what was at `path` is
-            unchanged. All processes of the group raise the same error.
-        UncertainWriteError: the same, but the storage does not answer whether the checkpoint is complete.
+            unchanged. All processes of the group raise the same error. If the last operation failed, and the storage
+            does not answer, the checkpoint may be complete nevertheless, as the message says.
     """
     write_plan(path, plan_save(state, info, process_group), overwrite, process_group)
 
@@ -96,11 +96,13 @@ def plan_save(
     problem = problem or _collect_parts(keys, process_group)
     if problem is not None:
         raise problem
-    files = {f"{key}.safetensors": content.tensors for key, content in keys.items() if process_group.rank == 0}
+    files: dict[str, dict[str, torch.Tensor]] = {}
     for key, content in keys.items():
-        own = {name: shard.local.reshape(-1) for name, shard in content.shards.items() if shard.extent.numel}
-        files[part_file(key, process_group.rank)] = own
-    files = {name: tensors for name, tensors in files.items() if tensors}
+        if content.tensors and process_group.rank == 0:
+            files[f"{key}.safetensors"] = content.tensors
+        own = [name for name, shard in content.shards.items() if shard.extent.numel] if content.shards else ()
+        if own:
+            files[part_file(key, process_group.rank)] = {n: content.shards[n].local.reshape(-1) for n in own}
     return SavePlan({key: content.data for key, content in keys.items()}, files, plain)
 
 
@@ -197,16 +199,12 @@ def _is_there(final: StoragePath, index: bytes, error: CheckpointError) -> bool:
     """Whether the checkpoint with this manifest is at `final`, though its last operation failed.
 
     Raises:
-        UncertainWriteError: the storage does not answer.
+        WriteError: the storage does not answer.
     """
     try:
         return is_committed(final) and read_small_file(final / MANIFEST_FILE, len(index)) == index
     except ReadError:
-        cause = reason(error.__cause__) if isinstance(error.__cause__, OSError) else str(error)
-        raise UncertainWriteError(
-            f"cannot write the checkpoint {final}: {cause}. The storage does not answer either whether it is complete "
-            "nevertheless. Earlier checkpoints were left alone."
-        ) from error
+        raise WriteError(f"{error} Whether it is complete nevertheless could not be verified.") from error
     except CheckpointError:  # another manifest, or a part of this one
         return False
 
