@@ -295,10 +295,9 @@ def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
         held: list[tuple[tuple[Any, ...], Any]] = []
         for name, value in vars(outer).items():
             held.append(((name,), value))
-            if isinstance(value, dict):
-                held += [((name, key), one) for key, one in value.items()]
-            elif isinstance(value, (list, tuple)):
-                held += [((name, number), one) for number, one in enumerate(value)]
+            several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+            for key, one in several.items() if isinstance(several, dict) else ():
+                held.append(((name, key), one))
         for way, one in held:
             if id(one) in seen or not hasattr(one, "__dict__"):
                 continue

@@ -203,15 +203,10 @@ class CheckpointDirectory:
         others = (path for path in self.list() if path != target)
         if not find_damage(target, contents=False) and all(find_damage(path, contents=False) for path in others):
             raise CheckpointError(f"{target} is the only intact checkpoint in {self.folder}, so it is not removed")
-        self._remove(target)
-
-    def remove_rest(self, name: str | StoragePath) -> None:
-        """Delete the remains of a checkpoint whose removal from an object store failed; there may be none.
-
-        Raises:
-            WriteError: the storage refuses.
-        """
-        self._remove(self._child(name))
+        try:
+            self._storage.remove_checkpoint(target)
+        except OSError as error:
+            raise WriteError(f"cannot remove {target}: {reason(error)}") from error
 
     def clean(self, max_age: float = _DAY) -> _Paths:
         """Remove what interrupted writes and deletions left behind; return the removed paths.
@@ -224,12 +219,6 @@ class CheckpointDirectory:
         """
         with reading(self.folder):
             return self._storage.remove_leftovers(self.folder, max_age)
-
-    def _remove(self, target: StoragePath) -> None:
-        try:
-            self._storage.remove_checkpoint(target)
-        except OSError as error:
-            raise WriteError(f"cannot remove {target}: {reason(error)}") from error
 
     def _committed_after(self, target: StoragePath | None) -> StoragePath | None:
         """Return the newest of the checkpoints committed after `target` whose process could not update the pointer."""
@@ -276,8 +265,6 @@ class CheckpointDirectory:
         return self.folder / path.name
 
     def _pointer_file(self, pointer: Pointer) -> StoragePath:
-        if pointer not in POINTERS:
-            raise CheckpointError(f"unknown pointer {pointer!r}; there are: {', '.join(POINTERS)}")
         return self.folder / f"{pointer}.json"
 
 

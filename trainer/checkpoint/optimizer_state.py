@@ -56,13 +56,7 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         CheckpointError: the optimizer has a parameter that is not in the module.
     """
     names = names_by_group(module, optimizer)
-    try:
-        state = optimizer.state_dict()
-    except KeyError as error:  # of torch's own
-        raise CheckpointError(
-            f"the state_dict() of {type(optimizer).__name__} raises KeyError: {error}. A parameter that is taken out "
-            "of its group leaves its state there: remove that, too, by optimizer.state.pop(parameter, None)."
-        ) from error
+    state = optimizer.state_dict()
     position_to_name = dict(enumerate(chain.from_iterable(names)))
     packed = state.get("state", {})
     own = getattr(optimizer, "state", {})
@@ -78,17 +72,12 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "param_groups": [{**options_of(group), "params": group_names} for group, group_names in groups],
     }
     name_of: dict[Any, str] = {parameter: name for name, parameter in module.named_parameters()}
-
-    ids = {id(parameter): name for parameter, name in name_of.items()}
-
-    def named(key: Any) -> Any:
-        if isinstance(key, torch.Tensor):
-            return ("parameter", name_of[key]) if key in name_of else key
-        return ("id", ids[key]) if type(key) is int and key in ids else key
-
+    # Two dicts: a parameter has its id as its hash, and cannot be compared with a number.
+    by_parameter = {parameter: ("parameter", name) for parameter, name in name_of.items()}
+    by_id = {id(parameter): ("id", name) for parameter, name in name_of.items()}
     more = {
         "common": {key: value for key, value in packed.items() if key not in position_to_name},
-        "extra": _with_keys(extra_of(state), named),
+        "extra": _with_keys(extra_of(state), lambda key: (by_id if type(key) is int else by_parameter).get(key, key)),
         "parts": _parts(optimizer, packed, {name: position for position, name in position_to_name.items()}, name_of),
     }
     return {**saved, **{key: value for key, value in more.items() if value}}
@@ -128,7 +117,7 @@ def _parts(
             if not isinstance(key, torch.Tensor):
                 if packed.get(key) is not value:
                     found["common"][key] = value
-            elif not _is_empty(value) and not _is_within(value, packed.get(position_of.get(name_of.get(key, ""), -1))):
+            elif value != {} and not _is_within(value, packed.get(position_of.get(name_of.get(key, ""), -1))):
                 if key not in name_of:
                     raise CheckpointError(_not_in(part, key, "the module"))
                 found["state"][name_of[key]] = in_full_precision(value)
@@ -138,10 +127,6 @@ def _parts(
         if any(found.values()):
             parts[path] = {key: value for key, value in found.items() if value}
     return parts
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict) and not value
 
 
 def _is_within(value: Any, other: Any) -> bool:

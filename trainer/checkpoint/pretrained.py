@@ -37,22 +37,11 @@ def weights_problem(path: str | Path) -> str | None:
     place = as_storage_path(path, "weights")
     if any((place / name).exists() for name in (SINGLE, INDEX)) or (_is_file(place) and place.exists()):
         return None
-    if not place.exists():
-        return f"weights={str(path)!r} does not exist. Give a folder that save_pretrained has written."
-    if place.name == INDEX:
-        return f"weights={str(path)!r} is an index: give its folder."
-    files = [one.name for one in place.glob("*.*")] if isinstance(place, Path) else []
-    others = sorted(name for name in files if name.endswith((".safetensors", ".bin")))
-    pickles = [name for name in [place.name, *others] if name.endswith(".bin")]
-    if pickles:
-        return (
-            f"weights={str(path)!r}: {pickles[0]} is no safetensors file, but what earlier versions of transformers "
-            "wrote. Write it anew: AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), with your model's class."
-        )
-    there = f", but {first_of(others)}" if others else ""
     return (
-        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}{there}. Give a folder that save_pretrained has "
-        "written, or a .safetensors file; for a checkpoint of this package ckpt_path=, or load_from_checkpoint."
+        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a folder that save_pretrained has written, "
+        "or a .safetensors file. Files .bin of earlier versions of transformers are written anew by "
+        "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), with your model's class. For a checkpoint of this "
+        "package give ckpt_path=, or use load_from_checkpoint."
     )
 
 

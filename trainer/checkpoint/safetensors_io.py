@@ -171,13 +171,13 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
 
 
 def _read_tensor(reader: ByteReader, info: TensorInfo, where: str) -> torch.Tensor:
-    raw = torch.empty(info.bytes, dtype=torch.uint8)
+    raw, dtype = torch.empty(info.bytes, dtype=torch.uint8), info.dtype
     if raw.numel():
         reader.read_into(raw.numpy().data)
-    if info.dtype is torch.bool and bool((raw > 1).any()):
+    if dtype is torch.bool and bool((raw > 1).any()):
         raise _error(where, f"the tensor {info.name!r:.100} is boolean and has values other than 0 and 1")
     try:
-        return raw.view(info.dtype).reshape(info.shape)
+        return raw.view(dtype).reshape(info.shape)
     except (RuntimeError, OverflowError, TypeError):
         raise _error(where, f"the tensor {info.name!r:.100} has an impossible shape") from None
 

@@ -59,10 +59,8 @@ def _outermost_models(module: nn.Module) -> dict[str, Any]:
 
 def _changes(model: Any) -> list[Any]:
     """Return transformers' changes of names and tensors, those that only rename first."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # of transformers 4, whose models have the tensors of the files
-        return []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     return sorted(get_model_conversion_mapping(model), key=lambda change: hasattr(change, "operations"))
 
 

@@ -135,8 +135,8 @@ def _generators_in(
             found.append((way, value))
         elif is_holder or kind.__module__.partition(".")[0] not in libraries:
             seen[id(value)] = inside = _inside(value)
-            if levels:
-                waiting += [(one, f"{way}.{name}", levels - 1) for name, one in reversed(inside.items())]
+            for name, one in reversed(inside.items()) if levels else ():
+                waiting.append((one, f"{way}.{name}", levels - 1))
     return found
 
 
