@@ -6,8 +6,9 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import numpy as np
@@ -136,41 +137,68 @@ class _Deserializer:
         return entries
 
     def _special(self, marker: str, data: dict[str, Any], depth: int) -> Any:
+        """Return what a dict with a key of `serialization` stands for."""
         if marker == "$tensor":
             return self._take(self._tensor(data))
         if len(data) > 1:
             raise self._error(f"{marker!r:.100} does not stand alone")
-        content = data[marker]
-        if marker == "$tuple" and isinstance(content, list):
-            return tuple(self.decode(item, depth + 1) for item in content)
-        if marker in ("$items", "$counter"):
-            items = self._items(content, depth)
-            return Counter(items) if marker == "$counter" else items
-        if marker == "$default" and isinstance(content, list) and len(content) == 2 and content[0] in [*FACTORIES]:
-            return defaultdict(FACTORIES[content[0]], self._items(content[1], depth))
-        if marker == "$array" and isinstance(content, dict) and content.get("dtype") in NUMPY_NUMBERS:
-            taken = self.decode(content, depth + 1)
-            return taken if taken is None or isinstance(taken, TensorInfo) else _array(taken)
-        if marker == "$number" and isinstance(content, list) and len(content) == 2 and content[0] in [*NUMPY_NUMBERS]:
-            number, kind = self.decode(content[1], depth + 1), NUMPY_NUMBERS[content[0]]
-            limits = np.iinfo(kind) if issubclass(kind, np.integer) else None
-            if type(number) is type(kind(0).item()) and (limits is None or limits.min <= number <= limits.max):
-                return kind(number)
-        if marker == "$float" and isinstance(content, str) and content in _ODD_FLOATS:
-            return float(content)
-        if marker == "$int" and isinstance(content, str) and re.fullmatch("-?0x[0-9a-f]+", content):
-            return int(content, 16)
-        raise self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
+        kind, read = _READERS.get(marker, (NoneType, None))
+        if read is None or not isinstance(data[marker], kind):
+            raise self._malformed(marker)
+        return read(self, data[marker], depth + 1)
+
+    def _tuple(self, content: list[Any], depth: int) -> Any:
+        return tuple([self.decode(item, depth) for item in content])
+
+    def _counter(self, content: list[Any], depth: int) -> Any:
+        return Counter(self._items(content, depth))
+
+    def _default(self, content: list[Any], depth: int) -> Any:
+        factory, items = self._pair(content, FACTORIES, "$default")
+        return defaultdict(factory, self._items(items, depth))
+
+    def _number(self, content: list[Any], depth: int) -> Any:
+        kind, number = self._pair(content, NUMPY_NUMBERS, "$number")
+        number = self.decode(number, depth)
+        limits = np.iinfo(kind) if issubclass(kind, np.integer) else None
+        if type(number) is not type(kind(0).item()) or (limits and not limits.min <= number <= limits.max):
+            raise self._malformed("$number")
+        return kind(number)
+
+    def _pair(self, content: list[Any], known: Mapping[str, Any], marker: str) -> tuple[Any, Any]:
+        """Return the class that is named first in a list of two, and the second item."""
+        if len(content) != 2 or content[0] not in [*known]:
+            raise self._malformed(marker)
+        return known[content[0]], content[1]
+
+    def _array(self, content: dict[str, Any], depth: int) -> Any:
+        if content.get("dtype") not in [*NUMPY_NUMBERS]:
+            raise self._malformed("$array")
+        taken = self.decode(content, depth)
+        return taken if taken is None or isinstance(taken, TensorInfo) else _array(taken)
+
+    def _float(self, content: str, depth: int) -> float:
+        if content not in _ODD_FLOATS:
+            raise self._malformed("$float")
+        return float(content)
+
+    def _int(self, content: str, depth: int) -> int:
+        if not re.fullmatch("-?0x[0-9a-f]+", content):
+            raise self._malformed("$int")
+        return int(content, 16)
+
+    def _malformed(self, marker: str) -> CheckpointError:
+        return self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
 
     def _items(self, content: Any, depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
         for item in content if isinstance(content, list) else [None]:
             if not isinstance(item, list) or len(item) != 2:
                 raise self._error("a dict holds something that is not a pair")
-            key = self.decode(item[0], depth + 1)
+            key = self.decode(item[0], depth)
             if not is_key(key) or key in result:
                 raise self._error("a dict holds a key that cannot be one, or the same key twice")
-            result[key] = self.decode(item[1], depth + 1)
+            result[key] = self.decode(item[1], depth)
         return result
 
     def _tensor(self, data: dict[str, Any]) -> TensorInfo:
@@ -204,6 +232,19 @@ class _Deserializer:
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: {problem}. It is damaged, or was not written by this package")
+
+
+_READERS: dict[str, tuple[type, Callable[[_Deserializer, Any, int], Any]]] = {
+    "$tuple": (list, _Deserializer._tuple),
+    "$items": (list, _Deserializer._items),
+    "$counter": (list, _Deserializer._counter),
+    "$default": (list, _Deserializer._default),
+    "$number": (list, _Deserializer._number),
+    "$array": (dict, _Deserializer._array),
+    "$float": (str, _Deserializer._float),
+    "$int": (str, _Deserializer._int),
+}
+"""The class of the content, and its reader, by the key that stands alone in a dict."""
 
 
 def are_sizes(value: Any) -> TypeGuard[list[int]]:

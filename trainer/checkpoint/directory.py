@@ -49,7 +49,7 @@ class CheckpointDirectory:
         found = []
         for path in checkpoints_in(self.folder):
             try:
-                step = _step(read_manifest(path).info)
+                step = step_of(read_manifest(path).info)
             except ReadError:
                 raise
             except CheckpointError as error:
@@ -226,7 +226,7 @@ class CheckpointDirectory:
             return None
         try:
             info = read_manifest(target).info
-            step, alone = _step(info), info.get("weights_only")
+            step, alone = step_of(info), info.get("weights_only")
         except ReadError:
             raise
         except CheckpointError:  # damaged
@@ -236,16 +236,16 @@ class CheckpointDirectory:
         while True:
             # A name can be that of an older checkpoint, too, which was replaced.
             next_ones = [
-                (_step(info), name)
+                (step_of(info), name)
                 for name, info in infos.items()
-                if info.get("follows") == found.name and _step(info) >= step and not info.get("nonfinite")
+                if info.get("follows") == found.name and step_of(info) >= step and not info.get("nonfinite")
                 # After a full checkpoint one with weights alone lacks what could not be stored.
                 if info.get("weights_only") == alone
             ]
             name = next((one for _, one in sorted(next_ones, reverse=True) if self._is_intact(self.folder / one)), None)
             if name is None:
                 return found
-            found, step = self.folder / name, _step(infos.pop(name))
+            found, step = self.folder / name, step_of(infos.pop(name))
 
     def _is_intact(self, path: StoragePath) -> bool:
         damage = find_damage(path)
@@ -292,7 +292,7 @@ def locate(path: str | StoragePath) -> StoragePath:
     return CheckpointDirectory(given.parent).resolve(wanted)
 
 
-def _step(info: dict[str, Any]) -> float:
+def step_of(info: dict[str, Any]) -> float:
     """Return the step in a checkpoint's info; -1 if it is missing or not a number."""
     step = info.get("step")
     return step if isinstance(step, (int, float)) and step == step else -1

@@ -7,6 +7,7 @@ then old ones are deleted. The state in the new one lists also what is to be del
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from trainer.checkpoint.async_writer import BackgroundWriter, being_written
-from trainer.checkpoint.directory import CheckpointDirectory
+from trainer.checkpoint.directory import CheckpointDirectory, step_of
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.left_out import LEFT_OUT
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
@@ -153,24 +154,21 @@ class KeptCheckpoints:
             ReadError: the storage does not answer.
         """
         require(state, STATE, "ModelCheckpoint")
-        for name in state["kept"]:
-            if not name or name.startswith(".") or "/" in name or "\0" in name:
-                raise CheckpointError(f"ModelCheckpoint: {name!r} is not the name of a checkpoint")
         self.loaded, self._owner = True, state.get("owner", self._owner)
+        infos = self._infos()
+        steps = {name: step_of(info) for name, info in infos.items()}
         values = {**state["kept"], **self.listed.kept}
-        infos = {path.name: info for path in checkpoints_in(self.folder) if (info := self._own_info(path)) is not None}
-        steps = {name: info.get("step", 0) for name, info in infos.items()}
-        not_finite = {name for name, info in infos.items() if info.get("nonfinite")}
+        kept = {name: value for name, value in values.items() if steps.get(name, math.inf) <= step}
         # A copy that the user has made has another name, and another one of the user's has no owner.
         own = [name for name, info in infos.items() if (info.get("name"), info.get("owner")) == (name, self._owner)]
-        taken = [name for name in values if name in infos and steps[name] <= step]
-        taken += [name for name in own if name not in values and (steps[name] == step or name in not_finite)]
-        nonfinite = [name for name in taken if name in not_finite]
-        last = next((name for name in (self.listed.last, state["last"]) if name in taken), None)
-        newest = max([state["saved_step"], *(steps[name] for name in taken if steps[name] <= step)])
-        self.listed = Listed({name: values.get(name) for name in taken}, nonfinite, last, newest)
-        self._obsolete = []
-        self._left = {name for name in own if steps[name] > step and name not in taken} if same_run else set()
+        for name in own:
+            if name not in values and (steps[name] == step or infos[name].get("nonfinite")):
+                kept[name] = None
+        self._left = {name for name in own if same_run and steps[name] > step and name not in kept}
+        nonfinite = [name for name in kept if infos[name].get("nonfinite")]
+        last = next((name for name in (self.listed.last, state["last"]) if name in kept), None)
+        newest = max([state["saved_step"], *(int(steps[name]) for name in kept if steps[name] <= step)])
+        self.listed, self._obsolete = Listed(kept, nonfinite, last, newest), []
 
     # -- one save ------------------------------------------------------------------------------------------------------
 
@@ -296,6 +294,10 @@ class KeptCheckpoints:
         newest, self.listed, self._obsolete = self.listed.newest, self.before, []
         if failed and newest is not None and newest not in self.listed.kept:
             self._undeleted.append(newest)
+
+    def _infos(self) -> dict[str, dict[str, Any]]:
+        """Return the infos of all checkpoints that this callback has written, by name; see `_own_info`."""
+        return {path.name: info for path in checkpoints_in(self.folder) if (info := self._own_info(path)) is not None}
 
     def _own_info(self, path: StoragePath) -> dict[str, Any] | None:
         """Return the info of a checkpoint that this callback has written; None if there is none, or another's.

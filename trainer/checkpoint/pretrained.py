@@ -142,25 +142,30 @@ def weights_for(
     found = {name: named[name] for name in own if name in named}
     found |= {name: named[other] for name, other in plain.items() if other in named and name not in named}
     problems = _two_values(own, found)
-    of_tensor = {id(own[name]): value for name, value in reversed(found.items())}
-    found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
-    copies = {plain[name]: value for name, value in found.items() if plain[name] is not None}
-    found |= {name: copies[other] for name, other in plain.items() if other in copies and name not in found}
+    _add_ties(own, plain, found)
     problems += _misfits(own, found)
     used = {*found, *(plain[name] for name in found)}
     lacks = {name: f"the weights lack {name}" for name in own if name not in found}
     others = [f"the module lacks {name}" for name in named if name not in used]
     advice = ""
     if (lacks or others) and (strict or not found):
-        problems += [*[*lacks.values()][:3], *others[:2], *[*lacks.values()][3:], *others[2:]]
-        lenient = "; to load those that both have, strict_loading = False" if strict else ""
-        advice = f" To rename them, set key_mapping in the module{lenient}."
+        problems += [*others[:2], *lacks.values(), *others[2:]]
+        advice = " To rename them, set key_mapping in the module"
+        advice += "; to load those that both have, strict_loading = False." if strict else "."
     if problems:
         raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
     not_loaded = [words for name, words in lacks.items() if plain[name] is not None] + others
     if not_loaded:
         log.warning("strict_loading is False, and not all is loaded: %s", first_of(not_loaded, 5))
     return found
+
+
+def _add_ties(own: Mapping[str, torch.Tensor], plain: Mapping[str, str | None], found: dict[str, FileTensor]) -> None:
+    """Give a tied weight, and a copy of a weight that adapters keep, to all of its names."""
+    of_tensor = {id(own[name]): value for name, value in reversed(found.items())}
+    found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
+    copies = {plain[name]: value for name, value in found.items() if plain[name] is not None}
+    found |= {name: copies[other] for name, other in plain.items() if other in copies and name not in found}
 
 
 def _by_names_of(module: nn.Module, weights: Mapping[str, FileTensor], known: Container[str]) -> dict[str, FileTensor]:

@@ -81,19 +81,14 @@ def plan_save(
         CheckpointError: a key is no name of a file, or parts of a sharded tensor are missing.
     """
     keys: dict[str, Serialized] = {}
-    plain, problem, refused = None, None, Refused()
+    plain: Any = None
+    problem: CheckpointError | None = None
     try:
         keys = serialize_state(state)
         plain = serialize(dict(info or {}), "info", allow_tensors=False).data
-    except UnstorableError as error:
-        refused = [*error.refused]
     except CheckpointError as error:
         problem = error
-    everywhere = process_group.all_gather_object((problem, refused))
-    problem = next((of_rank for of_rank, _ in everywhere if of_rank is not None), None)
-    if problem is None and any(of_rank for _, of_rank in everywhere):
-        problem = unstorable([*dict.fromkeys(one for _, of_rank in everywhere for one in of_rank)])
-    problem = problem or _collect_parts(keys, process_group)
+    problem = _first_of_all(problem, process_group) or _collect_parts(keys, process_group)
     if problem is not None:
         raise problem
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -104,6 +99,15 @@ def plan_save(
         if own:
             files[part_file(key, process_group.rank)] = {n: content.shards[n].local.reshape(-1) for n in own}
     return SavePlan({key: content.data for key, content in keys.items()}, files, plain)
+
+
+def _first_of_all(problem: CheckpointError | None, process_group: ProcessGroup) -> CheckpointError | None:
+    """Return the first error of all processes; of values that cannot be stored, one error that names all."""
+    refused = [*problem.refused] if isinstance(problem, UnstorableError) else []
+    everywhere = process_group.all_gather_object((None if refused else problem, refused))
+    first = next((of_rank for of_rank, _ in everywhere if of_rank is not None), None)
+    every = [one for _, of_rank in everywhere for one in of_rank]
+    return unstorable([*dict.fromkeys(every)]) if first is None and every else first
 
 
 def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
