@@ -256,10 +256,10 @@ def test_one_file_counts_before_an_index(tmp_path: Path) -> None:
     assert torch.equal(open_weights(tmp_path)["tokens.weight"].read(), weights_of(2)["tokens.weight"])
 
 
-def test_shards_without_an_index_are_named(tmp_path: Path) -> None:
+def test_shards_without_an_index_are_refused(tmp_path: Path) -> None:
     save_sharded(tmp_path, weights_of())
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ConfigError, match=r"index.json, but model-00001-of-00002.safetensors, model-00002"):
+    with pytest.raises(ConfigError, match=r"there is no .*index.json"):
         train(Frozen(tied=True), tmp_path)
 
 

@@ -104,7 +104,7 @@ def check_base(saved: Mapping[str, int], own: Mapping[str, int], name: str) -> N
     if problems:
         raise CheckpointError(
             f"the checkpoint holds trained weights alone, and {name} has another base model than the one they were "
-            f"trained on: {first_of(problems)} has other values. Build the module with the same pretrained weights "
+            f"trained on, which differs in {first_of(problems)}. Build the module with the same pretrained weights "
             "(from_pretrained, or fit(weights=...)), or save full checkpoints: ModelCheckpoint(trainable_only=False)."
         )
 

@@ -149,7 +149,7 @@ def weights_for(
     others = [f"the module lacks {name}" for name in named if name not in used]
     advice = ""
     if (lacks or others) and (strict or not found):
-        problems += [*others[:2], *lacks.values(), *others[2:]]
+        problems += [*[*lacks.values()][:3], *others[:2], *[*lacks.values()][3:], *others[2:]]
         advice = " To rename them, set key_mapping in the module"
         advice += "; to load those that both have, strict_loading = False." if strict else "."
     if problems:
