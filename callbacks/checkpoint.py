@@ -168,7 +168,7 @@ class ModelCheckpoint(Checkpoint):
         """The checkpoint from which this run was resumed, if that is in another folder."""
         self._earlier_best: tuple[StoragePath | None, float | None] = (None, None)
         """The best checkpoint beside it, with its value."""
-        self._restored: tuple[str | None, float | None, int, bool] = (None, None, -1, False)
+        self._restored: tuple[str | None, float | None, float, bool] = (None, None, math.inf, False)
         """The best checkpoint of the restored state, its value; the step of its checkpoint, and whether the run goes on
         in the run directory of that."""
         self._saved_place: tuple[int, int] | None = None
@@ -533,8 +533,10 @@ class ModelCheckpoint(Checkpoint):
         Raises:
             WriteError: the storage does not answer, on all processes.
         """
-        chosen = self._checkpoints.choose(self._name_now(trainer, metrics, value), value, again, not nonfinite)
-        name = trainer.strategy.processes.broadcast_object(chosen)
+        self._checkpoints.choose(value, again, not nonfinite)
+        wanted = self._name_now(trainer, metrics, value)
+        free = self._checkpoints.free_name(wanted) if trainer.is_global_zero else wanted
+        name = trainer.strategy.processes.broadcast_object(free)
         if isinstance(name, WriteError):
             raise name
         if nonfinite and trainer.is_global_zero and self._checkpoints.listed.newest not in self.nonfinite:

@@ -66,8 +66,8 @@ class Listed:
 class KeptCheckpoints:
     """The checkpoints of one ModelCheckpoint in a folder. Other checkpoints there are never replaced or deleted.
 
-    All processes have the same list; rank 0 writes the pointers and deletes. `add`, `write` and then `commit_list` or
-    `roll_back` make one save.
+    All processes have the same list; rank 0 writes the pointers and deletes. A save is `begin`, `choose`, `add` and
+    `write`, then `commit_list` or, if it fails, `roll_back`.
 
     Args:
         folder: where the checkpoints are; need not exist.
@@ -138,7 +138,7 @@ class KeptCheckpoints:
         state = {"kept": kept, "best": self.best, "last": listed.last, "saved_step": listed.step, "owner": self._owner}
         return {**state, "nonfinite": list(listed.nonfinite)} if listed.nonfinite else state
 
-    def load_state_dict(self, state: Mapping[str, Any], step: int, same_run: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], step: float, same_run: bool) -> None:
         """Restore the list, of the checkpoints that are still there.
 
         Also takes into the list what the saved state could not know of: checkpoints of the same step, which were
@@ -162,8 +162,8 @@ class KeptCheckpoints:
         # A copy that the user has made has another name, and another one of the user's has no owner.
         own = [name for name, info in infos.items() if (info.get("name"), info.get("owner")) == (name, self._owner)]
         for name in own:
-            if name not in values and (steps[name] == step or infos[name].get("nonfinite")):
-                kept[name] = None
+            if name not in kept and (steps[name] == step or infos[name].get("nonfinite")):
+                kept[name] = values.get(name)
         self._left = {name for name in own if same_run and steps[name] > step and name not in kept}
         nonfinite = [name for name in kept if infos[name].get("nonfinite")]
         last = next((name for name in (self.listed.last, state["last"]) if name in kept), None)
@@ -172,25 +172,37 @@ class KeptCheckpoints:
 
     # -- one save ------------------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Note the list before a save."""
+        self.before = self.listed
+
     def would_keep(self, value: float | None, again: bool) -> bool:
-        """Whether a new checkpoint with this value is worth writing; `again`: see `add`."""
+        """Whether a new checkpoint is worth writing; see `choose`."""
         return "" not in self._to_delete(value, again, finite=True)
+
+    def choose(self, value: float | None, again: bool, finite: bool) -> None:
+        """Choose the checkpoints to delete when the new one is committed.
+
+        Args:
+            value: the monitored value of the new one.
+            again: the new one takes the place of the newest, which is of the same step.
+            finite: the state of the new one is finite. One that is not never takes the place of a finite one.
+        """
+        self._obsolete = self._to_delete(value, again, finite)
 
     def _to_delete(self, value: float | None, again: bool, finite: bool) -> list[str]:
         """Return the checkpoints to delete for a new one, including "", the new one, if it is not worth keeping."""
         newest, nonfinite = self.listed.newest, self.listed.nonfinite
-        # A checkpoint that is not finite never replaces a finite one.
         replaced = [newest] if again and newest is not None and (finite or newest in nonfinite) else []
         others = self.listed.without(replaced)
         not_finite = [*others.nonfinite] if finite else [*others.nonfinite, ""]
         return self._retention.to_delete({**others.kept, "": value}, not_finite) + replaced
 
-    def choose(self, name: str, value: float | None, again: bool, finite: bool) -> str | WriteError:
-        """Choose the checkpoints to delete, and return the name of the new one, with a version if it is taken.
+    def free_name(self, name: str) -> str | WriteError:
+        """Return the name for the new checkpoint, with a version if it is taken; called on rank 0.
 
         An error is returned, not raised, for all processes to raise it.
         """
-        self._obsolete = self._to_delete(value, again, finite)
         candidate, version = name, 1
         try:
             while not self._is_free(candidate):
@@ -284,10 +296,6 @@ class KeptCheckpoints:
     def commit_list(self) -> None:
         """Take what is deleted off the list; in the background before it happens."""
         self.listed, self._obsolete = self._remaining(), []
-
-    def begin(self) -> None:
-        """Note the list before a save."""
-        self.before = self.listed
 
     def roll_back(self, failed: bool) -> None:
         """Restore the list before the newest save; `failed`: delete later what there may be of the new checkpoint."""
