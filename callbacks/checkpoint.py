@@ -168,9 +168,12 @@ class ModelCheckpoint(Checkpoint):
         """The checkpoint from which this run was resumed, if that is in another folder."""
         self._earlier_best: tuple[StoragePath | None, float | None] = (None, None)
         """The best checkpoint beside it, with its value."""
-        self._restored: tuple[str | None, float | None, float, bool] = (None, None, math.inf, False)
-        """The best checkpoint of the restored state, its value; the step of its checkpoint, and whether the run goes on
-        in the run directory of that."""
+        self._restored_best: tuple[str | None, float | None] = (None, None)
+        """The name and value of the best checkpoint in the restored state."""
+        self._restored_step = math.inf
+        """The step of the checkpoint from which the run goes on."""
+        self._same_run = False
+        """True if the run goes on in the run directory of that checkpoint."""
         self._saved_place: tuple[int, int] | None = None
         """The place in its step at which the newest one was written, if there is one."""
         self._last_time = time.monotonic()
@@ -313,9 +316,8 @@ class ModelCheckpoint(Checkpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         entries = entries_of(checkpoint)
-        same_run = entries["run_dir"] == name_of_run_dir(trainer.run_dir, trainer.settings)
-        self._frozen.base = entries.get("base")
-        self._restored = (None, None, entries["progress"]["step"], same_run)
+        self._frozen.base, self._restored_step = entries.get("base"), entries["progress"]["step"]
+        self._same_run = entries["run_dir"] == name_of_run_dir(trainer.run_dir, trainer.settings)
 
     def state_dict(self) -> dict[str, Any]:
         return self._checkpoints.state_dict()
@@ -326,15 +328,14 @@ class ModelCheckpoint(Checkpoint):
         Raises:
             CheckpointError: the state is not one of a ModelCheckpoint.
         """
-        _, _, step, same_run = self._restored
-        self._checkpoints.load_state_dict(state_dict, step, same_run)
-        self._restored = (state_dict["best"], state_dict["kept"].get(state_dict["best"]), step, same_run)
+        self._checkpoints.load_state_dict(state_dict, self._restored_step, self._same_run)
+        self._restored_best = state_dict["best"], state_dict["kept"].get(state_dict["best"])
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self.trainable_only:
             state, gather = trainer.strategy.module_state(), trainer.strategy.processes.all_gather_object
             self._frozen.begin(pl_module, state, gather)
-        origin, (best, value, _, _) = trainer.run.resumed_from, self._restored
+        origin, (best, value) = trainer.run.resumed_from, self._restored_best
         if origin is None:
             return
         if self._checkpoints.listed.step == trainer.global_step:
