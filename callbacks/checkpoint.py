@@ -163,7 +163,7 @@ class ModelCheckpoint(Checkpoint):
         retention = Retention(self.monitor is not None, self.mode, self.save_top_k, self.save_last)
         self._checkpoints = KeptCheckpoints(folder, retention, in_background)
         self._frozen = FrozenWeights()
-        """What `trainable_only` leaves out."""
+        """The weights that `trainable_only` leaves out."""
         self._earlier_last: StoragePath | None = None
         """The checkpoint from which this run was resumed, if that is in another folder."""
         self._earlier_best: tuple[StoragePath | None, float | None] = (None, None)
