@@ -292,22 +292,26 @@ def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), optimizer)]
     seen = {id(optimizer)}
     for path, outer in waiting:
-        for attribute, value in vars(outer).items():
-            in_order = isinstance(value, (list, tuple))
-            held = value.items() if isinstance(value, dict) else enumerate(value) if in_order else ()
-            for name, one in (((attribute,), value), *(((attribute, key), one) for key, one in held)):
-                is_one = isinstance(one, Optimizer) or (len(path) < _DEEPEST and _is_users(one))
-                if is_one and id(one) not in seen:
-                    seen.add(id(one))
-                    waiting.append((path + name, one))
+        held: list[tuple[tuple[Any, ...], Any]] = []
+        for name, value in vars(outer).items():
+            held.append(((name,), value))
+            several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+            for key, one in several.items() if isinstance(several, dict) else ():
+                held.append(((name, key), one))
+        for way, one in held:
+            if id(one) in seen or not hasattr(one, "__dict__"):
+                continue
+            if isinstance(one, Optimizer) or (len(path) < _DEEPEST and _is_users(one)):
+                seen.add(id(one))
+                waiting.append((path + way, one))
     # A name is made here, and not of each key, which may be a parameter: words for a tensor take long.
     return {".".join(map(str, path)): one for path, one in waiting if isinstance(one, Optimizer)}
 
 
 def _is_users(one: Any) -> bool:
-    """Whether a value is an object with attributes, of a class that is not a library's, and no module."""
+    """Whether an object with attributes is of a class that is not a library's, and no module."""
     package = type(one).__module__.partition(".")[0]
-    return package not in _LIBRARIES and hasattr(one, "__dict__") and not isinstance(one, nn.Module)
+    return package not in _LIBRARIES and not isinstance(one, nn.Module)
 
 
 def with_modes(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

@@ -339,8 +339,8 @@ class EndsOnBoth(ModelCheckpoint):
 
     def _end(self, trainer: Trainer) -> None:
         for one in trainer.checkpoint_callbacks:
-            if one._writer is not None:
-                one._writer.wait()
+            if one._checkpoints.writer is not None:
+                one._checkpoints.writer.wait()
         with suppress(Exception):  # the other process may be gone already
             trainer.strategy.barrier()
         os._exit(0)

@@ -256,10 +256,10 @@ def test_one_file_counts_before_an_index(tmp_path: Path) -> None:
     assert torch.equal(open_weights(tmp_path)["tokens.weight"].read(), weights_of(2)["tokens.weight"])
 
 
-def test_shards_without_an_index_are_named(tmp_path: Path) -> None:
+def test_shards_without_an_index_are_refused(tmp_path: Path) -> None:
     save_sharded(tmp_path, weights_of())
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ConfigError, match=r"index.json, but model-00001-of-00002.safetensors, model-00002"):
+    with pytest.raises(ConfigError, match=r"there is no .*index.json"):
         train(Frozen(tied=True), tmp_path)
 
 
@@ -521,21 +521,9 @@ def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path: Pa
         train(Frozen(tied=True), 3)  # type: ignore[arg-type]
 
 
-def test_what_stands_where_weights_were_expected_is_named(tmp_path: Path) -> None:
-    save_sharded(tmp_path, weights_of())
-    with pytest.raises(ConfigError, match=r"index.json' is an index: give its folder\.$"):
-        train(Frozen(tied=True), tmp_path / "model.safetensors.index.json")
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "pytorch_model.bin").write_bytes(b"x")
-    for path in (old, old / "pytorch_model.bin"):
-        with pytest.raises(ConfigError, match=r"pytorch_model.bin is no safetensors file, .*\.save_pretrained\(NEW\)"):
-            train(Frozen(tied=True), path)
-
-
 def test_weights_that_are_missing_where_no_checkpoint_is_either_are_named(tmp_path: Path) -> None:
     settings = {"default_root_dir": tmp_path / "runs", "enable_checkpointing": True}
-    with pytest.raises(ConfigError, match=r"gone' does not exist. Give a folder that save_pretrained has written"):
+    with pytest.raises(ConfigError, match=r"gone': there is no .*Give a folder that save_pretrained has written"):
         train(Frozen(tied=True), tmp_path / "gone", ckpt_path="last", settings=settings)
 
 

@@ -345,14 +345,6 @@ class Numbered(Bare):
         p.sub_(self.state[p]["old"], alpha=0.05)
 
 
-class LeavesState(Bare):
-    """Takes a parameter out of its group, and not its state out of `state`."""
-
-    def update(self, p: Any) -> None:
-        super().update(p)
-        self.param_groups[0]["params"] = self.param_groups[0]["params"][:1]
-
-
 class OneOptimizer(Toy):
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -380,7 +372,6 @@ def test_states_of_other_types_come_back_as_they_were(kind: Any, tmp_path: Path)
     [
         (Made, "collections.defaultdict; store dict"),
         (Numbered, "Numbered has the key 0 in its state"),
-        (LeavesState, "by optimizer.state.pop"),
     ],
 )
 def test_states_that_could_not_be_restored_are_refused_at_the_first_step(kind: Any, words: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk import UncertainWriteError
+from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import flat_bytes
 from trainer.checkpoint.storage import StoragePath
@@ -110,7 +110,7 @@ class BackgroundWriter:
         except CheckpointError as error:
             self._error = error
         except BaseException as error:
-            self._error = UncertainWriteError(
+            self._error = WriteError(
                 f"the write of {path} failed, perhaps after it was complete: {type(error).__name__}: {error}"
             )
             self._error.__cause__ = error

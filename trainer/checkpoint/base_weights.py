@@ -16,6 +16,37 @@ _PIECE = 2**22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class FrozenWeights:
+    """The weights that checkpoints of trained weights leave out: they do not train, and have not changed since."""
+
+    def __init__(self) -> None:
+        self.base: dict[str, int] | None = None
+        """Sums, by name, of the weights that checkpoints leave out; None: they leave out nothing."""
+        self._unchanged: dict[str, int] = {}
+        """Exact sums, by name, of the frozen weights that have not changed since training began."""
+
+    def begin(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Sum up the frozen weights when training begins; those that a checkpoint held have changed. Collective."""
+        names = [name for name in frozen_names(module, state) if self.base is None or name in self.base]
+        self._unchanged = weight_sums(state, names, gather, rounded=False)
+
+    def look_again(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Sum up the frozen weights that have not changed, if others than at the last save. Collective."""
+        frozen = [name for name in frozen_names(module, state) if name in self._unchanged]
+        now = weight_sums(state, frozen, gather, rounded=False)
+        names = [name for name in frozen if now[name] == self._unchanged[name]]
+        self._unchanged = {name: now[name] for name in names}
+        if self.base is None or [*self.base] != names:
+            self.base = weight_sums(state, names, gather)
+
+    def left_out_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a checkpoint without these weights, but with their sums."""
+        if self.base is None:
+            return state
+        trained = {name: value for name, value in state["model"].items() if name not in self.base}
+        return {**state, "model": trained, "base": dict(self.base)}
+
+
 def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the names in the state_dict of the parameters that do not train; buffers may change, and are no such."""
     frozen = [
@@ -29,7 +60,7 @@ def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def weight_sums(
-    state: Mapping[str, torch.Tensor | Shard],
+    state: Mapping[str, Any],
     names: list[str],
     gather: Callable[[Any], list[Any]],
     rounded: bool = True,
@@ -42,15 +73,12 @@ def weight_sums(
         rounded: round the weights to bfloat16 before, as frozen ones are under DeepSpeed. False: sums that show any
             change within a run.
     """
-    full = {name: _sum(value, rounded) for name in names if not isinstance(value := state[name], Shard)}
-    parts = {
-        name: _sum(value.local, rounded) if value.extent.numel else 0
-        for name in names
-        if isinstance(value := state[name], Shard)
-    }
-    everywhere = gather(parts) if parts else []
-    summed = {name: sum(part[name] for part in everywhere) for name in parts}
-    return {name: _wrapped({**full, **summed}[name]) for name in names}
+    shards = [name for name in names if isinstance(state[name], Shard)]
+    parts = {name: _sum(value.local, rounded) if (value := state[name]).extent.numel else 0 for name in shards}
+    everywhere = gather(parts) if shards else []
+    full = {name: _sum(state[name], rounded) for name in names if name not in parts}
+    # Within 53 bits, as a sum is stored.
+    return {name: full.get(name, sum(part[name] for part in everywhere if name in part)) % 2**53 for name in names}
 
 
 def _sum(value: torch.Tensor, rounded: bool) -> int:
@@ -66,23 +94,17 @@ def _sum(value: torch.Tensor, rounded: bool) -> int:
     return total
 
 
-def _wrapped(total: int) -> int:
-    """Return the sum as it is stored, within 53 bits."""
-    return total % 2**53
-
-
 def check_base(saved: Mapping[str, int], own: Mapping[str, int], name: str) -> None:
     """Compare the sums of a checkpoint with those of the weights that the module has.
 
     Raises:
         CheckpointError: they are of other weights.
     """
-    problems = [f"{weight} is not in the module" for weight in saved if weight not in own]
-    problems += [f"{weight} has other values" for weight in saved if weight in own and saved[weight] != own[weight]]
+    problems = [weight for weight in saved if own.get(weight) != saved[weight]]
     if problems:
         raise CheckpointError(
             f"the checkpoint holds trained weights alone, and {name} has another base model than the one they were "
-            f"trained on: {first_of(problems)}. Build the module with the same pretrained weights "
+            f"trained on, which differs in {first_of(problems)}. Build the module with the same pretrained weights "
             "(from_pretrained, or fit(weights=...)), or save full checkpoints: ModelCheckpoint(trainable_only=False)."
         )
 
@@ -95,9 +117,9 @@ def check_names(
     Raises:
         CheckpointError: names differ.
     """
-    missing = [weight for weight in own if weight not in model and weight not in saved]
-    unexpected = [weight for weight in model if weight not in own]
-    if strict and (missing or unexpected):
-        lacking = [f"the checkpoint lacks {first_of(missing)}"] if missing else []
-        lacking += [f"the module lacks {first_of(unexpected)}"] if unexpected else []
-        raise CheckpointError(f"the checkpoint of trained weights does not fit {name}: {'; '.join(lacking)}")
+    if not strict:
+        return
+    problems = [f"the checkpoint lacks {weight}" for weight in own if weight not in model and weight not in saved]
+    problems += [f"the module lacks {weight}" for weight in model if weight not in own]
+    if problems:
+        raise CheckpointError(f"the checkpoint of trained weights does not fit {name}: {first_of(problems)}")

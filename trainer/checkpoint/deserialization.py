@@ -6,9 +6,10 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -122,49 +123,82 @@ class _Deserializer:
         if depth > MAX_DEPTH + 1:  # a tuple that is a key stands one level deeper here than when it was written
             raise self._error(f"nested more than {MAX_DEPTH} levels deep")
         if isinstance(data, list):
-            return [self.decode(item, depth + 1) for item in data]
+            items = []
+            for item in data:
+                items.append(self.decode(item, depth + 1) if isinstance(item, (dict, list)) else item)
+            return items
         if not isinstance(data, dict):
             return data
-        marker = next((key for key in data if key.startswith("$")), None)
-        if marker is None:
-            return {key: self.decode(value, depth + 1) for key, value in data.items()}
+        entries = {}
+        for key, value in data.items():
+            if key.startswith("$"):
+                return self._special(key, data, depth)
+            entries[key] = self.decode(value, depth + 1) if isinstance(value, (dict, list)) else value
+        return entries
+
+    def _special(self, marker: str, data: dict[str, Any], depth: int) -> Any:
+        """Return what a dict with a key of `serialization` stands for."""
         if marker == "$tensor":
             return self._take(self._tensor(data))
         if len(data) > 1:
             raise self._error(f"{marker!r:.100} does not stand alone")
-        return self._special(marker, data[marker], depth)
+        kind, read = _READERS.get(marker, (NoneType, None))
+        if read is None or not isinstance(data[marker], kind):
+            raise self._malformed(marker)
+        return read(self, data[marker], depth + 1)
 
-    def _special(self, marker: str, content: Any, depth: int) -> Any:
-        if marker == "$tuple" and isinstance(content, list):
-            return tuple(self.decode(item, depth + 1) for item in content)
-        if marker in ("$items", "$counter"):
-            items = self._items(content, depth)
-            return Counter(items) if marker == "$counter" else items
-        if marker == "$default" and isinstance(content, list) and len(content) == 2 and content[0] in [*FACTORIES]:
-            return defaultdict(FACTORIES[content[0]], self._items(content[1], depth))
-        if marker == "$array" and isinstance(content, dict) and content.get("dtype") in NUMPY_NUMBERS:
-            taken = self.decode(content, depth + 1)
-            return taken if taken is None or isinstance(taken, TensorInfo) else _array(taken)
-        if marker == "$number" and isinstance(content, list) and len(content) == 2 and content[0] in [*NUMPY_NUMBERS]:
-            number, kind = self.decode(content[1], depth + 1), NUMPY_NUMBERS[content[0]]
-            limits = np.iinfo(kind) if issubclass(kind, np.integer) else None
-            if type(number) is type(kind(0).item()) and (limits is None or limits.min <= number <= limits.max):
-                return kind(number)
-        if marker == "$float" and isinstance(content, str) and content in _ODD_FLOATS:
-            return float(content)
-        if marker == "$int" and isinstance(content, str) and re.fullmatch("-?0x[0-9a-f]+", content):
-            return int(content, 16)
-        raise self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
+    def _tuple(self, content: list[Any], depth: int) -> Any:
+        return tuple([self.decode(item, depth) for item in content])
+
+    def _counter(self, content: list[Any], depth: int) -> Any:
+        return Counter(self._items(content, depth))
+
+    def _default(self, content: list[Any], depth: int) -> Any:
+        factory, items = self._pair(content, FACTORIES, "$default")
+        return defaultdict(factory, self._items(items, depth))
+
+    def _number(self, content: list[Any], depth: int) -> Any:
+        kind, number = self._pair(content, NUMPY_NUMBERS, "$number")
+        number = self.decode(number, depth)
+        limits = np.iinfo(kind) if issubclass(kind, np.integer) else None
+        if type(number) is not type(kind(0).item()) or (limits and not limits.min <= number <= limits.max):
+            raise self._malformed("$number")
+        return kind(number)
+
+    def _pair(self, content: list[Any], known: Mapping[str, Any], marker: str) -> tuple[Any, Any]:
+        """Return the class that is named first in a list of two, and the second item."""
+        if len(content) != 2 or content[0] not in [*known]:
+            raise self._malformed(marker)
+        return known[content[0]], content[1]
+
+    def _array(self, content: dict[str, Any], depth: int) -> Any:
+        if content.get("dtype") not in [*NUMPY_NUMBERS]:
+            raise self._malformed("$array")
+        taken = self.decode(content, depth)
+        return taken if taken is None or isinstance(taken, TensorInfo) else _array(taken)
+
+    def _float(self, content: str, depth: int) -> float:
+        if content not in _ODD_FLOATS:
+            raise self._malformed("$float")
+        return float(content)
+
+    def _int(self, content: str, depth: int) -> int:
+        if not re.fullmatch("-?0x[0-9a-f]+", content):
+            raise self._malformed("$int")
+        return int(content, 16)
+
+    def _malformed(self, marker: str) -> CheckpointError:
+        return self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
 
     def _items(self, content: Any, depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
         for item in content if isinstance(content, list) else [None]:
             if not isinstance(item, list) or len(item) != 2:
                 raise self._error("a dict holds something that is not a pair")
-            key = self.decode(item[0], depth + 1)
+            key = self.decode(item[0], depth)
             if not is_key(key) or key in result:
                 raise self._error("a dict holds a key that cannot be one, or the same key twice")
-            result[key] = self.decode(item[1], depth + 1)
+            result[key] = self.decode(item[1], depth)
         return result
 
     def _tensor(self, data: dict[str, Any]) -> TensorInfo:
@@ -174,10 +208,9 @@ class _Deserializer:
             or not isinstance(name, str)
             or not isinstance(dtype, str)
             or dtype not in ITEM_BYTES
-            or not isinstance(shape, list)
+            or not are_sizes(shape)
             or len(shape) > _MAX_DIMENSIONS
-            or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
-            or math.prod(max(1, size) for size in shape) * ITEM_BYTES[dtype] >= 2**63
+            or math.prod(filter(None, shape)) * ITEM_BYTES[dtype] >= 2**63
         ):
             raise self._error(f"the reference to the tensor {name!r:.100} is malformed")
         parts = self._parts(data["parts"], math.prod(shape), name) if "parts" in data else ()
@@ -187,11 +220,7 @@ class _Deserializer:
         """Parse parts that together have as many elements as the tensor, all of them inside it."""
         found = []
         for part in parts if isinstance(parts, list) else [None]:
-            if (
-                not isinstance(part, list)
-                or len(part) != 5
-                or any(type(n) is not int or not 0 <= n < 2**63 for n in part)
-            ):
+            if not are_sizes(part) or len(part) != 5:
                 raise self._error(f"a part of the tensor {name!r:.100} is malformed")
             found.append((part[0], FlatSlice(*part[1:])))
         if len({number for number, _ in found}) != len(found):
@@ -203,6 +232,26 @@ class _Deserializer:
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: {problem}. It is damaged, or was not written by this package")
+
+
+_READERS: dict[str, tuple[type, Callable[[_Deserializer, Any, int], Any]]] = {
+    "$tuple": (list, _Deserializer._tuple),
+    "$items": (list, _Deserializer._items),
+    "$counter": (list, _Deserializer._counter),
+    "$default": (list, _Deserializer._default),
+    "$number": (list, _Deserializer._number),
+    "$array": (dict, _Deserializer._array),
+    "$float": (str, _Deserializer._float),
+    "$int": (str, _Deserializer._int),
+}
+"""The class of the content, and its reader, by the key that stands alone in a dict."""
+
+
+def are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether a value is a list of integers from 0 that fit 64 bits."""
+    if not isinstance(value, list) or not {*map(type, value)} <= {int}:
+        return False
+    return min(value, default=0) >= 0 and max(value, default=0) < 2**63
 
 
 def _array(stored: Loadable) -> Any:

@@ -49,7 +49,7 @@ class CheckpointDirectory:
         found = []
         for path in checkpoints_in(self.folder):
             try:
-                step = _step(read_manifest(path).info)
+                step = step_of(read_manifest(path).info)
             except ReadError:
                 raise
             except CheckpointError as error:
@@ -203,15 +203,10 @@ class CheckpointDirectory:
         others = (path for path in self.list() if path != target)
         if not find_damage(target, contents=False) and all(find_damage(path, contents=False) for path in others):
             raise CheckpointError(f"{target} is the only intact checkpoint in {self.folder}, so it is not removed")
-        self._remove(target)
-
-    def remove_rest(self, name: str | StoragePath) -> None:
-        """Delete the remains of a checkpoint whose removal from an object store failed; there may be none.
-
-        Raises:
-            WriteError: the storage refuses.
-        """
-        self._remove(self._child(name))
+        try:
+            self._storage.remove_checkpoint(target)
+        except OSError as error:
+            raise WriteError(f"cannot remove {target}: {reason(error)}") from error
 
     def clean(self, max_age: float = _DAY) -> _Paths:
         """Remove what interrupted writes and deletions left behind; return the removed paths.
@@ -225,19 +220,13 @@ class CheckpointDirectory:
         with reading(self.folder):
             return self._storage.remove_leftovers(self.folder, max_age)
 
-    def _remove(self, target: StoragePath) -> None:
-        try:
-            self._storage.remove_checkpoint(target)
-        except OSError as error:
-            raise WriteError(f"cannot remove {target}: {reason(error)}") from error
-
     def _committed_after(self, target: StoragePath | None) -> StoragePath | None:
         """Return the newest of the checkpoints committed after `target` whose process could not update the pointer."""
         if target is None:
             return None
         try:
             info = read_manifest(target).info
-            step, alone = _step(info), info.get("weights_only")
+            step, alone = step_of(info), info.get("weights_only")
         except ReadError:
             raise
         except CheckpointError:  # damaged
@@ -247,16 +236,16 @@ class CheckpointDirectory:
         while True:
             # A name can be that of an older checkpoint, too, which was replaced.
             next_ones = [
-                (_step(info), name)
+                (step_of(info), name)
                 for name, info in infos.items()
-                if info.get("follows") == found.name and _step(info) >= step and not info.get("nonfinite")
+                if info.get("follows") == found.name and step_of(info) >= step and not info.get("nonfinite")
                 # After a full checkpoint one with weights alone lacks what could not be stored.
                 if info.get("weights_only") == alone
             ]
             name = next((one for _, one in sorted(next_ones, reverse=True) if self._is_intact(self.folder / one)), None)
             if name is None:
                 return found
-            found, step = self.folder / name, _step(infos.pop(name))
+            found, step = self.folder / name, step_of(infos.pop(name))
 
     def _is_intact(self, path: StoragePath) -> bool:
         damage = find_damage(path)
@@ -276,8 +265,6 @@ class CheckpointDirectory:
         return self.folder / path.name
 
     def _pointer_file(self, pointer: Pointer) -> StoragePath:
-        if pointer not in POINTERS:
-            raise CheckpointError(f"unknown pointer {pointer!r}; there are: {', '.join(POINTERS)}")
         return self.folder / f"{pointer}.json"
 
 
@@ -305,7 +292,7 @@ def locate(path: str | StoragePath) -> StoragePath:
     return CheckpointDirectory(given.parent).resolve(wanted)
 
 
-def _step(info: dict[str, Any]) -> float:
+def step_of(info: dict[str, Any]) -> float:
     """Return the step in a checkpoint's info; -1 if it is missing or not a number."""
     step = info.get("step")
     return step if isinstance(step, (int, float)) and step == step else -1

@@ -22,7 +22,6 @@ import re
 import shutil
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -59,11 +58,6 @@ class FileEntry(NamedTuple):
 @sendable
 class WriteError(CheckpointError):
     """The disk or the network did not take a checkpoint; the attempt has changed no earlier one."""
-
-
-@sendable
-class UncertainWriteError(WriteError):
-    """The same, but the checkpoint may be complete: its last operation failed, and the storage no longer answers."""
 
 
 class ReadError(CheckpointError):
@@ -231,7 +225,7 @@ class LocalStorage:
     def entries(self, folder: Path) -> frozenset[tuple[str, int]]:
         try:
             with os.scandir(folder) as entries:
-                return frozenset((entry.name, entry.inode()) for entry in entries)
+                return frozenset([(entry.name, entry.inode()) for entry in entries])
         except OSError:
             return frozenset()
 
@@ -513,31 +507,14 @@ def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
     message = f"cannot write the checkpoint {final}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and final.parent.is_dir():
         message += f" ({shutil.disk_usage(final.parent).free / 1e6:.0f} MB are free there)"
-    message += f". {_earlier_checkpoints(final.parent)}; "
-    if os.path.lexists(temporary):
-        return message + f"partial files could not be removed and remain in {temporary}."
-    return message + "the partial one was removed."
-
-
-def _earlier_checkpoints(folder: Path) -> str:
-    """Return what is known of the other checkpoints in a folder, which others may have replaced or emptied."""
-    if not folder.is_dir():
-        where = "is not a folder any more" if os.path.lexists(folder) else "does not exist any more"
-        return f"{folder} {where}, so that the earlier checkpoints in it are gone"
-    try:
-        found = any((one / MANIFEST_FILE).is_file() for one in folder.iterdir() if not one.name.startswith("."))
-    except OSError:
-        return "Earlier checkpoints there cannot be listed"
-    return "Earlier checkpoints are unchanged" if found else "There is no earlier checkpoint"
+    return f"{message}. Earlier checkpoints were left alone."
 
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two names in one step; return False, with nothing changed, where the system cannot."""
-    if sys.platform != "linux":
-        return False
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
+    except AttributeError:  # not Linux
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return int(rename(here, os.fsencode(one), here, os.fsencode(other), exchange)) == 0

@@ -25,22 +25,21 @@ def floating_tensors(
         shards_only: skip the replicated tensors, which another process writes.
         numbers: Python's floats count as tensors.
     """
-    if isinstance(state, Shard):
-        state = state.local
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            yield from floating_tensors(value, f"{prefix}.{key}" if prefix else str(key), shards_only, numbers)
-        return
-    elif isinstance(state, (list, tuple)):
-        for number, value in enumerate(state):
-            yield from floating_tensors(value, f"{prefix}.{number}", shards_only, numbers)
-        return
-    elif shards_only:
-        return
-    elif numbers and isinstance(state, float):
-        state = torch.tensor(state, dtype=torch.float64)
-    if isinstance(state, torch.Tensor) and (state.is_floating_point() or state.is_complex()) and not state.is_meta:
-        yield prefix, state.detach()
+    waiting = [(prefix, state)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, (dict, list, tuple)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{name}.{key}" if name else str(key), one) for key, one in items][::-1]
+            continue
+        if isinstance(value, Shard):
+            value = value.local
+        elif shards_only:
+            continue
+        elif numbers and isinstance(value, float):
+            value = torch.tensor(value, dtype=torch.float64)
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and not value.is_meta:
+            yield name, value.detach()
 
 
 @torch.no_grad()

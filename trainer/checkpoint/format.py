@@ -91,8 +91,10 @@ def open_checkpoint(
 
 
 def _read_key(folder: StoragePath, manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
-    infos = _infos(folder, key, content)
+    infos, value = _infos(folder, key, content)
     files = _files_of(folder, manifest, infos, key)
+    if not files:
+        return value
     sharded = [info for info in infos.values() if info.parts]
     if sharded:  # before their memory is allocated: of others only that of one file at a time is
         _check_sizes(folder, manifest, files)
@@ -110,9 +112,12 @@ def _read_key(folder: StoragePath, manifest: Manifest, key: str, content: Any, v
 
 
 def _open_key(folder: StoragePath, manifest: Manifest, key: str, content: Any) -> Any:
-    infos = _infos(folder, key, content)
+    infos, value = _infos(folder, key, content)
+    files = _files_of(folder, manifest, infos, key)
+    if not files:
+        return value
     parts: dict[str, list[FilePart]] = {name: [] for name in infos}
-    for name, (expected, extents) in _files_of(folder, manifest, infos, key).items():
+    for name, (expected, extents) in files.items():
         entry = manifest.files[name]
         with open_entry(folder / name, entry, hashing=False) as reader:
             positions = find_tensors(reader, entry.bytes, expected, str(folder / name))
@@ -123,8 +128,8 @@ def _open_key(folder: StoragePath, manifest: Manifest, key: str, content: Any) -
     return deserialize(content, lambda info: tensors[info.name], location(folder, key))
 
 
-def _infos(folder: StoragePath, key: str, content: Any) -> dict[str, TensorInfo]:
-    """Return the tensors of a top-level key by name."""
+def _infos(folder: StoragePath, key: str, content: Any) -> tuple[dict[str, TensorInfo], Any]:
+    """Return the tensors of a top-level key by name, and its value, which is final if there are none."""
     infos: dict[str, TensorInfo] = {}
 
     def note(info: TensorInfo) -> None:
@@ -133,17 +138,17 @@ def _infos(folder: StoragePath, key: str, content: Any) -> dict[str, TensorInfo]
                 f"{location(folder, key)} refers to the tensor {info.name!r:.100} in two different ways"
             )
 
-    deserialize(content, note, location(folder, key))
-    return infos
+    return infos, deserialize(content, note, location(folder, key))
 
 
 def _files_of(
     folder: StoragePath, manifest: Manifest, infos: dict[str, TensorInfo], key: str
 ) -> dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]]:
     """Return for each file the tensors expected in its header, and the elements of sharded tensors in it."""
-    files: dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]] = {
-        name: ({}, {}) for name in manifest.files if name.partition(".")[0] == key and name != DATA_FILE
-    }
+    files: dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]] = {}
+    for name in manifest.files:
+        if name.partition(".")[0] == key and name != DATA_FILE:
+            files[name] = ({}, {})
     for info in infos.values():
         if not info.parts:
             files.setdefault(f"{key}.safetensors", ({}, {}))[0][info.name] = info
@@ -151,9 +156,9 @@ def _files_of(
             expected, extents = files.setdefault(part_file(key, number), ({}, {}))
             expected[info.name] = TensorInfo(info.name, info.dtype_name, (extent.numel,))
             extents[info.name] = extent
-    missing = next((name for name in files if name not in manifest.files), None)
-    if missing is not None:
-        raise CheckpointError(f"{location(folder, key)} refers to tensors, but the manifest has no {missing:.150}")
+    for name in files:
+        if name not in manifest.files:
+            raise CheckpointError(f"{location(folder, key)} refers to tensors, but the manifest has no {name:.150}")
     return files
 
 

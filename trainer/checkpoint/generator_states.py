@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.checkpoint.schema import require
 from trainer.errors import CheckpointError
 from trainer.seed import rng_state
 
@@ -38,30 +39,26 @@ def check_rng_state(state: Any, where: str, device: torch.device | None = None) 
     Raises:
         CheckpointError: `seed.rng_state` cannot have returned such a state.
     """
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{where} is a {type(state).__name__}, not the states of random generators")
-    problem = (
-        _torch_problem(state.get("torch")) or _numpy_problem(state.get("numpy")) or _python_problem(state.get("python"))
-    )
-    if problem is None and device is not None and device.type in state:
-        problem = _device_problem(state[device.type], rng_state(device).get(device.type), device)
-    problem = problem or _own_problem(state.get("own", {}))
+    require(state, {"torch": object, "numpy": object, "python": object, "own?": {str: {str: dict}}}, where)
+    states = [(kind, state[kind]) for kind in ("torch", "numpy", "python")]
+    for own in state.get("own", {}).values():
+        states += [next(iter(one.items()), ("", None)) for one in own.values()]
+    for kind, value in states:
+        _refuse(_problem(kind, value), where)
+    if device is not None and device.type in state:
+        _refuse(_device_problem(state[device.type], rng_state(device).get(device.type), device.type), where)
+
+
+def _refuse(problem: str | None, where: str) -> None:
     if problem is not None:
         raise CheckpointError(f"{where}: {problem}. It is damaged, or was not written by this package")
 
 
-def _own_problem(own: Any) -> str | None:
-    """Return what is wrong with the states of generators that users' objects hold, by object and name."""
-    if not isinstance(own, dict) or not all(isinstance(states, dict) for states in own.values()):
-        return "'own' does not have states by object and name"
-    for owner, states in own.items():
-        for name, state in states.items():
-            kind, value = next(iter(state.items())) if isinstance(state, dict) and len(state) == 1 else ("", None)
-            of_device = isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and kind in _DEVICES
-            problem = None if of_device else _PROBLEMS.get(kind, lambda _: "it is not a generator's state")(value)
-            if problem is not None:
-                return f"{name!r} of {owner!r}: {problem}"
-    return None
+def _problem(kind: str, value: Any) -> str | None:
+    """Return what is wrong with a generator's state; None if nothing is."""
+    if kind in _DEVICES and isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+        return None
+    return _PROBLEMS[kind](value) if kind in _PROBLEMS else f"{kind!r} is not a kind of generator"
 
 
 def check_torch_states(data: Any, where: str) -> None:
@@ -75,8 +72,8 @@ def check_torch_states(data: Any, where: str) -> None:
         CheckpointError: such a tensor is not a valid state.
     """
     if isinstance(data, torch.Tensor):
-        if data.dtype == torch.uint8 and data.shape == (_TORCH_BYTES,) and (problem := _torch_problem(data)):
-            raise CheckpointError(f"{where}: {problem}. It is damaged, or was not written by this package")
+        if data.dtype == torch.uint8 and data.shape == (_TORCH_BYTES,):
+            _refuse(_torch_problem(data), where)
     elif isinstance(data, (dict, list, tuple)):
         for one in data.values() if isinstance(data, dict) else data:
             check_torch_states(one, where)
@@ -115,11 +112,9 @@ def _difference(state: Any, like: Any, path: str) -> str | None:
         return next((problem for problem in found if problem), None)
     if isinstance(like, np.ndarray):
         # `rng_state` writes words of 32 bits into a tensor of int64.
-        kinds = (torch.int64,) if like.dtype == np.uint32 else (like.dtype,)
-        fits = isinstance(state, (torch.Tensor, np.ndarray)) and (state.dtype, tuple(state.shape)) == (
-            *kinds,
-            like.shape,
-        )
+        kind = torch.int64 if like.dtype == np.uint32 else like.dtype
+        array = isinstance(state, (torch.Tensor, np.ndarray))
+        fits = array and (state.dtype, tuple(state.shape)) == (kind, like.shape)
         return None if fits else f"{path!r} is not {like.size} words"
     if type(state) is not type(like):
         return f"{path!r} is a {type(state).__name__}"
@@ -139,11 +134,11 @@ def _python_problem(given: Any) -> str | None:
     return None
 
 
-def _device_problem(state: Any, own: Any, device: torch.device) -> str | None:
-    if own is None or type(state) is not type(own):
-        return None if own is None else f"{device.type!r} is a {type(state).__name__}"
-    if isinstance(own, torch.Tensor) and (state.dtype, state.shape) != (own.dtype, own.shape):
-        return f"{device.type!r} is not the state of this device's generator"
+def _device_problem(state: Any, like: Any, kind: str) -> str | None:
+    if like is not None and type(state) is not type(like):
+        return f"{kind!r} is a {type(state).__name__}"
+    if isinstance(like, torch.Tensor) and (state.dtype, state.shape) != (like.dtype, like.shape):
+        return f"{kind!r} is not the state of this device's generator"
     return None
 
 

@@ -178,17 +178,14 @@ def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Ma
     known = inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner))
     if not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files or not known:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
+    entries = {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
-        if (
-            not isinstance(entry, dict)
-            or entry.keys() != {"bytes", algorithm}
-            or type(entry["bytes"]) is not int
-            or not 0 <= entry["bytes"] < 2**63
-            or not isinstance(entry[algorithm], str)
-        ):
+        size, checksum = (entry.get("bytes"), entry.get(algorithm)) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or not 0 <= size < 2**63 or not isinstance(checksum, str):
             raise CheckpointError(f"{where}: the entry of {name!r:.100} is malformed")
+        entries[name] = FileEntry(size, checksum, algorithm)
 
     def refuse(tensor: TensorInfo) -> None:
         raise CheckpointError(f"{where}: its info refers to a tensor")
@@ -196,7 +193,6 @@ def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Ma
     info = deserialize(info, refuse, where)
     if not isinstance(info, dict):
         raise CheckpointError(f"{where} does not have the entries of a manifest")
-    entries = {name: FileEntry(entry["bytes"], entry[algorithm], algorithm) for name, entry in files.items()}
     return Manifest(info, entries, folder / inner if inner else folder)
 
 

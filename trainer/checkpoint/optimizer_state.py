@@ -56,13 +56,7 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         CheckpointError: the optimizer has a parameter that is not in the module.
     """
     names = names_by_group(module, optimizer)
-    try:
-        state = optimizer.state_dict()
-    except KeyError as error:  # of torch's own
-        raise CheckpointError(
-            f"the state_dict() of {type(optimizer).__name__} raises KeyError: {error}. A parameter that is taken out "
-            "of its group leaves its state there: remove that, too, by optimizer.state.pop(parameter, None)."
-        ) from error
+    state = optimizer.state_dict()
     position_to_name = dict(enumerate(chain.from_iterable(names)))
     packed = state.get("state", {})
     own = getattr(optimizer, "state", {})
@@ -78,17 +72,12 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "param_groups": [{**options_of(group), "params": group_names} for group, group_names in groups],
     }
     name_of: dict[Any, str] = {parameter: name for name, parameter in module.named_parameters()}
-
-    ids = {id(parameter): name for parameter, name in name_of.items()}
-
-    def named(key: Any) -> Any:
-        if isinstance(key, torch.Tensor):
-            return ("parameter", name_of[key]) if key in name_of else key
-        return ("id", ids[key]) if type(key) is int and key in ids else key
-
+    # Two dicts: a parameter has its id as its hash, and cannot be compared with a number.
+    by_parameter = {parameter: ("parameter", name) for parameter, name in name_of.items()}
+    by_id = {id(parameter): ("id", name) for parameter, name in name_of.items()}
     more = {
         "common": {key: value for key, value in packed.items() if key not in position_to_name},
-        "extra": _with_keys(extra_of(state), named),
+        "extra": _with_keys(extra_of(state), lambda key: (by_id if type(key) is int else by_parameter).get(key, key)),
         "parts": _parts(optimizer, packed, {name: position for position, name in position_to_name.items()}, name_of),
     }
     return {**saved, **{key: value for key, value in more.items() if value}}
@@ -128,7 +117,7 @@ def _parts(
             if not isinstance(key, torch.Tensor):
                 if packed.get(key) is not value:
                     found["common"][key] = value
-            elif not _is_empty(value) and not _is_within(value, packed.get(position_of.get(name_of.get(key, ""), -1))):
+            elif value != {} and not _is_within(value, packed.get(position_of.get(name_of.get(key, ""), -1))):
                 if key not in name_of:
                     raise CheckpointError(_not_in(part, key, "the module"))
                 found["state"][name_of[key]] = in_full_precision(value)
@@ -138,10 +127,6 @@ def _parts(
         if any(found.values()):
             parts[path] = {key: value for key, value in found.items() if value}
     return parts
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict) and not value
 
 
 def _is_within(value: Any, other: Any) -> bool:
@@ -229,51 +214,43 @@ def state_by_position(
     groups = matching_groups(module, optimizer, state)
     parameters = dict(module.named_parameters())
 
-    def fitted(name: str, values: Any) -> Any:
-        """Return the state of a parameter with its tensors, at any depth, as they are to be loaded."""
-        like = parameters[name]
-        return tree_map_only(
-            (torch.Tensor, StoredTensor), lambda value: with_strides_of(like, take(like, value)), values
-        )
-
     order = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(order)}
-    for name in state["state"]:
-        if name not in position:
-            raise CheckpointError(
-                f"the checkpoint has a state of the parameter {name!r}, which {state['kind']} has not"
-            )
+    unknown = next((name for name in state["state"] if name not in position), None)
+    if unknown is not None:
+        raise CheckpointError(f"the checkpoint has a state of the parameter {unknown!r}, which {state['kind']} has not")
     current = optimizer.state_dict()
     in_order = [parameters[name] for name in order]
 
-    def as_key(key: Any) -> Any:
-        if not _is_name(key) or key[1] not in parameters:
-            return key
-        return parameters[key[1]] if key[0] == "parameter" else id(parameters[key[1]])
-
     given = {
         "state": {
-            **{position[name]: fitted(name, values) for name, values in state["state"].items()},
+            **{position[name]: _fitted(take, parameters[name], values) for name, values in state["state"].items()},
             **_placed(state.get("common", {}), current.get("state", {}), in_order, take),
         },
         "param_groups": [{**group, "params": [position[name] for name in group["params"]]} for group in groups],
-        **_placed(_with_keys(state.get("extra", {}), as_key), current, in_order, take),
+        **_placed(_with_keys(state.get("extra", {}), partial(_as_key, parameters)), current, in_order, take),
     }
+    parts = {}
+    for path, part in state.get("parts", {}).items():
+        states = {parameters[name]: one for name, one in part.get("state", {}).items() if name in parameters}
+        parts[path] = {**part, "state": {like: _fitted(take, like, values) for like, values in states.items()}}
     return {
         **{key: value for key, value in given.items() if key in current or key not in ("state", "param_groups")},
-        "dtypes": {position[name]: dtype for name, dtype in state.get("dtypes", {}).items() if name in position},
-        "parts": {
-            path: {
-                **part,
-                "state": {
-                    parameters[name]: fitted(name, values)
-                    for name, values in part.get("state", {}).items()
-                    if name in parameters
-                },
-            }
-            for path, part in state.get("parts", {}).items()
-        },
+        "dtypes": {position[name]: state["dtypes"][name] for name in order if name in state.get("dtypes", ())},
+        "parts": parts,
     }
+
+
+def _fitted(take: Take, like: torch.Tensor, values: Any) -> Any:
+    """Return the state of a parameter with its tensors, at any depth, as they are to be loaded."""
+    return tree_map_only((torch.Tensor, StoredTensor), lambda value: with_strides_of(like, take(like, value)), values)
+
+
+def _as_key(parameters: Mapping[str, nn.Parameter], key: Any) -> Any:
+    """Return the parameter, or its `id`, for which a key of a saved state stands."""
+    if not _is_name(key) or key[1] not in parameters:
+        return key
+    return parameters[key[1]] if key[0] == "parameter" else id(parameters[key[1]])
 
 
 def _placed(saved: Any, current: Any, parameters: Sequence[torch.Tensor], take: Take) -> Any:
@@ -331,22 +308,31 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if len(parts) > 1:
         _keep_groups(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
-    for position, values in state.get("state", {}).items():
-        if position in loaded and type(position) is int and position < len(parameters):
-            before = loaded[position]
-            now = _unrounded(before, values, parameters[position].dtype, dtypes.get(position))
-            for of_part in [part.state for part in parts.values() if now is not before and hasattr(part, "state")]:
-                if of_part.get(parameters[position]) is before:
-                    of_part[parameters[position]] = now
+    _take_unrounded(optimizer, [*parts.values()], parameters, state)
+    dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
     for path, saved in state["parts"].items():
         if path not in parts:
             raise CheckpointError(
                 f"the checkpoint has a state of {type(optimizer).__name__}.{path}, an optimizer in it"
             )
-        _load_part(parts[path], saved, {id(p): dtypes.get(position) for position, p in enumerate(parameters)})
+        _load_part(parts[path], saved, dtype_of)
     for part in parts.values():
         quantize_again(part)
+
+
+def _take_unrounded(
+    optimizer: Optimizer, parts: Sequence[Any], parameters: Sequence[torch.Tensor], state: Mapping[str, Any]
+) -> None:
+    """Put the saved tensors where torch has rounded those with a dtype of their own."""
+    loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
+    for position, values in state.get("state", {}).items():
+        if position not in loaded or type(position) is not int or position >= len(parameters):
+            continue
+        parameter, before = parameters[position], loaded[position]
+        now = _unrounded(before, values, parameter.dtype, state["dtypes"].get(position))
+        for part in parts:
+            if now is not before and hasattr(part, "state") and part.state.get(parameter) is before:
+                part.state[parameter] = now
 
 
 def _keep_groups(before: list[tuple[Optimizer, list[Any], list[dict[str, Any]]]]) -> None:

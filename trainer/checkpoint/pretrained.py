@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.deserialization import from_json
+from trainer.checkpoint.deserialization import are_sizes, from_json
 from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import FilePart, FileTensor
 from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
@@ -37,22 +37,11 @@ def weights_problem(path: str | Path) -> str | None:
     place = as_storage_path(path, "weights")
     if any((place / name).exists() for name in (SINGLE, INDEX)) or (_is_file(place) and place.exists()):
         return None
-    if not place.exists():
-        return f"weights={str(path)!r} does not exist. Give a folder that save_pretrained has written."
-    if place.name == INDEX:
-        return f"weights={str(path)!r} is an index: give its folder."
-    files = [one.name for one in place.glob("*.*")] if isinstance(place, Path) else []
-    others = sorted(name for name in files if name.endswith((".safetensors", ".bin")))
-    pickles = [name for name in [place.name, *others] if name.endswith(".bin")]
-    if pickles:
-        return (
-            f"weights={str(path)!r}: {pickles[0]} is no safetensors file, but what earlier versions of transformers "
-            "wrote. Write it anew: AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), with your model's class."
-        )
-    there = f", but {first_of(others)}" if others else ""
     return (
-        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}{there}. Give a folder that save_pretrained has "
-        "written, or a .safetensors file; for a checkpoint of this package ckpt_path=, or load_from_checkpoint."
+        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a folder that save_pretrained has written, "
+        "or a .safetensors file. Files .bin of earlier versions of transformers are written anew by "
+        "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), with your model's class. For a checkpoint of this "
+        "package give ckpt_path=, or use load_from_checkpoint."
     )
 
 
@@ -120,17 +109,13 @@ def _followed(path: StoragePath) -> StoragePath:
 def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> FileTensor:
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, span = DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
-    if dtype is None or not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+    if dtype is None or not are_sizes(shape) or not are_sizes(span) or len(span) != 2:
         raise CheckpointError(f"{path}: {name!r:.100} has no dtype, shape and place that can be read")
     begin, end = span
     if end - begin != size_of(dtype, shape) or first + end > size:
         raise CheckpointError(f"{path}: the bytes of {name!r:.100} are not where they must be: it is damaged")
     extent = FlatSlice(0, math.prod(shape))
     return FileTensor(name, tuple(shape), dtype, [FilePart(path, first + begin, extent)])
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**53 for size in value)
 
 
 def weights_for(
@@ -157,10 +142,7 @@ def weights_for(
     found = {name: named[name] for name in own if name in named}
     found |= {name: named[other] for name, other in plain.items() if other in named and name not in named}
     problems = _two_values(own, found)
-    of_tensor = {id(own[name]): value for name, value in reversed(found.items())}
-    found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
-    copies = {plain[name]: value for name, value in found.items() if plain[name] is not None}
-    found |= {name: copies[other] for name, other in plain.items() if other in copies and name not in found}
+    _add_ties(own, plain, found)
     problems += _misfits(own, found)
     used = {*found, *(plain[name] for name in found)}
     lacks = {name: f"the weights lack {name}" for name in own if name not in found}
@@ -168,14 +150,22 @@ def weights_for(
     advice = ""
     if (lacks or others) and (strict or not found):
         problems += [*[*lacks.values()][:3], *others[:2], *[*lacks.values()][3:], *others[2:]]
-        lenient = "; to load those that both have, strict_loading = False" if strict else ""
-        advice = f" To rename them, set key_mapping in the module{lenient}."
+        advice = " To rename them, set key_mapping in the module"
+        advice += "; to load those that both have, strict_loading = False." if strict else "."
     if problems:
         raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
     not_loaded = [words for name, words in lacks.items() if plain[name] is not None] + others
     if not_loaded:
         log.warning("strict_loading is False, and not all is loaded: %s", first_of(not_loaded, 5))
     return found
+
+
+def _add_ties(own: Mapping[str, torch.Tensor], plain: Mapping[str, str | None], found: dict[str, FileTensor]) -> None:
+    """Give a tied weight, and a copy of a weight that adapters keep, to all of its names."""
+    of_tensor = {id(own[name]): value for name, value in reversed(found.items())}
+    found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
+    copies = {plain[name]: value for name, value in found.items() if plain[name] is not None}
+    found |= {name: copies[other] for name, other in plain.items() if other in copies and name not in found}
 
 
 def _by_names_of(module: nn.Module, weights: Mapping[str, FileTensor], known: Container[str]) -> dict[str, FileTensor]:

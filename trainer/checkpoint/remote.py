@@ -3,9 +3,9 @@
 Files are written in place, one after the other, the manifest last. A directory without a manifest is an interrupted
 write or one in progress, and readers skip it. Deleting starts with the manifest. The files of a checkpoint that
 replaces another are in a folder in it, which the new manifest names. An operation that fails is tried again, as
-`PAUSES` says, also one that finds nothing where a list of the folder shows the object: not all stores show at once,
-and everywhere, what was written. tenacity was tried: it saves no line, and draws its pauses from the generator of
-the user's program; of fsspec's stores some try again, each in its own way, and most do not.
+`PAUSES` says. tenacity was tried: it saves no line, and draws its pauses from the generator of the user's program; of
+fsspec's stores some try again, each in its own way, and most do not. Stores have to show at once what was written, as
+those of Amazon (since 2020), Google and Microsoft do.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return True if there is an object of this name, or one below it."""
-        return bool(self.call(lambda store, path: store.exists(path) or _refuse_listed(store, path)))
+        return bool(self.call(lambda store, path: store.exists(path)))
 
     def is_file(self) -> bool:
         """Return True if there is an object of this name."""
-        return bool(self.call(lambda store, path: store.isfile(path) or _refuse_listed(store, path)))
+        return bool(self.call(lambda store, path: store.isfile(path)))
 
     def is_dir(self) -> bool:
         """Return True if there are objects below this name."""
-        return bool(self.call(lambda store, path: store.isdir(path))) or any(self.iterdir())
+        return bool(self.call(lambda store, path: store.isdir(path)))
 
     def is_symlink(self) -> bool:
         """Return False: an object store has no links."""
@@ -116,11 +116,7 @@ class RemotePath:
         for pause in (*PAUSES, None):
             try:
                 with self._open_store() as (store, path):
-                    try:
-                        return operation(store, path)
-                    except FileNotFoundError:
-                        _refuse_listed(store, path)
-                        raise
+                    return operation(store, path)
             except _ANSWERS:
                 raise
             except OSError as error:
@@ -144,8 +140,6 @@ class RemotePath:
         except (CheckpointError, NotImplementedError, *_ANSWERS):
             raise
         except Exception as error:
-            if isinstance(error, OSError) and str(error):
-                raise
             raise OSError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
@@ -210,7 +204,7 @@ class RemoteStorage:
         except OSError as error:
             raise WriteError(
                 f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone; "
-                "the files written so far have no manifest and are ignored."
+                "files without a manifest are ignored."
             ) from error
 
     def write_file(self, path: RemotePath, chunks: Iterable[bytes | memoryview]) -> FileEntry:
@@ -229,7 +223,7 @@ class RemoteStorage:
                     digest.update(chunk)
                     size += len(chunk)
                     fault_point("in_file")
-            written = _size(store, key)
+            written = store.size(key)
             if written != size:
                 raise OSError(f"{path} has {written} bytes after {size} were written")
             return FileEntry(size, digest.hexdigest())
@@ -291,7 +285,7 @@ class _RemoteFile:
         self._path = path
         self._file: Any = None
         self._position = 0
-        self.size = path.call(_size)
+        self.size = path.call(lambda store, key: int(store.size(key)))
 
     def seek(self, position: int) -> None:
         self._position = position
@@ -348,38 +342,9 @@ def _children(store: Any, path: str) -> list[object]:
     return [entry for entry in store.ls(path, detail=False) if str(entry).strip("/") != path.strip("/")]
 
 
-def _refuse_listed(store: Any, path: str) -> bool:
-    """Return False for an object that the store did not find; raise OSError if a list of its folder shows a file there.
-
-    Such a store would otherwise make an intact checkpoint a damaged one, or one that is not there.
-    """
-    try:
-        entries = store.ls(path.rpartition("/")[0], detail=True)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return False
-    if any(entry["name"].strip("/") == path.strip("/") and entry["type"] == "file" for entry in entries):
-        raise OSError("the store lists it, but does not find it")
-    return False
-
-
-def _size(store: Any, path: str) -> int:
-    """Return the size of an object; counted, where the store does not report it."""
-    size = store.size(path)
-    if size is not None:
-        return int(size)
-    try:
-        return len(store.cat_file(path))
-    except (TypeError, ValueError) as error:  # of files that fsspec buffers, which needs their size
-        raise OSError("the store does not report its size, without which it cannot be read") from error
-
-
 def _is_unfinished(folder: RemotePath) -> bool:
     """Return True for a directory with files of a checkpoint but no manifest."""
-    names = [entry.name for entry in folder.iterdir()]
-    files = (
-        bool(names)
-        and MANIFEST_FILE not in names
-        and all(name.endswith(_SUFFIXES) or name.startswith(NEW) for name in names)
-    )
+    names = {entry.name for entry in folder.iterdir()}
+    foreign = [name for name in names if not name.endswith(_SUFFIXES) and not name.startswith(NEW)]
     # A list may lack an object that is there, and what is unfinished is overwritten or deleted.
-    return files and not (folder / MANIFEST_FILE).exists()
+    return bool(names) and not foreign and not (folder / MANIFEST_FILE).exists()

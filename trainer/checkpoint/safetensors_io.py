@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer.checkpoint.deserialization import TensorInfo, from_json
+from trainer.checkpoint.deserialization import TensorInfo, are_sizes, from_json
 from trainer.checkpoint.shards import StoredTensor, materialize
 from trainer.errors import CheckpointError
 
@@ -157,7 +157,7 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
                 f"the tensor {name!r:.100} is not the {code} of shape {shape!s:.100} that checkpoint.json refers to",
             )
         span = entry.get("data_offsets")
-        if not isinstance(span, list) or len(span) != 2 or any(type(offset) is not int for offset in span):
+        if not are_sizes(span) or len(span) != 2:
             raise _error(where, f"the tensor {name!r:.100} has no place in the file")
         spans.append((span[0], span[1], name))
     position = 0
@@ -171,13 +171,13 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
 
 
 def _read_tensor(reader: ByteReader, info: TensorInfo, where: str) -> torch.Tensor:
-    raw = torch.empty(info.bytes, dtype=torch.uint8)
+    raw, dtype = torch.empty(info.bytes, dtype=torch.uint8), info.dtype
     if raw.numel():
         reader.read_into(raw.numpy().data)
-    if info.dtype is torch.bool and bool((raw > 1).any()):
+    if dtype is torch.bool and bool((raw > 1).any()):
         raise _error(where, f"the tensor {info.name!r:.100} is boolean and has values other than 0 and 1")
     try:
-        return raw.view(info.dtype).reshape(info.shape)
+        return raw.view(dtype).reshape(info.shape)
     except (RuntimeError, OverflowError, TypeError):
         raise _error(where, f"the tensor {info.name!r:.100} has an impossible shape") from None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -59,10 +59,8 @@ def _outermost_models(module: nn.Module) -> dict[str, Any]:
 
 def _changes(model: Any) -> list[Any]:
     """Return transformers' changes of names and tensors, those that only rename first."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # of transformers 4, whose models have the tensors of the files
-        return []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     return sorted(get_model_conversion_mapping(model), key=lambda change: hasattr(change, "operations"))
 
 
@@ -82,18 +80,17 @@ def _numbers(name: str) -> list[int]:
 
 def _joined(name: str, change: Any, several: list[list[FileTensor]]) -> FileTensor | None:
     """Return one tensor made of those of each pattern; None if they are not simply one after the other in memory."""
-    steps = [(type(one).__name__, one.dim) for one in change.operations if hasattr(one, "dim")]
-    lengths, pieces = {len(tensors) for tensors in several}, [one for tensors in several for one in tensors]
+    if any(not hasattr(one, "dim") for one in change.operations) or len(change.target_patterns) != 1:
+        return None
+    steps, pieces = [(type(one).__name__, one.dim) for one in change.operations], [*chain.from_iterable(several)]
     alike = len({(tensor.shape[1:], tensor.dtype) for tensor in pieces}) == 1
-    if len(steps) != len(change.operations) or len(change.target_patterns) != 1 or len(lengths) != 1 or not alike:
+    if not alike or len({len(tensors) for tensors in several}) != 1:
         return None
     count, rest = len(several[0]), pieces[0].shape[1:]
     if steps == [("Concatenate", 0)] and count == 1:
         return FileTensor.joined(name, (sum(tensor.shape[0] for tensor in pieces), *rest), pieces)
-    of_each = [list(together) for together in zip(*several, strict=True)]
+    of_each = [*zip(*several, strict=True)]
     rows = {sum(tensor.shape[0] for tensor in together) for together in of_each}
     if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]) or len(rows) != 1:
         return None
-    shape = (count, rows.pop(), *rest)
-    assert math.prod(shape) == sum(math.prod(tensor.shape) for tensor in pieces)
-    return FileTensor.joined(name, shape, [tensor for together in of_each for tensor in together])
+    return FileTensor.joined(name, (count, rows.pop(), *rest), [*chain.from_iterable(of_each)])

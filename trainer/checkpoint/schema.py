@@ -48,19 +48,26 @@ def wrong(value: Any, kind: Kind, where: str) -> str | None:
     """Return a message for the first part of a value that is not of its kind; None if all fit."""
     if isinstance(kind, tuple):
         return None if any(wrong(value, one, where) is None for one in kind) else _found_value(value, where)
-    if isinstance(kind, list) and isinstance(value, list):
-        return _first(wrong(one, kind[0], f"{where}[{number}]") for number, one in enumerate(value))
-    if isinstance(kind, dict) and str in kind:
-        if not isinstance(value, dict) or not all(map(_is_text, value)):
+    if isinstance(kind, (list, dict)) and isinstance(value, type(kind)):
+        return _wrong_inside(value, kind, where)
+    return None if _fits(value, kind) else _found_value(value, where)
+
+
+def _wrong_inside(value: Any, kind: Any, where: str) -> str | None:
+    """Return a message for the first item of a list or dict that is not of its kind."""
+    if isinstance(kind, list):
+        parts = [(number, one, kind[0]) for number, one in enumerate(value)]
+    elif str in kind:
+        if not all(map(_is_text, value)):
             return _found_value(value, where)
-        return _first(wrong(one, kind[str], f"{where}[{key!r:.100}]") for key, one in value.items())
-    if isinstance(kind, dict) and isinstance(value, dict):
+        parts = [(key, one, kind[str]) for key, one in value.items()]
+    else:
         missing = next((name for name in kind if not name.endswith("?") and name not in value), None)
         if missing is not None:
             return f"{where} has no {missing!r}"
         named = {name.removesuffix("?"): one for name, one in kind.items()}
-        return _first(wrong(value[name], one, f"{where}[{name!r}]") for name, one in named.items() if name in value)
-    return None if _fits(value, kind) else _found_value(value, where)
+        parts = [(name, value[name], one) for name, one in named.items() if name in value]
+    return _first(wrong(one, its_kind, f"{where}[{name!r:.100}]") for name, one, its_kind in parts)
 
 
 def _fits(value: Any, kind: Kind) -> bool:
@@ -109,22 +116,29 @@ def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -
         return None if isinstance(saved, bool) else _found_value(saved, where)
     if isinstance(current, (int, float)) or _is_number(current):
         return None if _fits(saved, NUMBER) or _is_number(saved) else _found_value(saved, where)
-    if isinstance(current, dict):
-        if not isinstance(saved, dict):
-            return _found_value(saved, where)
-        if reserved is not None:
-            taken = next((key for key in saved if key not in current and hasattr(reserved, str(key))), None)
-            if taken is not None:
-                return f"{where} has a {taken!r:.100}"
-        both = (key for key in current if key in saved)
-        return _first(unlike(saved[key], current[key], f"{where}[{key!r:.100}]", reserved) for key in both)
-    if isinstance(current, (list, tuple)):
-        if not isinstance(saved, (list, tuple)) or (isinstance(current, tuple) and len(saved) != len(current)):
-            return _found_value(saved, where)
-        kinds = current if isinstance(current, tuple) else [next(iter(current), None)] * len(saved)
-        pairs = enumerate(zip(saved, kinds, strict=True))
-        return _first(unlike(one, kind, f"{where}[{number}]", reserved) for number, (one, kind) in pairs)
+    if isinstance(current, (list, tuple, dict)):
+        return _unlike_inside(saved, current, where, reserved)
     return None if isinstance(saved, type(current)) else _found_value(saved, where)
+
+
+def _unlike_inside(saved: Any, current: Any, where: str, reserved: type | None) -> str | None:
+    """Return a message for the first item of a list, tuple or dict whose type differs from the current one."""
+    if not isinstance(saved, dict if isinstance(current, dict) else (list, tuple)):
+        return _found_value(saved, where)
+    if isinstance(current, dict):
+        new = [key for key in saved if key not in current] if reserved is not None else []
+        taken = next((key for key in new if hasattr(reserved, str(key))), None)
+        if taken is not None:
+            return f"{where} has a {taken!r:.100}"
+        parts = [(key, saved[key], one) for key, one in current.items() if key in saved]
+    elif isinstance(current, tuple):
+        if len(saved) != len(current):
+            return _found_value(saved, where)
+        parts = [(number, one, current[number]) for number, one in enumerate(saved)]
+    else:
+        like = next(iter(current), None)
+        parts = [(number, one, like) for number, one in enumerate(saved)]
+    return _first(unlike(one, now, f"{where}[{key!r:.100}]", reserved) for key, one, now in parts)
 
 
 def _is_number(value: Any) -> bool:

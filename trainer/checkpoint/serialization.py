@@ -20,7 +20,8 @@ import logging
 import math
 import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,10 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 
 
+_AS_THEY_ARE = SCALARS - {int, float}
+"""The classes of values that JSON holds whatever they are."""
+_MARKS = repeat("$")
+"""The beginning of the keys that only this module may write, for each key of a dict."""
 _reported: set[tuple[str, ...]] = set()
 """The entries and classes of which a warning was logged."""
 
@@ -133,10 +138,11 @@ class _Serializer:
         self._open: set[int] = set()  # the containers around the current value, to detect cycles
         self._name_of: dict[Any, str] = {}
         self._own_names: set[str] = set()
-        if isinstance(root, dict):
-            # Other programs look for a state_dict's keys: a deeper tensor must not take such a name.
-            keys = (key for key, value in root.items() if type(key) is str and isinstance(value, (torch.Tensor, Shard)))
-            self._own_names = {key for key in keys if key == _utf8(key) and key != "__metadata__"}
+        # Other programs look for a state_dict's keys: a deeper tensor must not take such a name.
+        for key, value in root.items() if isinstance(root, dict) else ():
+            if type(key) is str and isinstance(value, (torch.Tensor, Shard)) and key == _utf8(key):
+                self._own_names.add(key)
+        self._own_names.discard("__metadata__")
         self._reserved = {*self._own_names, "__metadata__"}
 
     def encode(self, value: Any) -> Any:
@@ -145,57 +151,57 @@ class _Serializer:
             return value if math.isfinite(value) else {"$float": _odd_float(value)}
         if kind is int:
             return value if value.bit_length() <= 64 else {"$int": hex(value)}
-        if kind in SCALARS:
+        if kind in _AS_THEY_ARE:
             return value
-        if is_numpy_number(value):
-            return {"$number": [value.dtype.name, self.encode(value.item())]}
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if kind is Shard:
+            return self._shard(value)
+        if kind in (list, tuple) or isinstance(value, dict):
+            return self._container(value, kind)
+        if is_numpy_number(value):
+            return {"$number": [value.dtype.name, self.encode(value.item())]}
         if kind is np.ndarray and value.dtype.name in NUMPY_NUMBERS:
             # A copy: torch wants an array that may be written to, in the machine's order of bytes.
             return {"$array": self._tensor(torch.from_numpy(np.array(value, NUMPY_NUMBERS[value.dtype.name])))}
-        if kind is Shard:
-            return self._shard(value)
-        if kind is list:
-            return self._container(value, self._list)
-        if kind is tuple:
-            return self._container(value, lambda items: {"$tuple": self._list(items)})
-        if kind is Counter:
-            return self._container(value, lambda counts: {"$counter": self._items(counts)})
-        if kind is defaultdict and value.default_factory in FACTORIES.values():
-            name = value.default_factory.__name__
-            return self._container(value, lambda items: {"$default": [name, self._items(items)]})
-        if isinstance(value, dict) and not (self._exact and kind not in (dict, OrderedDict)):
-            if kind not in (dict, OrderedDict):
-                self._report(_name(kind))
-            return self._container(value, self._dict)
-        self._refuse(f"{_name(kind)}; {_advice(value)}")
-        return None
+        return self._refuse(f"{_name(kind)}; {_advice(value)}")
 
-    def _container(self, value: Any, encode: Callable[[Any], Any]) -> Any:
+    def _container(self, value: Any, kind: type) -> Any:
         if id(value) in self._open:
-            self._refuse(f"{_name(type(value))} that contains itself")
-            return None
+            return self._refuse(f"{_name(kind)} that contains itself")
         if len(self._path) >= MAX_DEPTH:
-            self._refuse(f"{_name(type(value))} nested more than {MAX_DEPTH} levels deep")
-            return None
+            return self._refuse(f"{_name(kind)} nested more than {MAX_DEPTH} levels deep")
         self._open.add(id(value))
-        data = encode(value)
+        data: Any = []
+        if kind in (list, tuple):
+            for index, one in enumerate(value):
+                self._path.append(index)
+                data.append(one if type(one) in _AS_THEY_ARE else self.encode(one))
+                self._path.pop()
+        elif (
+            kind in (dict, OrderedDict) and {*map(type, value)} <= {str} and not any(map(str.startswith, value, _MARKS))
+        ):
+            data = {}
+            for key, one in value.items():
+                self._path.append(key)
+                data[key] = one if type(one) in _AS_THEY_ARE else self.encode(one)
+                self._path.pop()
+        else:
+            data = self._other_dict(value, kind)
         self._open.discard(id(value))
-        return data
+        return {"$tuple": data} if kind is tuple else data
 
-    def _at(self, key: Any, value: Any) -> Any:
-        self._path.append(key)
-        data = self.encode(value)
-        self._path.pop()
-        return data
-
-    def _list(self, values: Any) -> list[Any]:
-        return [self._at(index, value) for index, value in enumerate(values)]
-
-    def _dict(self, values: dict[Any, Any]) -> dict[str, Any]:
-        if all(type(key) is str and not key.startswith("$") for key in values):
-            return {key: self._at(key, value) for key, value in values.items()}
+    def _other_dict(self, values: Any, kind: type) -> Any:
+        """Encode a dict of another class, or with other keys than texts."""
+        if kind is Counter:
+            return {"$counter": self._items(values)}
+        if kind is defaultdict and values.default_factory in FACTORIES.values():
+            return {"$default": [values.default_factory.__name__, self._items(values)]}
+        if kind not in (dict, OrderedDict):
+            if self._exact:
+                return self._refuse(f"{_name(kind)}; store dict(value)")
+            self._report(_name(kind))
+            return self._container(dict(values), dict)
         return {"$items": self._items(values)}
 
     def _items(self, values: dict[Any, Any]) -> list[Any]:
@@ -204,7 +210,9 @@ class _Serializer:
             if not is_key(key):
                 self._refuse(f"dict with the key {key!r} of type {_name(type(key))}; use a str, number or tuple as key")
                 continue
-            items.append([self.encode(key), self._at(key, value)])
+            self._path.append(key)
+            items.append([self.encode(key), self.encode(value)])
+            self._path.pop()
         return items
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
@@ -212,8 +220,7 @@ class _Serializer:
         if not self._allow_tensors:
             problem = "torch.Tensor, which cannot be here; store value.item() or value.tolist()"
         if problem:
-            self._refuse(problem)
-            return None
+            return self._refuse(problem)
         if tensor.device.type == "xla":
             tensor = tensor.cpu()  # XLA tensors have no memory that can be read.
         memory = _memory(tensor)
@@ -227,8 +234,7 @@ class _Serializer:
     def _shard(self, shard: Shard) -> Any:
         problem = _tensor_problem(shard.local)
         if not self._allow_tensors or problem:
-            self._refuse(problem or "part of a tensor, which cannot be here")
-            return None
+            return self._refuse(problem or "part of a tensor, which cannot be here")
         name = self._name_of.get(id(shard))
         if name is None:
             name = self._name_of[id(shard)] = self._new_name()
@@ -238,7 +244,7 @@ class _Serializer:
 
     def _new_name(self) -> str:
         path = self._path or [self._where]
-        name = _utf8(".".join(str(key) for key in path))
+        name = _utf8(".".join(map(str, path)))
         if path == [name] and name in self._own_names:
             return name
         candidate, number = name, 1
@@ -254,6 +260,7 @@ class _Serializer:
             log.warning("%s: it is a %s, and comes back from a checkpoint as a dict", where, kind)
 
     def _refuse(self, what: str) -> None:
+        """Note that the current value cannot be stored; return None in its place."""
         self.refused.append(((self._where, *self._path), what))
 
 
@@ -280,8 +287,6 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
 
 def _advice(value: Any) -> str:
     module = type(value).__module__
-    if isinstance(value, dict):
-        return "store dict(value)"
     if module == "numpy":
         return "store its numbers, as an array of float64 or int64, or a text for each"
     for kinds, advice in _ADVICE:

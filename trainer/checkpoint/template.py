@@ -26,7 +26,7 @@ def format_name(template: str, values: Mapping[str, float], with_names: bool) ->
 
 def template_problems(template: str | None) -> list[str]:
     """Return the mistakes in a template, to be reported before the first checkpoint is written."""
-    if template is None:
+    if not template:
         return []
     rest = _FIELD.sub("", template)
     if "{" in rest or "}" in rest:
@@ -37,23 +37,17 @@ def template_problems(template: str | None) -> list[str]:
             format(0 if name in ("epoch", "step") else 0.0, form)
         except (ValueError, OverflowError, MemoryError) as error:
             problems.append(f"filename={template!r}: {name!r} cannot be written as {form!r} ({error}). Use '.2f'.")
-    if not problems:
-        values = {name: 0 if name in ("epoch", "step") else 0.0 for name, _ in _FIELD.findall(template)}
-        problems = _wrong_name(template, format_name(template, values, with_names=True))
-    return problems
+    if problems:
+        return problems
+    name = format_name(template, dict.fromkeys([name for name, _ in _FIELD.findall(template)], 0), with_names=True)
+    size = len(name.encode("utf-8", "replace"))
+    if size > _MAX_NAME or not name.isprintable() or name.startswith(".") or not name.strip():
+        return [
+            f"filename={template[:40]!r}: give a name of at most {_MAX_NAME} bytes, which does not begin with '.' and "
+            "has no control characters."
+        ]
+    return []
 
 
 _MAX_NAME = 200
 """Maximum bytes of a checkpoint's name: file systems allow 255, and versions and temporary names need some."""
-
-
-def _wrong_name(template: str, name: str) -> list[str]:
-    """Return a message for each reason for which no folder can have this name, which was made from the template."""
-    size = len(name.encode("utf-8", "replace"))
-    if size > _MAX_NAME:
-        return [f"filename={template[:40]!r}...: a name of {size} bytes is too long, give one of {_MAX_NAME} at most."]
-    if "\0" in name or not name.isprintable() or name.encode("utf-8", "ignore").decode() != name:
-        return [f"filename={template!r}: no file can have this name. Leave out control characters."]
-    if template and (name.startswith(".") or not name.strip()):
-        return [f"filename={template!r}: give a name that does not begin with '.'."]
-    return []

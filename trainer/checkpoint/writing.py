@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.deserialization import to_json
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, UncertainWriteError, WriteError, reason
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, WriteError, reason
 from trainer.checkpoint.flat_slice import EMPTY_SLICE
 from trainer.checkpoint.format import part_file
 from trainer.checkpoint.manifest import DATA_FILE, FORMAT, KEY, VERSION, checkpoints_in, is_committed, with_checksum
@@ -65,8 +65,8 @@ def write_checkpoint(
     Raises:
         CheckpointError: something in `state` or `info` cannot be stored (names each field), or `path` exists.
         WriteError: the disk is full, or the storage refuses. No partial checkpoint is left, and what was at `path` is
-            unchanged. All processes of the group raise the same error.
-        UncertainWriteError: the same, but the storage does not answer whether the checkpoint is complete.
+            unchanged. All processes of the group raise the same error. If the last operation failed, and the storage
+            does not answer, the checkpoint may be complete nevertheless, as the message says.
     """
     write_plan(path, plan_save(state, info, process_group), overwrite, process_group)
 
@@ -81,27 +81,33 @@ def plan_save(
         CheckpointError: a key is no name of a file, or parts of a sharded tensor are missing.
     """
     keys: dict[str, Serialized] = {}
-    plain, problem, refused = None, None, Refused()
+    plain: Any = None
+    problem: CheckpointError | None = None
     try:
         keys = serialize_state(state)
         plain = serialize(dict(info or {}), "info", allow_tensors=False).data
-    except UnstorableError as error:
-        refused = [*error.refused]
     except CheckpointError as error:
         problem = error
-    everywhere = process_group.all_gather_object((problem, refused))
-    problem = next((of_rank for of_rank, _ in everywhere if of_rank is not None), None)
-    if problem is None and any(of_rank for _, of_rank in everywhere):
-        problem = unstorable([*dict.fromkeys(one for _, of_rank in everywhere for one in of_rank)])
-    problem = problem or _collect_parts(keys, process_group)
+    problem = _first_of_all(problem, process_group) or _collect_parts(keys, process_group)
     if problem is not None:
         raise problem
-    files = {f"{key}.safetensors": content.tensors for key, content in keys.items() if process_group.rank == 0}
+    files: dict[str, dict[str, torch.Tensor]] = {}
     for key, content in keys.items():
-        own = {name: shard.local.reshape(-1) for name, shard in content.shards.items() if shard.extent.numel}
-        files[part_file(key, process_group.rank)] = own
-    files = {name: tensors for name, tensors in files.items() if tensors}
+        if content.tensors and process_group.rank == 0:
+            files[f"{key}.safetensors"] = content.tensors
+        own = [name for name, shard in content.shards.items() if shard.extent.numel] if content.shards else ()
+        if own:
+            files[part_file(key, process_group.rank)] = {n: content.shards[n].local.reshape(-1) for n in own}
     return SavePlan({key: content.data for key, content in keys.items()}, files, plain)
+
+
+def _first_of_all(problem: CheckpointError | None, process_group: ProcessGroup) -> CheckpointError | None:
+    """Return the first error of all processes; of values that cannot be stored, one error that names all."""
+    refused = [*problem.refused] if isinstance(problem, UnstorableError) else []
+    everywhere = process_group.all_gather_object((None if refused else problem, refused))
+    first = next((of_rank for of_rank, _ in everywhere if of_rank is not None), None)
+    every = [one for _, of_rank in everywhere for one in of_rank]
+    return unstorable([*dict.fromkeys(every)]) if first is None and every else first
 
 
 def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
@@ -197,16 +203,12 @@ def _is_there(final: StoragePath, index: bytes, error: CheckpointError) -> bool:
     """Whether the checkpoint with this manifest is at `final`, though its last operation failed.
 
     Raises:
-        UncertainWriteError: the storage does not answer.
+        WriteError: the storage does not answer.
     """
     try:
         return is_committed(final) and read_small_file(final / MANIFEST_FILE, len(index)) == index
     except ReadError:
-        cause = reason(error.__cause__) if isinstance(error.__cause__, OSError) else str(error)
-        raise UncertainWriteError(
-            f"cannot write the checkpoint {final}: {cause}. The storage does not answer either whether it is complete "
-            "nevertheless. Earlier checkpoints were left alone."
-        ) from error
+        raise WriteError(f"{error} Whether it is complete nevertheless could not be verified.") from error
     except CheckpointError:  # another manifest, or a part of this one
         return False
 

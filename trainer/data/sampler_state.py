@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial, partialmethod
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -49,8 +49,8 @@ def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False)
         of_data: also those of datasets.
     """
     seen, opaque = _global_generators(), tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
-    found = [one for owner in owners for _, one in _walk(owner, "", depth, seen, opaque)]
-    return [OwnGenerator(one) for one in found]
+    found = _generators_in(dict(enumerate(owners)), depth, seen, opaque)
+    return [OwnGenerator(one) for _, one in found]
 
 
 def named_generators(
@@ -66,12 +66,7 @@ def named_generators(
     seen = {} if contents is None else contents
     seen |= _global_generators() | {id(owner): _inside(owner) for owner in owners.values()}
     found = {
-        name: {
-            path: one
-            for attribute, value in seen[id(owner)].items()
-            if _is_filled(value)
-            for path, one in _walk(value, str(attribute), _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES)
-        }
+        name: dict(_generators_in(seen[id(owner)], _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES))
         for name, owner in owners.items()
     }
     return {name: of_one for name, of_one in found.items() if of_one}
@@ -113,36 +108,41 @@ def _global_generators() -> dict[int, dict[Any, Any]]:
     return {id(one): {} for one in known}
 
 
-def _walk(
-    value: Any,
-    path: str,
+def _generators_in(
+    values: dict[Any, Any],
     depth: int,
     seen: dict[int, dict[Any, Any]],
     opaque: tuple[type, ...],
     libraries: Collection[str] = (),
-) -> Iterator[tuple[str, Any]]:
-    """Yield the random generators inside a value, each once, with the way to them; `seen` is given what is inside."""
-    if id(value) in seen or depth < 0 or isinstance(value, opaque):
-        return
-    seen[id(value)] = {}
-    if is_generator(value):
-        yield path, value
-    elif isinstance(value, _LOOKED_INTO) or type(value).__module__.partition(".")[0] not in libraries:
-        seen[id(value)] = inside = _inside(value)
-        for name, one in inside.items():
-            if _is_filled(one):
-                yield from _walk(one, f"{path}.{name}", depth - 1, seen, opaque, libraries)
+) -> list[tuple[str, Any]]:
+    """Return the random generators inside named values, each once, with the way to them.
 
-
-def _is_filled(value: Any) -> bool:
-    """Whether a value is no scalar, and no empty container: most attributes of modules are, and this is quick."""
-    kind = type(value)
-    return kind not in SCALARS and (kind not in _COMMON or bool(value))
+    Args:
+        depth: levels of objects in objects that are looked through.
+        seen: objects that are left out, by their id; is given what is inside each object that is looked into.
+    """
+    found: list[tuple[str, Any]] = []
+    waiting = [(one, str(name), depth) for name, one in reversed(values.items())]
+    while waiting:
+        value, way, levels = waiting.pop()
+        kind = type(value)
+        # Most attributes of modules are scalars or empty.
+        if kind in SCALARS or (kind in _COMMON and not value) or id(value) in seen or isinstance(value, opaque):
+            continue
+        seen[id(value)] = {}
+        is_holder = isinstance(value, _LOOKED_INTO)
+        if not is_holder and is_generator(value):
+            found.append((way, value))
+        elif is_holder or kind.__module__.partition(".")[0] not in libraries:
+            seen[id(value)] = inside = _inside(value)
+            for name, one in reversed(inside.items()) if levels else ():
+                waiting.append((one, f"{way}.{name}", levels - 1))
+    return found
 
 
 def _inside(value: Any) -> dict[Any, Any]:
     """Return what is inside a value by its name, or its number."""
-    container: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    container: Any = next(filter(partial(isinstance, value), _CONTAINERS), None)
     if container is not None:
         # By its own methods: a subclass may do anything in them.
         several = container.__len__(value) <= _MAX_ITEMS

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.checkpoint.disk import UncertainWriteError, WriteError
+from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
 from trainer.errors import INSTEAD_OF_PENALTIES, CheckpointError, ConfigError, TrainerError, explain_torch_error
@@ -72,15 +72,14 @@ def require_saved(run: Run) -> None:
     problems = [problem for callback in run.checkpoint_callbacks if (problem := callback.unsaved) is not None]
     if not problems:
         return
-    uncertain = any(isinstance(problem, UncertainWriteError) for problem in problems)
     number = len(run.checkpoint_callbacks)
     by = f" by {len(problems)} of {number} checkpoint callbacks" if len(problems) < number else ""
     message = (
-        f"training has ended at step {run.progress.step}, and its last weights are {'PERHAPS ' if uncertain else ''}"
-        f"NOT SAVED{by}: {'; '.join(map(str, problems))}"
+        f"training has ended at step {run.progress.step}, and its last weights are NOT SAVED{by}: "
+        f"{'; '.join(map(str, problems))}"
     )
     if exit_code(run.stop_reason) != EXIT_RETRY or not exit_code_is_free():
-        raise (UncertainWriteError if uncertain else WriteError)(message)
+        raise WriteError(message)
     if run.strategy.processes.is_global_zero:
         log.error(
             "%s The exit code stays %d: the run that is started again repeats what is not saved.", message, EXIT_RETRY

@@ -127,12 +127,11 @@ class HookChanges:
         self._report_new_names()
         now = self._read()
         moments = {"made": self._made, "began": self._began or now, "now": now}
-        changed = [
-            name
-            for name in dict.fromkeys(name for values in moments.values() for name in values)
-            if _NOT_PLAIN is not now.get(name)
-            and not all(_same(now.get(name, _ABSENT), values.get(name, _ABSENT)) for values in moments.values())
-        ]
+        changed = []
+        for name in {**moments["made"], **moments["began"], **now}:
+            made, began, value = [values.get(name, _ABSENT) for values in moments.values()]
+            if value is not _NOT_PLAIN and not (_same(value, made) and _same(value, began)):
+                changed.append(name)
         entries = {
             name: {moment: values[name] for moment, values in moments.items() if _is_plain(values.get(name, _ABSENT))}
             for name in changed
@@ -319,6 +318,8 @@ def _is_plain(value: Any) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are the same; what is not plain counts as absent."""
+    if one is other:
+        return True
     if not _is_plain(one) or not _is_plain(other):
         return _is_plain(one) == _is_plain(other)
     return type(one) is type(other) and bool(one == other or (one != one and other != other))
