@@ -1113,6 +1113,8 @@ def refuse_all() -> dict[str, str]:
     found["odd, with a plan"] = refusal(Sequences, Attending, TP, LENGTHS["odd"])
     found["compiled by hand"] = refusal(CompiledPlanned, Attending, TP, recomputes=True)
     found["compiled around blocks"] = refusal(CompiledAround, Attending, TP, recomputes=True)
+    found["layers, not verified"] = refusal(Planned, Fused, {**TP, "verify": False})
+    found["sequences, not verified"] = refusal(Small, Convolved, {**CP, "verify": False})
     as_one = StepConfig(compiles_module=True)
     return found | {"compiled as one": refusal(Planned, Attending, TP, config=as_one)}
 
@@ -1152,6 +1154,12 @@ refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=90.0))
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_reported_in_the_first_step(name: str, refusals: Any) -> None:
     assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals)
+
+
+@pytest.mark.parametrize("name", ["layers", "sequences"])
+def test_the_verification_can_be_left_out(name: str, refusals: Any) -> None:
+    for of_rank in refusals:
+        assert of_rank[f"{name}, not verified"] == ""
 
 
 def test_compiling_a_split_module_as_one_is_refused_at_the_start(refusals: Any) -> None:
