@@ -716,7 +716,7 @@ REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
     "numbers in a loss": ("CP x2", WithNumbers, samples, LOSS),
     "numbers of the step before": ("CP x2", NumbersFirst, samples, LOSS),
     "a number in an object": ("CP x2", WithObjectOfNumbers, samples, LOSS),
-    "features of hooks from the third step on": ("CP x2", LateLoss, samples, "what a hook of down writes to is wrong"),
+    "features of hooks from the third step on": ("CP x2", LateLoss, samples, LOSS),
     "losses in a global list": ("CP x2", WithGlobals, samples, "LOSSES at the level of "),
     "numbers in a global list": ("CP x2", WithGlobalNumbers, samples, LOSS),
     **{f"other batches, {way}": (way, Stack, Unseeded, "different batches") for way in ("TP x2", "CP x2", "PP x2")},
