@@ -18,9 +18,8 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
 from trainer.model.reachable import nodes_behind, tensors_in
-from trainer.strategies.fsdp.first_batch import left_checker, refuse_outer_checkpoint
 from trainer.strategies.fsdp.refusals import without_graph
-from trainer.strategies.fsdp.rehearsal import Difference, Reference, way_of
+from trainer.strategies.fsdp.verify import Inputs, Results, Verification, compare, results_of, tensors_left
 
 AttentionExchange = Literal["auto", "heads", "keys"]
 """The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a
@@ -41,6 +40,7 @@ class ContextParallel:
         here: the names of those that this process computes; others are on other stages of a pipeline.
         group: the processes of one sequence.
         exchange: how attention reaches the tokens of the others.
+        verify: see `FSDPStrategy`.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class ContextParallel:
         here: Mapping[str, nn.Module],
         group: dist.ProcessGroup,
         exchange: AttentionExchange,
+        verify: bool,
     ) -> None:
         self.group, self.parts, self.part = group, dist.get_world_size(group), dist.get_rank(group)
         self.batch = self.length = 0
         """Sizes of the full sequences of the forward in progress."""
         self._unsplit = {name: block.forward for name, block in here.items()}
         """The forwards for full sequences."""
-        self.compared = set[tuple[Any, ...]]()
-        """The ways of blocks, see `way_of`, that have been compared with those for full sequences."""
+        self.verification = Verification("context_parallel", verify)
         self._is_split = False
         """True between the first block and the last one: there are parts of sequences."""
         self._given: tuple[str, int, int] | None = None
@@ -78,7 +78,6 @@ class ContextParallel:
             block.forward = _WithAttention(SplitAttention(group, exchange), block.forward)
             starts_split = name == next(iter(here)) != first
             block.register_forward_pre_hook(self._cutter(name, name == first, starts_split), with_kwargs=True)
-            block.register_forward_hook(left_checker("context_parallel", name, _refuse_captured), with_kwargs=True)
             block.register_forward_hook(self._joiner(name, name == last))
         for name in after[:1]:
             blocks[name].register_forward_pre_hook(self._cut_sent, with_kwargs=True)
@@ -133,10 +132,8 @@ class ContextParallel:
             if cuts and not is_first:
                 self._measure_hidden(hidden)
             own = Cut.apply(hidden, 1, self.group) if cuts else hidden
-            if not torch.compiler.is_compiling() and (way := way_of(name, block, args, kwargs)) not in self.compared:
-                refuse_outer_checkpoint("context_parallel", name, block)
-                self._compare(name, block, own, args, kwargs)
-                self.compared.update((way, (False, *way[1:])))
+            if self.verification.is_due(name, block, args, kwargs):
+                self._verify(name, block, own, args, kwargs)
             own_args, own_kwargs = self._parts_of(name, args, kwargs)
             return (own, *own_args), own_kwargs
 
@@ -242,37 +239,36 @@ class ContextParallel:
             )
         return type(output)(*joined) if hasattr(output, "_fields") else tuple(joined)
 
-    def _compare(self, name: str, block: nn.Module, own: torch.Tensor, args: Any, kwargs: Any) -> None:
-        """Compare a block's output for this process's tokens with that for full sequences, without dropout.
+    def _verify(self, name: str, block: nn.Module, own: torch.Tensor, args: Any, kwargs: Any) -> None:
+        """Compare what a block computes in parts of sequences with what it computes of full ones.
 
         Raises:
             ConfigError: they differ, because what the block computes from tokens depends on more than attention.
         """
+        inputs = (gather(own, 1, self.group), *args), kwargs
+        captured = tensors_left(block, [], tensors_in((own, args, kwargs)))
+        if captured:
+            raise ConfigError(
+                f"context_parallel: {name} ({class_of(block).__name__}) reads a tensor with a gradient that was "
+                f"computed outside of it, {next(iter(captured))}, and is none of its arguments: pass it as one."
+            )
 
-        def in_full(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-            output = self._unsplit[name](gather(cast(own), 1, self.group), *cast(args), **cast(kwargs))
-            return {"output": of_first(first_tensor(output), self.group).chunk(self.parts, 1)[self.part]}
+        def in_full(inputs: Inputs) -> Results:
+            return results_of(block, inputs, self._unsplit[name])
 
-        def in_parts(guess: int, cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-            own_args, own_kwargs = self._parts_of(name, cast(args), cast(kwargs), guess)
-            return {"output": first_tensor(block.forward(cast(own), *own_args, **own_kwargs))}
+        def in_parts(guess: int, inputs: Inputs) -> Results:
+            def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                own_args, own_kwargs = self._parts_of(name, args, kwargs, guess)
+                return self._join(name, block.forward(Cut.apply(hidden, 1, self.group), *own_args, **own_kwargs))
 
-        reference, found = Reference(block, own.device, in_full, full=True, inputs=(args, kwargs)), []
+            return results_of(block, inputs, forward)
+
+        differences = []
         for guess in (0, 1):
-            failure, infinite = None, torch.full((2,), torch.inf, device=own.device)
-            try:
-                differences = torch.stack([*reference.compare(partial(in_parts, guess)).get("output", infinite)])
-            except (RuntimeError, ValueError) as error:
-                failure, differences = error, infinite
-            # A part may be right on one process and wrong on another one.
-            dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=self.group)
-            difference = Difference(*differences)
-            if difference.of_rounding <= 1:
+            differences.append(compare(name, block, inputs, in_full, partial(in_parts, guess), self.group))
+            if not differences[-1]:
                 return
-            found.append((failure, difference))
-        failure, difference = found[0]
-        how = f"It fails with: {failure}" if failure else f"Its outputs are {difference.describe()}."
-        raise ConfigError(f"{self._cannot_split(name, block)} {how}") from failure
+        raise ConfigError(f"{self._cannot_split(name, block)} In this step: {differences[0]}.")
 
     def _cannot_split(self, name: str, block: nn.Module) -> str:
         return (
@@ -297,20 +293,6 @@ class _Output(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     node: Any
     """That of autograd's graph which has computed it."""
-
-
-def _refuse_captured(name: str, block: nn.Module, inputs: Any, output: Any) -> None:
-    """Raise ConfigError if a block reads what comes from an earlier block's output in another way than as an argument.
-
-    The gradient of an argument is added up over the parts of a sequence; of anything else it would be that of one part.
-    """
-    of_inputs, of_output = ([one.grad_fn for one in tensors_in(nested)] for nested in (inputs, output))
-    for node in nodes_behind(of_output, of_inputs):
-        if node.name() == f"{_Join.__name__}Backward":
-            raise ConfigError(
-                f"context_parallel: {name} ({class_of(block).__name__}) reads a tensor with a gradient that was "
-                "computed from the output of an earlier block, and is none of its arguments: pass it as one."
-            )
 
 
 def _count_uses(roots: Iterable[Any]) -> Counter[Any]:
@@ -466,13 +448,6 @@ def gather(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Te
     gathered = torch.empty(parts, *bits.shape, dtype=bits.dtype, device=bits.device)
     _all_gather(gathered.view(-1), bits.view(-1), group=group)
     return torch.cat(list(gathered.view(own.dtype)), dim)
-
-
-def of_first(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensor of the group's first process, which differs where a block reads what each keeps of a part."""
-    own = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(own, group=group, group_src=0)
-    return own
 
 
 # torch 2.13 gives them other names.

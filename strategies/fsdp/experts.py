@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
 from trainer.strategies.fsdp.refusals import without_graph
-from trainer.strategies.fsdp.rehearsal import Reference
+from trainer.strategies.fsdp.verify import Inputs, Results, compare, results_of
 
 EXPERT_STYLES = ("experts", "moe_tp_experts", "ep_dispatch_experts")
 """The word of a plan for a module of experts, and Hugging Face's words for it."""
@@ -68,12 +69,13 @@ def takes_routing(experts: nn.Module) -> bool:
     return sum(parameter.kind in positional for parameter in parameters) == 3
 
 
-def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+def split_experts(experts: nn.Module, mesh: DeviceMesh, verify: bool = True) -> None:
     """Leave this process its part of the experts, for good; `forward` then is collective.
 
     Args:
         mesh: of dimension "expert", along which processes have different tokens; or "tensor", along which they have the
             same ones; or both.
+        verify: see `FSDPStrategy`.
     """
     forward = experts.forward
     for owner in experts.modules():
@@ -82,7 +84,7 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
                 # Without sending anything: all processes have the values, or get them later.
                 sharded = distribute_tensor(parameter, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
                 owner._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    experts.forward = _SplitExperts(experts, forward, mesh)
+    experts.forward = _SplitExperts(experts, forward, mesh, verify)
 
 
 class _SplitExperts:
@@ -92,23 +94,25 @@ class _SplitExperts:
     process computes what its experts add, and the sums are added up.
     """
 
-    def __init__(self, experts: nn.Module, forward: Callable[..., torch.Tensor], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, experts: nn.Module, forward: Callable[..., torch.Tensor], mesh: DeviceMesh, verify: bool
+    ) -> None:
         self._experts, self._forward, self._signature = experts, forward, inspect.signature(forward)
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         self._senders, self._copies = groups.get("expert"), groups.get("tensor")
         self._parts = 1 if self._senders is None else dist.get_world_size(self._senders)
         self._copy = 0 if self._copies is None else dist.get_rank(self._copies)
         self._own = next(p for p in experts.parameters() if isinstance(p, DTensor)).to_local().shape[0]
-        self._compared = False
-        """True after the first forward."""
+        self._verifies = verify
+        """False after the first forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, indices, weights = self._signature.bind(*args, **kwargs).args
         shape = hidden.shape
         hidden, indices, weights = hidden.flatten(0, -2), indices.flatten(0, -2), weights.flatten(0, -2)
-        if not self._compared and len(hidden) and not torch.compiler.is_compiling():
-            self._compared = True
-            self._compare(hidden[:8].detach(), indices.shape[1], weights[:8].detach())
+        if self._verifies and len(hidden) and not torch.compiler.is_compiling():
+            self._verifies = False
+            self._verify(hidden[:8].detach(), indices.shape[1], weights[:8].detach())
         if self._copies is not None:
             hidden, weights = (add_up_gradients(one, self._copies) for one in (hidden, weights))
         pairs, part, expert = self._sort(indices)
@@ -132,7 +136,7 @@ class _SplitExperts:
         result: torch.Tensor = combined.view(shape)
         return result
 
-    def _compare(self, hidden: torch.Tensor, choices: int, weights: torch.Tensor) -> None:
+    def _verify(self, hidden: torch.Tensor, choices: int, weights: torch.Tensor) -> None:
         """Compare some tokens' outputs with weighted sums of one expert each, which is how tokens are computed here.
 
         Raises:
@@ -143,35 +147,32 @@ class _SplitExperts:
         few = weights[:, :choices]
         total, of_few = weights.sum(1, keepdim=True), few.sum(1, keepdim=True)
         weights = few * torch.where(of_few == 0, 1, total / of_few)
+        weights.requires_grad_()
         rows, columns = (torch.arange(size, device=hidden.device) for size in weights.shape)
         experts = (rows[:, None] + columns) % self._own
 
-        def each(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-            own, ones, factors = cast(hidden), cast(torch.ones_like(hidden[:, :1])), cast(weights)
+        def each(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            ones = torch.ones_like(hidden[:, :1])
+            outputs = [self._forward(hidden, experts[:, i : i + 1], ones) * weights[:, i : i + 1] for i in columns]
+            return torch.stack(outputs).sum(0)
+
+        def together(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return self._forward(hidden, experts, weights)
+
+        def run(forward: Callable[..., torch.Tensor], inputs: Inputs) -> Results:
             with self._local_parameters():
-                outputs = [self._forward(own, experts[:, i : i + 1], ones) * factors[:, i : i + 1] for i in columns]
-            return {"outputs": torch.stack(outputs).sum(0)}
+                return results_of(self._experts, inputs, forward)
 
-        def together(cast: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-            with self._local_parameters():
-                return {"outputs": self._forward(cast(hidden), experts, cast(weights))}
-
-        try:
-            difference = Reference(self._experts, hidden.device, each).compare(together).get("outputs")
-        except IndexError as error:
-            raise self._error(f"with {self._own} of its experts it fails with: {error}") from error
-        except (RuntimeError, ValueError, TypeError):
-            return  # the forward itself raises it
-        if difference is not None and difference.of_rounding > 1:
-            raise self._error(f"its outputs are {difference.describe()}")
-
-    def _error(self, how: str) -> ConfigError:
-        return ConfigError(
-            f"tensor_parallel_plan: {class_of(self._experts).__name__} cannot be split as 'experts': {how}. For each "
-            "token it returns the sum of its experts' outputs times the weights as they are, and no more; and it takes "
-            "the number of experts from the rows of its parameters, of which each process has some. What else it does "
-            "belongs into the module around it."
-        )
+        name = class_of(self._experts).__name__
+        inputs: Inputs = (hidden, weights), {}
+        difference = compare(name, self._experts, inputs, partial(run, each), partial(run, together))
+        if difference:
+            raise ConfigError(
+                f"tensor_parallel_plan: {name} cannot be split as 'experts': {difference}. For each token it returns "
+                "the sum of its experts' outputs times the weights as they are, and no more; and it takes the number "
+                "of experts from the rows of its parameters, of which each process has some. What else it does belongs "
+                "into the module around it."
+            )
 
     def _sort(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the pairs of a token and a choice for this process to send, by receiver; the receivers; and experts.

@@ -30,17 +30,12 @@ class Neighbour:
         """Send a tensor after a header with its shape and dtype.
 
         Raises:
-            ConfigError: the header has no room for its dimensions or dtype.
+            ConfigError: the header has no number for its dtype.
         """
         if tensor.dtype not in _DTYPES:
             raise ConfigError(
                 f"what a block returns is {tensor.dtype}: between the stages of pipeline_parallel a tensor of "
                 "floating-point or complex numbers travels."
-            )
-        if tensor.dim() > _MOST_DIMENSIONS:
-            raise ConfigError(
-                f"what a block returns has {tensor.dim()} dimensions: between the stages of pipeline_parallel a tensor "
-                f"may have {_MOST_DIMENSIONS}. Join some of them, by flatten."
             )
         header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())]
         self.send_content(torch.tensor(header, device="cpu"))

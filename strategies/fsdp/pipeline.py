@@ -14,12 +14,14 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, describe_blocks
+from trainer.model.reachable import shared_objects
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
-from trainer.strategies.fsdp.first_batch import FirstBatch, left_checker, refuse_outer_checkpoint
 from trainer.strategies.fsdp.messages import Neighbour
+from trainer.strategies.fsdp.stage_checks import StageChecks
 from trainer.strategies.fsdp.stages import split_blocks, stages_of_parameters
+from trainer.strategies.fsdp.verify import Verification
 
 
 class LeftStage(BaseException):
@@ -57,6 +59,7 @@ class Pipeline:
         blocks: by name, in the order in which they are called.
         forwards, backwards: two process groups of the stages of one model, one for each direction.
         shared: returns the group of some of the stages; None for stages without this one.
+        verify: see `FSDPStrategy`.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Pipeline:
         forwards: dist.ProcessGroup,
         backwards: dist.ProcessGroup,
         shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
+        verify: bool,
     ) -> None:
         self.module = module
         self.stage, self.stages = dist.get_rank(forwards), dist.get_world_size(forwards)
@@ -84,9 +88,7 @@ class Pipeline:
         }
         """The stage of each buffer of a block, where it may change."""
         self.connect(forwards, backwards, shared)
-        self._began = False
-        """True after the first call of the first own block."""
-        self._first_batch = FirstBatch(module, self.stage, self.elsewhere, blocks)
+        self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, shared_objects(blocks), verify)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
         self._dress(list(blocks.items()))
@@ -121,6 +123,11 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether this stage has the last block, and the loss."""
         return self.stage == self.stages - 1
+
+    @property
+    def verification(self) -> Verification:
+        """The checks of what the blocks leave."""
+        return self._checks.verification
 
     @property
     def stand_ins(self) -> set[nn.Parameter]:
@@ -158,7 +165,7 @@ class Pipeline:
         own = list(self.blocks)
         for name, block in blocks:
             if self.stage_of_block[name] < self.stage:
-                block.forward = self._first_batch.passer()
+                block.forward = self._checks.pass_by
             elif self.stage_of_block[name] > self.stage:
                 block.forward = partial(_leave, block)
             if name == own[0] and not self.is_first:
@@ -169,8 +176,8 @@ class Pipeline:
             if name == own[-1]:
                 block.register_forward_hook(self._end)
             if name in self.blocks:
-                block.register_forward_hook(self._first_batch.block_checker(name), with_kwargs=True)
-                block.register_forward_hook(left_checker("pipeline_parallel", name), with_kwargs=True)
+                block.register_forward_pre_hook(partial(self._checks.verify, name), with_kwargs=True)
+                block.register_forward_hook(partial(self._checks.check_output, name))
 
     def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._begin(block, args, kwargs)
@@ -183,9 +190,6 @@ class Pipeline:
                 f"pipeline_parallel: {class_of(block).__name__} is called twice in one step, and a pipeline runs each "
                 "block once for a batch: call the model once, on one batch (torch.cat), or use another strategy."
             )
-        if not self._began:
-            refuse_outer_checkpoint("pipeline_parallel", next(iter(self.blocks)), block)
-            self._began = True
         self._taken = True
         self._around_blocks = self._generators.states()
         self._generators.seed(derive_seed(self._seed, self.stage))
@@ -207,11 +211,7 @@ class Pipeline:
         if self._before is not None:
             self._received = self._before.receive(device).requires_grad_(training)
         with self._shared_random_numbers(device):
-            try:
-                outputs = call()
-            except AttributeError as error:
-                self._refuse_elsewhere(error)
-                raise
+            outputs = call()
         received, self._received = self._received, None
         if not self._taken:
             raise ConfigError(
@@ -221,25 +221,13 @@ class Pipeline:
             )
         if self._next is not None:
             self._next.send(outputs)
-        elif training:
-            self._first_batch.check_loss(outputs)
-        self._first_batch.end_forward()
+        self._checks.end_forward(outputs, is_loss=training and self.is_last)
         if training:
             self._saved.append(MicroBatch(outputs, received, synchronizes))
             self._expect_gradient()
         if self.is_last:
             return outputs
         return torch.zeros((), device=device, requires_grad=True) if training else None
-
-    def _refuse_elsewhere(self, error: AttributeError) -> None:
-        """Raise ConfigError if an attribute is missing because the block that would set it is on another stage."""
-        for name in self.stage_of_block.keys() - self.blocks:
-            if any(one is error.obj for one in self.module.get_submodule(name).modules()):
-                raise ConfigError(
-                    f"pipeline_parallel: stage {self.stage} reads {error.name} of {name}, which stage "
-                    f"{self.stage_of_block[name]} computes, and only what a block returns goes on to other stages. "
-                    "Compute it from the outputs of the blocks; or use another strategy."
-                ) from error
 
     @contextmanager
     def _shared_random_numbers(self, device: torch.device) -> Iterator[None]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -31,13 +29,8 @@ from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
 from trainer.strategies.fsdp.adapters import styles_within, wrapped_layers
 from trainer.strategies.fsdp.experts import EXPERT_STYLES, add_up_gradients, takes_routing
-from trainer.strategies.fsdp.refusals import without_graph
-
-HOW_GRADIENTS = (
-    "Give their layers styles in the tensor_parallel_plan: 'replicated_with_grad_allreduce' for weights that act on "
-    "split features or heads, 'shared_by_heads' for a layer whose outputs the split heads read (and no others), "
-    "'sequence_parallel' for a norm on parts of a sequence; or split them."
-)
+from trainer.strategies.fsdp.one_reader import differences_among
+from trainer.strategies.fsdp.refusals import hugging_face_models, without_graph
 
 Style = str | ParallelStyle | None
 """A word of `STYLES` or "experts", an object of torch, or None: replicated."""
@@ -101,7 +94,7 @@ class SharedByHeads(ParallelStyle):
 
         def refuse_full(gradient: torch.Tensor) -> None:
             if unknown and bool(gradient.any()) and torch.isfinite(gradient).all():
-                if float(_differences([gradient], group)) == 0:
+                if float(differences_among([gradient], group)) == 0:
                     raise ConfigError(
                         f"tensor_parallel={dist.get_world_size(group)}: 'shared_by_heads' adds up the gradients of a "
                         f"layer of {gradient.shape[-1]} outputs that are the same on all processes, so no split heads "
@@ -148,41 +141,16 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
     if not plan:
         raise ConfigError(
             f"{type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a plan. Add one, "
-            f"such as tensor_parallel_plan = {_example_plan(module)}."
+            'such as tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
         )
     return plan
 
 
-def _example_plan(module: nn.Module) -> str:
-    """Return a plan for the first layers that widen features and the one that narrows them, by this module's names."""
-    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    for down, narrow in linear.items():
-        around, wide, features = down.rpartition(".")[0], narrow.in_features, narrow.out_features
-        if wide <= features:
-            continue
-        ups = [
-            name
-            for name, layer in linear.items()
-            if name.rpartition(".")[0] == around and (layer.in_features, layer.out_features) == (features, wide)
-        ]
-        if ups:
-            plan = {_of_all_blocks(name): "colwise" for name in ups} | {_of_all_blocks(down): "rowwise"}
-            return str(plan).replace("'", '"')
-    return '{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}'
-
-
-def _of_all_blocks(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name, count=1)
-
-
 def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """Yield the plans of the outermost Hugging Face models, by names from the root, without what they do not have."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return
-    names, inside = [name for name, _ in module.named_modules()], set()
-    for prefix, model in module.named_modules():
-        if not isinstance(model, transformers.PreTrainedModel) or id(model) in inside:
+    names, inside = [name for name, _ in module.named_modules()], set[int]()
+    for prefix, model in hugging_face_models(module):
+        if id(model) in inside:
             continue
         inside |= {id(child) for child in model.modules()}
         config = model.config.get_text_config()
@@ -306,13 +274,9 @@ def _indivisible(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelSt
 
 def _heads(module: nn.Module, parts: int) -> list[str]:
     """Return a problem for each Hugging Face model whose heads cannot be split."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    models = [child for child in module.modules() if isinstance(child, transformers.PreTrainedModel)]
     heads = {
         (name, getattr(model.config, name, None) or parts)
-        for model in models
+        for _, model in hugging_face_models(module)
         for name in ("num_attention_heads", "num_key_value_heads")
     }
     return [
@@ -451,68 +415,6 @@ def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], expert
     split = [f"{len(styles)} layers"] if styles else []
     split += [f"the experts of {first_of(list(experts))}"] if experts else []
     return f"split by the plan: {' and '.join(split)}; replicated: {first_of(replicated, 5) if replicated else 'none'}"
-
-
-class FirstStepErrors:
-    """A context for steps that says, until one has succeeded, what an error of torch has to do with the plan."""
-
-    def __init__(self, parts: int) -> None:
-        self._parts, self._succeeded = parts, False
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not self._succeeded and not isinstance(error, torch.OutOfMemoryError):
-            raise ConfigError(
-                f"tensor_parallel={self._parts}: the first step fails with the layers split by tensor_parallel_plan: "
-                f"{str(error).splitlines()[0]}. Between a 'colwise' and a 'rowwise' layer each process has a part of "
-                "the features: give both of a pair, view heads as -1, and have at least one head of queries and keys "
-                "for each process. Where a style splits sequences, take their length from the layer's output. Call the "
-                "layers of the plan, instead of computing with their weights (a tied head is a layer with the same "
-                "weight). Logits of 'colwise_loss_parallel' are for torch's cross_entropy: for another loss, or a "
-                "metric, give their layer the style 'colwise_gather_output'. If it fails without tensor_parallel as "
-                "well, the plan is not the cause."
-            ) from error
-        self._succeeded = self._succeeded or error is None
-
-
-def refuse_partial_gradients(parameters: Mapping[str, Any], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    """Compare the gradients of parameters that each process of a group has full. Collective.
-
-    Args:
-        dtype: they are computed in.
-
-    Raises:
-        ConfigError: they differ by more than rounding may make, so that each process has a part of the sum.
-    """
-    # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
-    limit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps ** 0.5)
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
-    different = (_differences(gradients, group) > limit).tolist() if gradients else []
-    names = [name for name, is_partial in zip(parameters, different, strict=True) if is_partial]
-    if names:
-        raise ConfigError(
-            f"tensor_parallel={dist.get_world_size(group)}: the gradients of {first_of(names)} differ between the "
-            "processes, which have copies of them, because each process has a part of the features or heads that they "
-            f"are used with. {HOW_GRADIENTS}"
-        )
-
-
-def _differences(tensors: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the largest difference of each tensor from its mean over a group, as a share of the mean. Collective."""
-    differences, norms = [], []
-    for tensor in tensors:
-        own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
-        mean = own.clone()
-        dist.all_reduce(mean, group=group)
-        mean /= dist.get_world_size(group)
-        differences.append((own - mean).norm())
-        norms.append(mean.norm())
-    different, norm = torch.stack(differences), torch.stack(norms)
-    dist.all_reduce(different, op=dist.ReduceOp.MAX, group=group)
-    # Gradients that should be 0 are rounding errors, which may differ.
-    return different / norm.clamp(min=max(1e-4 * float(norm.norm()), 1e-30))
 
 
 def needs_loss_parallel(styles: Mapping[str, ParallelStyle]) -> bool:

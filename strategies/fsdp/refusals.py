@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -85,3 +86,45 @@ def _mixes(layer: nn.Module) -> str:
     if isinstance(layer, _NormBase):
         return "whose statistics are those of all tokens"
     return ""
+
+
+_COLLECTED = {
+    "output_router_logits": "whose loss then has a part that is computed from the routers of all blocks",
+    "output_hidden_states": "which then returns what goes into all blocks",
+    "output_attentions": "which then returns the attention of all blocks",
+}
+"""Settings by which Hugging Face models collect something from their blocks -> the fault where these are split."""
+
+
+def hugging_face_models(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the names and modules of Hugging Face models, the outer ones first."""
+    transformers = sys.modules.get("transformers")
+    named = [] if transformers is None else module.named_modules()
+    return [(name, child) for name, child in named if isinstance(child, transformers.PreTrainedModel)]  # type: ignore[union-attr]
+
+
+def refuse_collecting(option: str, module: nn.Module) -> None:
+    """Have the Hugging Face models in a module refuse to collect something from all their blocks, and to generate."""
+    for name, child in hugging_face_models(module):
+        child.register_forward_pre_hook(partial(_check_call, option, name), with_kwargs=True)
+        if hasattr(child, "generate"):
+            child.generate = partial(_refuse_generate, option, name)
+
+
+def _check_call(option: str, name: str, model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    config = model.config.get_text_config()
+    for setting, fault in _COLLECTED.items():
+        if kwargs.get(setting, getattr(config, setting, False)):
+            raise ConfigError(
+                f"{option}: {setting}=True in a call or the config of {name}, {fault} for all tokens, and a process "
+                "has some of them. Set it to False, or use tensor_parallel or expert_parallel."
+            )
+
+
+def _refuse_generate(option: str, name: str, *args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        f"{option}: {name}.generate() computes one token after the other from what all blocks keep of those before, "
+        "and a process has some of the blocks or tokens. Generate from a checkpoint on one device or with "
+        "tensor_parallel (trainer checkpoint export writes a folder for from_pretrained); here compute losses or "
+        "logits of given tokens."
+    )

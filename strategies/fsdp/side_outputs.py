@@ -8,14 +8,11 @@ freed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError
-from trainer.model.blocks import class_of
 from trainer.model.reachable import (
     OF_TORCH,
     containers,
@@ -32,14 +29,10 @@ class SideOutputs:
     """Brings what a block writes into its arguments to its caller, and begins the backward of what it keeps.
 
     Args:
-        name: of the block.
         block: before it is sharded, and after a forward hook that copies its output.
-        split: the options by which other processes have other blocks or tokens, for which nothing can be brought.
-        shared: objects that other blocks of a pipeline know, too.
     """
 
-    def __init__(self, name: str, block: nn.Module, split: str = "", shared: Sequence[Any] = ()) -> None:
-        self._name, self._split, self._shared = name, split, shared
+    def __init__(self, block: nn.Module) -> None:
         self._callers: list[Any] = []
         """The containers among the arguments of the call in progress, as the block's caller has them."""
         self._before: list[tuple[Any, dict[Any, Any]]] = []
@@ -65,7 +58,7 @@ class SideOutputs:
 
     def _of_caller(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         self._objects = objects((args, kwargs))
-        self._callers = self._written_by(args, kwargs)
+        self._callers = containers((args, kwargs))
         self._held = {id(one) for held in self._objects for one in tensors_of(held)}
         if not any(isinstance(one, defaultdict) for one in self._callers):
             return None
@@ -78,20 +71,16 @@ class SideOutputs:
         return None if structure is None else torch.utils._pytree.tree_unflatten(args, structure)
 
     def _of_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        own = self._written_by(args, kwargs) if self._callers else []
+        own = containers((args, kwargs)) if self._callers else []
         for theirs, one in zip(self._callers, own, strict=True):
             if one is not theirs:
                 keep_attributes_of(theirs, one)
         self._before = [(one, content(one)) for one in own]
 
-    def _written_by(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return what a block can write for others; of objects, which are passed uncopied, other stages see nothing."""
-        return [*containers((args, kwargs)), *self._shared, *(self._objects if "pipeline" in self._split else ())]
-
     def _add_to_output(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the output with the other tensors from which a backward may begin, for the hook of FSDP2."""
         self._output = None
-        written = self._bring_to_caller(block)
+        written = self._bring_to_caller()
         if not torch.is_grad_enabled():
             return None
         left = [one for one in tensors_of(written) if one.grad_fn is not None]
@@ -114,23 +103,13 @@ class SideOutputs:
         values = (owner.get(name) for owner, names in self._attributes for name in names)
         return [one for value in values for one in tensors_of(value) if one.grad_fn is not None]
 
-    def _bring_to_caller(self, block: nn.Module) -> list[Any]:
-        """Write what the block has written into the containers of its caller, and return it.
-
-        Raises:
-            ConfigError: other processes need it.
-        """
+    def _bring_to_caller(self) -> list[Any]:
+        """Write what the block has written into the containers of its caller, and return it."""
         written: list[Any] = []
         for theirs, (own, before) in zip(self._callers, self._before, strict=True):
             after = content(own)
             if same_content(after, before):
                 continue
-            if self._split:
-                raise ConfigError(
-                    f"{self._split}: {self._name} ({class_of(block).__name__}) writes into a {type(own).__name__} "
-                    "that others read, too, and only what a block returns goes on to other processes. Return it, or "
-                    "compute it outside of the blocks; or use another strategy."
-                )
             written += [one for key, one in after.items() if one is not before.get(key, before)]
             if own is not theirs:
                 of_caller = content(theirs)

@@ -32,7 +32,6 @@ from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weig
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parameter_access import ExplainingShards
 from trainer.model.pipeline_stages import bubble
-from trainer.model.reachable import shared_objects
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients, needs_closure
@@ -40,12 +39,12 @@ from trainer.precision import NULL_CONTEXT, Precision, has_statistics, multiplie
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
-from trainer.strategies.fsdp.first_batch import refuse_collecting
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
-from trainer.strategies.fsdp.one_reader import refuse_different_batches
+from trainer.strategies.fsdp.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
-from trainer.strategies.fsdp.refusals import refuse_unsplittable
+from trainer.strategies.fsdp.refusals import refuse_collecting, refuse_unsplittable
 from trainer.strategies.fsdp.side_outputs import SideOutputs
+from trainer.strategies.fsdp.stage_checks import StageValues
 from trainer.strategies.optimizer_trials import mixes_parameters
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from trainer.strategies.fsdp.gradients import Gradients
-    from trainer.strategies.fsdp.kept_values import KeptValues
     from trainer.strategies.fsdp.plan_check import PlanCheck
     from trainer.strategies.fsdp.trainable import Places
 
@@ -105,6 +103,8 @@ class FSDPStrategy(DistributedStrategy):
             sharded: tokens travel to the processes that have their experts. The plan names the modules of experts.
         context_exchange: of `context_parallel`: processes exchange "heads" or "keys" of attention; "auto": heads where
             their number is a multiple of the processes.
+        verify: with one of the four ways to split a model, compute each block in full, too, in its first calls, and
+            compare the results; and compare the losses of the processes of one model now and then.
         timeout_seconds: after which a collective that does not end raises.
 
     The processes that hold one model together, tensor_parallel x context_parallel x pipeline_parallel, read the same
@@ -120,7 +120,8 @@ class FSDPStrategy(DistributedStrategy):
     shards_state = True
     collective_forward = True
     _compares_gradients = False  # True until the first window has ended, if layers are split
-    _kept_values: KeptValues | None = None  # of a model that is split
+    _common_loss: CommonLoss | None = None  # of a model that is split
+    _stage_values: StageValues | None = None  # of a pipeline
     _split_blocks: dict[str, nn.Module]  # the blocks, also those of other stages
     _will_load_checkpoint = False
     _reuses_memory = False
@@ -142,11 +143,13 @@ class FSDPStrategy(DistributedStrategy):
         pipeline_parallel: PositiveInt = 1,
         expert_parallel: PositiveInt = 1,
         context_exchange: AttentionExchange = "auto",
+        verify: bool = True,
         timeout_seconds: PositiveFloat = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
         self.layout = ModelSplit(tensor_parallel, context_parallel, pipeline_parallel, expert_parallel)
         self.context_exchange = context_exchange
+        self.verify = verify
         self.pipeline: Pipeline | None = None
         """The stage of this process, with `pipeline_parallel`."""
         self._context: ContextParallel | None = None
@@ -166,11 +169,8 @@ class FSDPStrategy(DistributedStrategy):
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
         self._experts: dict[str, nn.Module] = {}  # that are split
-        self._shared: list[Any] = []
-        """Containers and objects to which several blocks of a pipeline can write."""
         self._loss_parallel = False
         self._plan_check: PlanCheck | None = None
-        self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
         self._is_first_step = True
         self._called, self._called_first = set[str](), set[str]()  # step methods, and those of this window
         self._order = CallOrder(self.processes, self.name, "block")
@@ -228,55 +228,56 @@ class FSDPStrategy(DistributedStrategy):
         self, precision: Precision, num_processes: int, module: TrainModule | None, own_loop: bool
     ) -> list[str]:
         """Return the problems of a model that is split over processes."""
-        layout, problems = self.layout, []
-        if num_processes % layout.processes:
-            problems.append(
-                f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
-                f"{num_processes}."
-            )
+        layout = self.layout
         shards = max(1, num_processes // layout.processes) * layout.context
         if self.device_mesh is not None:
             shards = self.device_mesh[-1] * layout.context
-        if shards % layout.expert:
-            problems.append(
-                f"expert_parallel={layout.expert} does not divide the {shards} processes over which weights are "
-                "sharded: choose a number that does."
-            )
-        if layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed":
-            problems.append(
-                "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on "
-                "over their processes. Use 'bf16-mixed'."
-            )
-        if layout.tensor > 1 and precision.float8 == "mx":
-            problems.append(
-                f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
-                "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel."
-            )
         plan = getattr(module, "tensor_parallel_plan", None)
         styles = plan.values() if isinstance(plan, Mapping) else ()
         by_sequence = [style for style in styles if isinstance(style, str) and "sequence" in style]
-        if layout.tensor > 1 and layout.context > 1 and by_sequence:
-            problems.append(
-                f"context_parallel={layout.context} with the style {by_sequence[0]!r} in tensor_parallel_plan: both "
-                "split sequences, in different orders. Use 'colwise' and 'rowwise' in the plan, and none for norms."
+        rules = [
+            (
+                num_processes % layout.processes,
+                f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
+                f"{num_processes}.",
+            ),
+            (
+                shards % layout.expert,
+                f"expert_parallel={layout.expert} does not divide the {shards} processes over which weights are "
+                "sharded: choose a number that does.",
+            ),
+            (
+                layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed",
+                "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on "
+                "over their processes. Use 'bf16-mixed'.",
+            ),
+            (
+                layout.tensor > 1 and precision.float8 == "mx",
+                f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
+                "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel.",
+            ),
+            (
+                layout.tensor > 1 and layout.context > 1 and by_sequence,
+                f"context_parallel={layout.context} with the style {next(iter(by_sequence), '')!r} in "
+                "tensor_parallel_plan: both split sequences, in different orders. Use 'colwise' and 'rowwise' in the "
+                "plan, and none for norms.",
+            ),
+        ]
+        own_backwards = [
+            (own_loop, "the loop is your own"),
+            (module is not None and not module.automatic_optimization, "automatic_optimization is False"),
+            (module is not None and module.overrides("backward"), f"{type(module).__name__} overrides backward"),
+        ]
+        rules += [
+            (
+                layout.pipeline > 1 and wrong,
+                f"pipeline_parallel runs the backward of each micro-batch itself, on several stages, and {why}: use a "
+                "Trainer, automatic optimization and the loss that training_step returns, or tensor_parallel or "
+                "context_parallel.",
             )
-        if layout.pipeline > 1 and own_loop:
-            problems.append(
-                "pipeline_parallel runs the backward of each micro-batch itself, which a loop of your own cannot: use "
-                "a Trainer, or tensor_parallel or context_parallel."
-            )
-        elif layout.pipeline > 1 and module is not None and not module.automatic_optimization:
-            problems.append(
-                "pipeline_parallel runs the backward of each micro-batch itself, and automatic_optimization is False: "
-                "use tensor_parallel or context_parallel, or automatic optimization."
-            )
-        if layout.pipeline > 1 and module is not None and module.overrides("backward"):
-            problems.append(
-                "pipeline_parallel runs the backward of each micro-batch itself, on several stages, and calls no "
-                f"{type(module).__name__}.backward: have training_step return the loss that it makes, or "
-                "use tensor_parallel or context_parallel."
-            )
-        return problems
+            for wrong, why in own_backwards
+        ]
+        return [words for wrong, words in rules if wrong]
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
         from torch.distributed.tensor import DTensor
@@ -440,23 +441,18 @@ class FSDPStrategy(DistributedStrategy):
         """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had other processes or parts."""
         wrapper: Any = module._wrapper
         before: AppliedSplit = wrapper.applied_split
-        if before.processes != self.processes.world_size:
-            raise ConfigError(
-                f"{type(module).__name__} was sharded over {before.processes} processes by an earlier run, and this "
-                f"run has {self.processes.world_size}: make a new one, for example with load_from_checkpoint."
-            )
-        if before.layout != self.layout:
-            raise ConfigError(
-                f"{type(module).__name__} was split by an earlier run ({before.layout or 'full models'}) in another "
-                f"way than this run ({self.layout or 'full models'}): make a new one, for example with "
-                "load_from_checkpoint."
-            )
-        if before.precision.float8 != self.precision.float8:
-            raise ConfigError(
-                f"the layers of {type(module).__name__} were made for precision={before.precision.name!r} by a run "
-                f"before this one, which {self.precision.name!r} cannot change once they are sharded: make a new "
-                "one, for example with load_from_checkpoint."
-            )
+        facts = [
+            ("number of processes", before.processes, self.processes.world_size),
+            ("division of the model", before.layout, self.layout),
+            ("number format of layers, of precision=", before.precision.float8, self.precision.float8),
+        ]
+        for what, then, now in facts:
+            if then != now:
+                raise ConfigError(
+                    f"{type(module).__name__} was sharded by an earlier run with another {what} "
+                    f"({then or 'none'} then, {now or 'none'} now), which cannot change afterwards: make a new one, "
+                    "for example with load_from_checkpoint."
+                )
         stored = self.precision.stored_dtypes(module)
         for group in (group for unit in fsdp_units(wrapper) for group in parameter_groups(unit)):
             trained = [record.sharded_param for record in group.fsdp_params if record.sharded_param.requires_grad]
@@ -528,8 +524,7 @@ class FSDPStrategy(DistributedStrategy):
             assert self._mesh is not None
             mesh = self._mesh
             groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
-            self._shared = shared_objects(blocks)
-            self.pipeline = Pipeline(module, blocks, *groups)
+            self.pipeline = Pipeline(module, blocks, *groups, self.verify)
             here = self.pipeline.blocks
             lines.append(self.pipeline.describe())
         of_machine = self.processes.world_size // self.processes.num_nodes
@@ -543,7 +538,8 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout.tensor * self.layout.expert > 1:
             lines.append(self._split_layers(module))
         if self.layout.context > 1:
-            self._context = ContextParallel(blocks, here, self._mesh.group("context"), self.context_exchange)
+            group = self._mesh.group("context")
+            self._context = ContextParallel(blocks, here, group, self.context_exchange, self.verify)
         if self._plan_check is not None:
             self._plan_check.watch(blocks, here)
         self.split_description = "; ".join(lines)
@@ -553,7 +549,6 @@ class FSDPStrategy(DistributedStrategy):
     def _split_layers(self, module: TrainModule) -> str:
         from trainer.strategies.fsdp.experts import find_experts, split_experts
         from trainer.strategies.fsdp.plan import (
-            FirstStepErrors,
             apply_plan,
             describe_plan,
             find_plan,
@@ -573,13 +568,12 @@ class FSDPStrategy(DistributedStrategy):
             )
         styles = resolve_plan(module, plan, layout.tensor)
         if layout.tensor > 1:
-            self._plan_check = PlanCheck(module, styles, self._mesh.tensor.get_group())
+            self._plan_check = PlanCheck(module, styles, self._mesh.tensor.get_group(), self.verify)
             apply_plan(module, self._mesh.tensor, styles)
-            self._first_step_errors = FirstStepErrors(layout.tensor)
             self._loss_parallel = needs_loss_parallel(styles)
         self._experts = {name: one for name, one in experts.items() if is_here(one)}
         for one in self._experts.values():
-            split_experts(one, self._mesh.experts)
+            split_experts(one, self._mesh.experts, self.verify)
         return describe_plan(module, styles if layout.tensor > 1 else {}, self._experts)
 
     def _find_blocks(self, module: TrainModule) -> dict[str, nn.Module]:
@@ -610,8 +604,7 @@ class FSDPStrategy(DistributedStrategy):
         root = _FSDPForward(module)
         for unit in (*blocks.values(), root):
             unit.register_forward_hook(copy_views)
-        split = f"{self.layout}" if self.layout.pipeline * self.layout.context > 1 else ""
-        beside = [(SideOutputs(name, block, split, self._shared), block) for name, block in blocks.items()]
+        beside = [(SideOutputs(block), block) for block in blocks.values()]
         # Inner ones first: a layer that is gathered apart may be within a block, or have blocks in it.
         depth = {layer: name.count(".") for name, layer in module.named_modules()}
         for unit in sorted((*apart, *experts, *blocks.values()), key=depth.__getitem__, reverse=True):
@@ -692,15 +685,14 @@ class FSDPStrategy(DistributedStrategy):
         if config.own_loop:  # which may call its modules in turns
             self._order.end()
         self._is_first_step = True
-        self._compares_gradients = self.layout.tensor > 1
-        if self.layout.processes > 1:
-            from trainer.strategies.fsdp.kept_values import KeptValues
-
-            dtype = self.precision.autocast or self.precision.weights
-            compared = [one.compared for one in (self._context, self._plan_check) if one is not None]
-            self._kept_values = KeptValues(
-                self.module, self._split_blocks, self.processes, self.layout, dtype, compared
-            )
+        self._compares_gradients = self.verify and self.layout.tensor > 1
+        if self.verify and self.layout.processes > 1:
+            assert self._mesh is not None
+            blocks = self._split_blocks if self.pipeline is None else self.pipeline.blocks
+            experts = [self._mesh.experts.get_group("expert")] if self.layout.expert > 1 else []
+            self._common_loss = CommonLoss(blocks.values(), self._groups_of_parts(), experts)
+        if self.verify and self.pipeline is not None:
+            self._stage_values = StageValues(self.module)
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
@@ -745,9 +737,9 @@ class FSDPStrategy(DistributedStrategy):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
-        kept = self._kept_values if step == "training_step" and torch.is_grad_enabled() else None
-        eager = self._uncompiled_once(step, bool(kept and (kept.unread or kept.compares)))
-        with self._explaining.paused(), eager, self._order.of(step), kept.step() if kept else NULL_CONTEXT:
+        verified = self._verifying() if step == "training_step" and torch.is_grad_enabled() else NULL_CONTEXT
+        eager = self._uncompiled_once(step)
+        with self._explaining.paused(), eager, self._order.of(step), verified:
             if self.layout.processes > 1 and args[1:2] == (0,):
                 refuse_different_batches(step, args[0], self._groups_of_model(), self.device)
             if self._context is not None:
@@ -755,9 +747,21 @@ class FSDPStrategy(DistributedStrategy):
             outputs = self._call_step(step, *args)
             if self._context is not None:
                 self._context.end(outputs)
-        if kept is not None and self.pipeline is None:  # whose stages meet at the end of a window
-            kept.compare()
         return outputs
+
+    def _verifying(self) -> AbstractContextManager[None]:
+        """Begin a forward in training; return the context in which it runs."""
+        if self._common_loss is not None:
+            self._common_loss.begin()
+        if self._verifies_again:
+            for one in (self._context, self._plan_check, self.pipeline):
+                if one is not None:
+                    one.verification.restart()
+        return self._stage_values.step() if self._stage_values is not None else NULL_CONTEXT
+
+    @property
+    def _verifies_again(self) -> bool:
+        return self._common_loss is not None and self._common_loss.verifies
 
     def _groups_of_model(self) -> Iterator[Any]:
         """Yield the groups through this process that compute one model, along each way in which it is split."""
@@ -771,14 +775,13 @@ class FSDPStrategy(DistributedStrategy):
         of_layers = [self._mesh.tensor.get_group()] if self.layout.tensor > 1 else []
         return [self._mesh.group("context"), *of_layers]
 
-    def _uncompiled_once(self, step: str, again: bool) -> AbstractContextManager[Any]:
+    def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
         """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call.
 
-        In training until its window ends, since a backward recomputes what was not compiled.
-
-        Args:
-            again: this call is checked, too.
+        In training until its window ends, since a backward recomputes what was not compiled. So do blocks that are
+        verified again, or whose attributes cannot be read.
         """
+        again = self._verifies_again or (self._stage_values is not None and self._stage_values.unread)
         if not self.layout or (step in self._called and not again):
             return NULL_CONTEXT
         (self._called_first if torch.is_grad_enabled() else self._called).add(step)
@@ -832,7 +835,7 @@ class FSDPStrategy(DistributedStrategy):
     def _call_wrapped(self, step: str, args: tuple[Any, ...]) -> Any:
         with self.precision.forward_context(self.device), self._refusing_assignments(), self._loss_context():
             if not torch.is_inference_mode_enabled():
-                with self._first_step_errors, self._unchanged(step):
+                with self._unchanged(step):
                     outputs = self.wrapped(step, _Hidden(args))
                 if self._steps_by_hand and step == "training_step":
                     self._refuse_changes_within_step()
@@ -1010,8 +1013,8 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_changes_within_step()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        if self._kept_values is not None and self._kept_values.looks:
-            self._kept_values.refuse_different_loss(loss, self._groups_of_parts())
+        if self._common_loss is not None:
+            self._common_loss.compare(loss)
         if self.pipeline is not None:
             with self._explaining.paused():
                 self.pipeline.backward(loss, self._backward_of)
@@ -1035,8 +1038,8 @@ class FSDPStrategy(DistributedStrategy):
             with self._explaining.paused():
                 self.pipeline.end_window(self._backward_of)
             self._gathered_at_start = []
-            if self._kept_values is not None:
-                self._kept_values.compare()
+            if self._stage_values is not None:
+                self._stage_values.exchange(self.processes)
         if self._called_first:
             self._end_first_window()
         if self._compares_gradients:
@@ -1044,8 +1047,6 @@ class FSDPStrategy(DistributedStrategy):
 
     def _compare_gradients(self) -> None:
         """Raise ConfigError if the processes of a layer have different gradients of what they all have full."""
-        from trainer.strategies.fsdp.plan import refuse_partial_gradients
-
         assert self._mesh is not None
         self._compares_gradients = all(p.grad is None for p in self.module.parameters())
         shards = self._mesh.shards

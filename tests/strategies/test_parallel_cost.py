@@ -186,7 +186,7 @@ class Measure(Callback):
         if trainer.global_step == 1 and not self.micro_batches:
             pipeline = vars(trainer.strategy).get("pipeline")
             self.stage = 0 if pipeline is None else pipeline.stage
-            vars(trainer.strategy)["_kept_values"] = None  # what is compared in the first steps and every 64th
+            vars(trainer.strategy)["_common_loss"] = None  # what is compared in the first steps and every 64th
             self.mode = CountCollectives()
             self.mode.__enter__()
 

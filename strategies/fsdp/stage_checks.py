@@ -1,0 +1,235 @@
+"""Find what a stage of a pipeline computes from what other stages have, apart from the blocks' first argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.data.transfer import map_leaves
+from trainer.distributed.process_group import SingleProcess
+from trainer.errors import ConfigError, first_of
+from trainer.model.blocks import class_of, without_caches
+from trainer.model.reachable import (
+    content,
+    is_container,
+    nodes_behind,
+    objects_behind,
+    same_content,
+    tensors_in,
+)
+from trainer.strategies.fsdp.one_reader import Marks, marks_of
+from trainer.strategies.fsdp.verify import Inputs, Verification, rehearsal, tensors_left
+
+ADVICE = "Return it, or compute it outside of the blocks; or use another strategy."
+
+
+class StageChecks:
+    """Checks a stage's first batch, in which the parameters of other stages are NaN, and what its blocks leave.
+
+    Args:
+        module: of which this process has a stage.
+        stage: its number.
+        elsewhere: names of the parameters of other stages.
+        blocks: names of all blocks.
+        shared: objects that several blocks know.
+        verify: see `FSDPStrategy`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        elsewhere: set[str],
+        blocks: Iterable[str],
+        shared: Iterable[Any] = (),
+        verify: bool = True,
+    ) -> None:
+        self._module, self._stage, self._elsewhere, self._shared = module, stage, elsewhere, [*shared]
+        within = tuple(f"{name}." for name in blocks)
+        self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
+        """Names of those that are outside of the blocks."""
+        self.verification = Verification("pipeline_parallel", verify)
+        self._has_computed = self._has_trained = False
+        """True after the first forward, and the first of a training step."""
+        self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
+        """The outputs of blocks of earlier stages."""
+        self._passed.register_hook(self._refuse_gradient)
+
+    def pass_by(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a block of an earlier stage: return its input as NaN, to find what else depends on it.
+
+        In a later step its gradient is refused. The input is no NaN by itself where the weights before the blocks are
+        tied to others of this stage.
+        """
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        is_number = isinstance(hidden, torch.Tensor) and (hidden.is_floating_point() or hidden.is_complex())
+        return hidden + self._passed.to(hidden.device, hidden.dtype) if is_number else hidden
+
+    def _refuse_gradient(self, gradient: torch.Tensor) -> None:
+        raise ConfigError(
+            f"pipeline_parallel: in this step stage {self._stage} computes from the output of a block of an earlier "
+            "stage, which it does not have: between stages only the blocks' first argument travels. Compute what comes "
+            "after the blocks from the last one's output; or use another strategy."
+        )
+
+    def verify(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compute a block once without consequences, in the first call of each kind, and look at what it leaves.
+
+        Raises:
+            ConfigError: others could compute from it: a tensor with a gradient, or what several blocks can read.
+        """
+        if not self.verification.is_due(name, block, args, kwargs):
+            return
+        inputs: Inputs = without_caches(args), without_caches(kwargs)
+        with rehearsal(block, inputs, in_float32=False):
+            own = map_leaves(inputs, _as_input)
+            shared = [*self._shared, *filter(is_container, objects_behind(own, set()))]
+            before = [*map(content, shared)]
+            try:
+                output = block.forward(*own[0], **own[1])
+            except (RuntimeError, TypeError, ValueError):
+                return  # the forward itself raises it, or it cannot compute with gradients
+            left = tensors_left(block, own, tensors_in((own, output)))
+            written = [one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then)]
+        found = [f"a tensor with a gradient in {place}" for place in left]
+        found += [f"a {type(one).__name__} that others read, too" for one in written]
+        if found:
+            raise ConfigError(
+                f"pipeline_parallel: {name} ({class_of(block).__name__}) leaves {found[0]}, and only what "
+                f"a block returns goes on to other processes. Keep with detach() what is only logged. {ADVICE}"
+            )
+
+    def check_output(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
+        """Raise ConfigError if what a block returns is not a tensor, or not finite in the first forward."""
+        if self._has_computed or torch.compiler.is_compiling():
+            return
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(
+                f"pipeline_parallel: {name} ({class_of(block).__name__}) returns a {type(output).__name__}, and "
+                "what a stage sends is one tensor: have the block return it, or use another strategy."
+            )
+        if not torch.isfinite(output.detach()).all():
+            raise self._depends(f"the output of {name} ({class_of(block).__name__})", output)
+
+    def end_forward(self, outputs: Any, is_loss: bool) -> None:
+        """End the first checks; raise ConfigError if the first training step's loss depends on other stages' values."""
+        self._has_computed = True
+        if not is_loss or self._has_trained:
+            return
+        self._has_trained = True
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and not torch.isfinite(loss.detach()).all() and self._names_behind(loss):
+            raise self._depends("the loss", loss)
+
+    def _depends(self, what: str, output: torch.Tensor) -> ConfigError:
+        around = f" ({first_of(self._around)})" if self._around else ""
+        because = f"the batch or the block has made it so, or it depends on what another stage has{around}"
+        if names := self._names_behind(output):
+            because = f"it depends on {first_of(names)}, whose values another stage has"
+        return ConfigError(
+            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}: {because}. "
+            "Between stages only the blocks' first argument travels: compute other inputs from the batch, in the block "
+            "or without parameters; register what comes before the blocks before them in the module, and what comes "
+            "after them after. In a model of somebody else, register it again, before fit: `last = decoder.norm; "
+            "del decoder.norm; decoder.norm = last`."
+        )
+
+    def _names_behind(self, output: torch.Tensor) -> list[str]:
+        """Return the names of other stages' parameters from which an output was computed."""
+        names = {id(p): name for name, p in self._module.named_parameters() if name in self._elsewhere}
+        names[id(self._passed)] = "the outputs of blocks of earlier stages"
+        variables = (id(getattr(node, "variable", None)) for node in nodes_behind([output.grad_fn]))
+        return list(dict.fromkeys(names[one] for one in variables if one in names))
+
+
+def _as_input(one: Any) -> Any:
+    if not isinstance(one, torch.Tensor):
+        return one
+    copy = one.detach().clone()
+    return copy.requires_grad_().clone() if copy.is_floating_point() or copy.is_complex() else copy
+
+
+# -- values that only some stages have ---------------------------------------------------------------------------------
+
+
+class StageValues:
+    """Refuses to read, in a step of training, what the step before has changed on other stages alone.
+
+    Every stage runs the full `training_step`, but computes its own blocks, and the last one alone what comes after
+    them: a counter there, or a number that a block keeps, has its former value on the others. The stages exchange what
+    has changed after the windows 1, 2, 3, 5, 9 and so on, and after every 64th.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._steps = 0
+        self._owners: dict[str, Any] = {}
+        """The modules and objects that keep values, by words for them."""
+        self._changed: Marks | None = None
+        """Changes of the last forward on this stage, until the stages exchange them."""
+        self.unread: dict[int, tuple[Any, dict[str, str]]] = {}
+        """By the `id` of a module or object: itself, and by attribute the error of reading it in the next step."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a forward in training."""
+        looks = self._steps & (self._steps - 1) == 0 or self._steps % 64 == 0
+        self._steps += 1
+        unread, self.unread = self.unread, {}
+        before, _ = marks_of(self._module) if looks else ({}, {})
+        with _unreadable(unread):
+            yield
+        if looks:
+            after, self._owners = marks_of(self._module)
+            self._changed = {key: mark for key, mark in after.items() if before.get(key, ...) != mark}
+
+    def exchange(self, processes: SingleProcess) -> None:
+        """Find what the last forward has changed on other stages alone, or otherwise. Collective, in some steps."""
+        changed, self._changed = self._changed, None
+        if changed is None:
+            return
+        own = {key: mark if isinstance(mark, (int, str)) else None for key, mark in changed.items()}
+        of_all = zip(processes.all_gather_object(own), processes.reader_of, strict=True)
+        of_model = [of_rank for of_rank, reader in of_all if reader == processes.reader]
+        for place, name in sorted({key for of_rank in of_model for key in of_rank if key[0] in self._owners}):
+            values = {of_rank[place, name] for of_rank in of_model if (place, name) in of_rank}
+            if (place, name) in own and len(values) == 1:
+                continue
+            owner = self._owners[place]
+            self.unread.setdefault(id(owner), (owner, {}))[1][name] = (
+                f"pipeline_parallel: the training reads {f'{place}.{name}'.strip('.')}, which differs between the "
+                "processes of one model, because another stage has changed it in an earlier step. The last stage alone "
+                "computes what comes after the blocks. Compute the value before the blocks, or from their outputs; or "
+                "use another strategy."
+            )
+
+
+@contextmanager
+def _unreadable(unread: Mapping[int, tuple[Any, dict[str, str]]]) -> Iterator[None]:
+    """Have attributes raise errors until they are written."""
+    kinds = [(owner, type(owner)) for owner, _ in unread.values()]
+    for owner, errors in unread.values():
+        owner.__class__ = _unreadable_kind(type(owner), errors)
+    try:
+        yield
+    finally:
+        for owner, kind in kinds:
+            owner.__class__ = kind
+
+
+def _unreadable_kind(kind: Any, errors: dict[str, str]) -> type:
+    def read(self: Any, name: str) -> Any:
+        if name in errors:
+            raise ConfigError(errors[name])
+        return kind.__getattribute__(self, name)
+
+    def write(self: Any, name: str, value: Any) -> None:
+        errors.pop(name, None)
+        kind.__setattr__(self, name, value)
+
+    hooks = {"__getattribute__": read, "__setattr__": write}
+    return type(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **hooks})
