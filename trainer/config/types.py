@@ -33,7 +33,16 @@ from typing import (
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
-from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
+from trainer.arguments import (
+    LISTS,
+    MAPPINGS,
+    PYTHON,
+    ChecksArguments,
+    TypeNames,
+    describe_annotation,
+    hints_of,
+    options_of,
+)
 
 SCALARS = (bool, int, float, NoneType)
 NO_ADAPTER = (PydanticUserError, SchemaError)
@@ -70,10 +79,14 @@ def constructor_parameters(made_by: Callable[..., Any], line: Sequence[type] = (
     named = {}
     takes_more = False
     try:
-        signature = inspect.signature(made_by)
+        parameters = dict(inspect.signature(made_by).parameters)
     except ValueError:  # one of torch's own functions in C
         return Parameters({}, open=True)
-    for name, parameter in signature.parameters.items():
+    if isinstance(made_by, type) and issubclass(made_by, ChecksArguments):  # which have a `__new__` that takes anything
+        if of is object.__init__:
+            return Parameters({}, open=False)
+        parameters = dict([*inspect.signature(of).parameters.items()][1:])
+    for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_more = hints.get(name) is not Never
         elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
