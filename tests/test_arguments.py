@@ -207,7 +207,7 @@ FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize("path", ["a\0b", "~nobody-here/x"], ids=ascii)
+@pytest.mark.parametrize("path", ["a\0b", "~nobody-here/x", "y" * 300], ids=ascii)
 @pytest.mark.parametrize(("kind", "name"), FOLDERS)
 def test_a_wrong_path_is_refused_by_the_name_of_its_argument(kind: type, name: str, path: str) -> None:
     with pytest.raises(ConfigError, match=rf"\b{name}\b"):

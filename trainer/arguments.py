@@ -401,7 +401,8 @@ def local_path(path: str | Path, argument: str = "") -> Path:
         argument: the name of the argument whose value the path is, for messages.
 
     Raises:
-        ConfigError: the value is not a path, or the URL of another place; or there is no such user.
+        ConfigError: the value is not a path, or the URL of another place; a name in it is too long, or there is no such
+            user.
     """
     named = f"{argument}=" if argument else ""
     if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
@@ -414,6 +415,8 @@ def local_path(path: str | Path, argument: str = "") -> Path:
         )
     here = path if url is None else url["rest"][1:] if url["rest"].startswith("/") else f"/{url['rest']}"
     expanded = os.path.expanduser(here)
+    if max(map(len, os.fsencode(expanded).split(b"/"))) > 255:  # which `Path.is_file` and the like would raise for
+        raise ConfigError(f"{named}{str(path)[:60]!r}...: a name may have 255 bytes between two slashes. Shorten it.")
     if expanded.startswith("~"):
         raise ConfigError(
             f"{named}{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the "

@@ -211,10 +211,11 @@ class Settings:
         """Return the problem of a value that does not fit its annotation, or is too small."""
         name, value, least = field.name, getattr(self, field.name), field.metadata["least"]
         annotation = hints_of(Settings.__init__, Settings)[name]
-        if fits(value, annotation) and (least is None or not isinstance(value, (int, float)) or value >= least):
-            return None
-        what = describe_annotation(annotation)
-        return f"{name}={value!r}: give {what}." if least is None else f"{name}={value!r}: give {what}, from {least}."
+        if not fits(value, annotation):
+            return f"{name}={value!r}: give {describe_annotation(annotation)}."
+        if least is not None and isinstance(value, (int, float)) and value < least:
+            return f"{name}={value!r}: give a number from {least}."
+        return None
 
     def logs_at(self, step: int) -> bool:
         """Return True if the log is flushed after this many steps."""

@@ -15,9 +15,10 @@ import yaml
 
 from trainer.arguments import local_path
 from trainer.checkpoint.directory import versions
-from trainer.config.check import Checker, ClassSpec, instantiate, is_data, missing_arguments
+from trainer.config.check import Checker, missing_arguments
 from trainer.config.files import as_node, to_yaml
 from trainer.config.loading import Configuration, checkpoint_of, record_of
+from trainer.config.specs import ClassSpec, instantiate, is_data
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries
 from trainer.config.types import constructor_parameters
 from trainer.errors import ConfigError

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 from trainer.checkpoint.directory import POINTERS, locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.config.check import ClassSpec, instantiate, is_data, missing_arguments, needs_arguments
+from trainer.config.check import missing_arguments, needs_arguments
 from trainer.config.chosen_run import plain
 from trainer.config.loading import Configuration
+from trainer.config.specs import ClassSpec, instantiate, is_data
 from trainer.config.tree import COMMAND_LINE, Node, Problem, entries
 from trainer.config.types import constructor_parameters, is_structured
 from trainer.errors import CheckpointError, ConfigError

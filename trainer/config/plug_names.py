@@ -76,38 +76,8 @@ def _exported(package: str) -> dict[str, str]:
     return {name: module for name, module in _imported(package).items() if module.startswith(f"trainer.{package}.")}
 
 
-@cache
-def arguments_of(package: str, name: str) -> tuple[str, list[str]] | None:
-    """Return the class that has a name in "callbacks" or "strategies", and its arguments; None where it takes any."""
-    module, kind = _strategies().get(name, ("", None)) if package == "strategies" else ("", None)
-    if kind is None and name in _exported(package):
-        module = _exported(package)[name]
-        kind = _class_in(module, name)
-    found = None if kind is None else _constructor_arguments(module, kind)
-    return None if kind is None or found is None else (kind.name, found)
-
-
 def _class_in(module: str, name: str) -> ast.ClassDef | None:
     return next((one for one in _source(module).body if isinstance(one, ast.ClassDef) and one.name == name), None)
-
-
-def _constructor_arguments(module: str, kind: ast.ClassDef) -> list[str] | None:
-    for node in kind.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            more, given = node.args.kwarg, node.args
-            is_open = more is not None and (more.annotation is None or ast.unparse(more.annotation) != "Never")
-            return None if is_open else [one.arg for one in [*given.args[1:], *given.kwonlyargs]]
-    imported = {
-        alias.name: str(node.module)
-        for node in _source(module).body
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trainer.")
-        for alias in node.names
-    }
-    for name in (ast.unparse(base).partition("[")[0] for base in kind.bases):
-        home = imported.get(name, module)
-        if (base := _class_in(home, name)) is not None:
-            return _constructor_arguments(home, base)
-    return []
 
 
 @cache
