@@ -137,7 +137,7 @@ def _by_position(
     names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     known = [*names, *further_arguments(kind)]
     if len(args) > len(known):
-        raise ArgumentError(f"{kind}() takes ({', '.join(names)}) by position; {len(args)} were given.")
+        raise ArgumentError(f"{kind}() takes ({', '.join(names)}) by position; {len(args)} were given: use name=value.")
     if twice := set(known[: len(args)]) & options.keys():
         raise ArgumentError(f"{kind}() got {', '.join(twice)} twice, by position and by name: give it once.")
     return zip(known, args, strict=False)
@@ -152,6 +152,8 @@ def _suggestion(value: Any, annotation: Any) -> str:
 
 def given_arguments(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of a class by name; those of a wrong call, which `__init__` refuses, by number."""
+    if not args and not options:
+        return {}
     try:
         bound = inspect.signature(cls.__init__).bind(None, *args, **options)  # type: ignore[misc]
     except TypeError:
@@ -164,7 +166,7 @@ def fingerprint_of_call(cls: type, args: tuple[Any, ...], options: Mapping[str, 
 
     Functions count by their names, lambdas by their code, objects by their class and, if it has no address, `repr`.
     """
-    given = given_arguments(cls, args, options) if args or options else {}
+    given = given_arguments(cls, args, options)
     if given:
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         defaults = {name: _in_words(one.default) for name, one in parameters.items()}
@@ -279,18 +281,24 @@ def options_of(annotation: Any, limits: bool = False) -> list[Any]:
     Args:
         limits: keep `Annotated` members as they are, for their limits.
     """
-    if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`
-        return options_of(annotation.__value__, limits)
-    if isinstance(annotation, NewType):
-        return options_of(annotation.__supertype__, limits)
-    if isinstance(annotation, TypeVar):
-        known = [one for one in (annotation.__bound__, *annotation.__constraints__) if not isinstance(one, ForwardRef)]
-        return [option for one in known if one is not None for option in options_of(one, limits)] or [annotation]
-    if get_origin(annotation) is Annotated and not limits:
-        return options_of(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [option for member in get_args(annotation) for option in options_of(member, limits)]
-    return [annotation]
+    options, waiting = [], [annotation]
+    while waiting:
+        one = waiting.pop(0)
+        members: list[Any] = []
+        if type(one).__name__ == "TypeAliasType":  # `type X = ...`
+            members = [one.__value__]
+        elif isinstance(one, NewType):
+            members = [one.__supertype__]
+        elif isinstance(one, TypeVar):
+            bounds = (one.__bound__, *one.__constraints__)
+            members = [bound for bound in bounds if bound is not None and not isinstance(bound, ForwardRef)]
+        elif get_origin(one) is Annotated and not limits:
+            members = [get_args(one)[0]]
+        elif get_origin(one) in (Union, types.UnionType):
+            members = [*get_args(one)]
+        waiting[:0] = members
+        options += [] if members else [one]
+    return options
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -298,7 +306,7 @@ def options_of(annotation: Any, limits: bool = False) -> list[Any]:
 
 def fits(value: Any, annotation: Any) -> bool:
     """Whether a value is of an annotation's type. NaN and bools do not fit numbers; everything fits an unknown type."""
-    return any(_fits(value, option) for option in options_of(annotation, limits=True))
+    return any(map(functools.partial(_fits, value), options_of(annotation, limits=True)))
 
 
 def _fits(value: Any, option: Any) -> bool:
@@ -373,7 +381,8 @@ def _names_of(option: Any, names: TypeNames) -> list[str]:
         return [names.literal(choice) for choice in arguments]
     if kind is Annotated:
         limits = [str(one) for one in arguments[1:] if isinstance(one, Limit)]
-        return [" ".join([describe_annotation(arguments[0], names), *limits])]
+        remarks = [f"({one})" for one in arguments[1:] if isinstance(one, str)]
+        return [" ".join([describe_annotation(arguments[0], names), *limits, *remarks])]
     if kind is tuple and arguments and ... not in arguments:
         return [f"a list ({', '.join(describe_annotation(argument, names) for argument in arguments)})"]
     if kind in (*LISTS, *MAPPINGS) and arguments:

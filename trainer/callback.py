@@ -397,6 +397,7 @@ def callback_named(name: str) -> type[Callback]:
         ConfigError: no class has this name.
     """
     known = available_callbacks()
-    if name not in known:
-        raise unknown_name_error("callback", name, known)
-    return known[name]
+    try:
+        return known[name]
+    except KeyError:
+        raise unknown_name_error("callback", name, known) from None

@@ -189,7 +189,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is field.default:
+            if type(value) is type(field.default) and value == field.default:
                 continue
             default = value is None and field.name in NONE_IS_DEFAULT
             object.__setattr__(self, field.name, field.default if default else with_python_numbers(value))
@@ -199,8 +199,10 @@ class Settings:
     def problems(self) -> list[str]:
         """Return the problems of the values, one sentence each; objects are checked by `runs.resolved_config`."""
         wrong: dict[str, str] = {}
-        given = [field for field in dataclasses.fields(self) if getattr(self, field.name) is not field.default]
-        for field in given:
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if type(value) is type(default) and value == default:
+                continue
             if problem := self._problem_of(field):
                 wrong[field.name] = problem
         fitting = dataclasses.replace(self, **{name: getattr(Settings, name) for name in wrong})

@@ -179,7 +179,7 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
         found += check_toolchain(compilation, device_type)
     # Also with a Timer of the user, which may only measure: the shorter time ends the run.
     limit: dict[str, Any] = {"duration": settings.max_seconds}
-    time_limit = callback_named("Timer")(**limit) if settings.max_seconds is not None else None
+    time_limit = callback_named("Timer")(**limit) if settings.max_time is not None else None
     callbacks, loggers = _callbacks(settings, time_limit, found)
     raise_problems(found, "the Trainer's arguments")
     reasons = {
