@@ -183,8 +183,8 @@ def _in_words(value: Any) -> str:
     if type(value) in (set, frozenset):
         return f"{{{', '.join(sorted(map(_in_words, value)))}}}"
     if type(value) is dict:
-        items = sorted((_in_words(key), _in_words(one)) for key, one in value.items())
-        return f"{{{', '.join(f'{key}: {one}' for key, one in items)}}}"
+        items = sorted(zip(map(_in_words, value), map(_in_words, value.values()), strict=True))
+        return f"{{{', '.join(map(': '.join, items))}}}"
     if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
         code = value.__code__
         told = code.co_code, code.co_names, _without_address(code.co_consts)
@@ -315,16 +315,22 @@ def _fits(value: Any, option: Any) -> bool:
         return fits(value, arguments[0]) and all(one.holds(value) for one in arguments[1:] if isinstance(one, Limit))
     if kind is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
-    if kind is tuple and arguments and ... not in arguments:
-        return isinstance(value, _LIKE_LISTS) and len(value) == len(arguments) and all(map(fits, value, arguments))
-    if kind in LISTS and arguments:
-        return isinstance(value, _LIKE_LISTS) and all(fits(one, arguments[0]) for one in value)
-    if kind in MAPPINGS and arguments:
-        keys, values = arguments
-        return isinstance(value, Mapping) and all(fits(key, keys) and fits(value[key], values) for key in value)
+    if arguments and kind in (*LISTS, *MAPPINGS):
+        return _items_fit(value, kind, arguments)
     if kind in (int, float):
         return isinstance(value, (int, kind)) and not isinstance(value, bool) and value == value
     return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _items_fit(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
+    if kind in MAPPINGS:
+        keys, values = arguments
+        return isinstance(value, Mapping) and all(fits(key, keys) and fits(value[key], values) for key in value)
+    if not isinstance(value, _LIKE_LISTS):
+        return False
+    if kind is tuple and ... not in arguments:
+        return len(value) == len(arguments) and all(map(fits, value, arguments))
+    return all(fits(one, arguments[0]) for one in value)
 
 
 _LIKE_LISTS = (list, tuple, set, frozenset, range)
@@ -380,16 +386,17 @@ def _names_of(option: Any, names: TypeNames) -> list[str]:
     if kind is Literal:
         return [names.literal(choice) for choice in arguments]
     if kind is Annotated:
-        limits = [str(one) for one in arguments[1:] if isinstance(one, Limit)]
-        remarks = [f"({one})" for one in arguments[1:] if isinstance(one, str)]
-        return [" ".join([describe_annotation(arguments[0], names), *limits, *remarks])]
-    if kind is tuple and arguments and ... not in arguments:
-        return [f"a list ({', '.join(describe_annotation(argument, names) for argument in arguments)})"]
-    if kind in (*LISTS, *MAPPINGS) and arguments:
-        return [f"{name} of {' to '.join(_plural(argument, names) for argument in arguments if argument is not ...)}"]
-    if kind is type and arguments:
+        remarks = [str(one) for one in arguments[1:] if isinstance(one, (Limit, str))]
+        return [" ".join([describe_annotation(arguments[0], names), *remarks])]
+    if not arguments or name is None:
+        return [name or names.others(option)]
+    if kind is type:
         return [f"{name} ({', '.join(getattr(base, '__name__', str(base)) for base in options_of(arguments[0]))})"]
-    return [name or names.others(option)]
+    if kind is tuple and ... not in arguments:
+        return [f"{name} ({', '.join(describe_annotation(argument, names) for argument in arguments)})"]
+    if kind in (*LISTS, *MAPPINGS):
+        return [f"{name} of {' to '.join(_plural(argument, names) for argument in arguments if argument is not ...)}"]
+    return [name]
 
 
 def _plural(annotation: Any, names: TypeNames) -> str:

@@ -166,32 +166,35 @@ def collect_hyperparameters(
     if frame is None or not _runs_constructor_of(frame, owner):
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
     arguments, kind = arguments_of(frame, owner), type(owner).__name__
-    ignore = [] if ignore is None else [ignore] if isinstance(ignore, str) else list(ignore)
-    objects = [one for one in names if not isinstance(one, str)]
-    if len(objects) == 1 and len(names) == 1:
-        entries = entries_of(objects[0])
-        argument = next((name for name, value in reversed(arguments.items()) if value is objects[0]), "")
-        kept = {name: value for name, value in entries.items() if name not in ignore}
-        asked: Collection[str] = ()
+    ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
+    whole = next(iter(names), "") if len(names) == 1 else ""
+    if not isinstance(whole, str):
+        argument = next((name for name, value in reversed(arguments.items()) if value is whole), "")
+        chosen, names = entries_of(whole), ()
     else:
-        for name in names:
-            if not isinstance(name, str):
-                raise ConfigError(
-                    f"save_hyperparameters got a {type(name).__name__} among several arguments: give names of "
-                    "arguments; or one dict; or values with names, save_hyperparameters(lr=0.1)."
-                )
-            if name not in arguments:
-                raise ConfigError(f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
-        kept = {name: value for name, value in arguments.items() if name not in ignore and (not names or name in names)}
-        argument, asked = "", names
+        _check_names(names, arguments, kind)
+        argument, chosen = "", {name: value for name, value in arguments.items() if not names or name in names}
+    kept = {name: value for name, value in chosen.items() if name not in ignored}
     inside = {argument: [*map(str, kept)]}
     if added := [name for name in values if name not in kept]:
         inside[""] = [*inside.get("", ()), *added]
     kept.update(values)
     problems = {name: problem for name, value in kept.items() if (problem := data_problem(value, str(name)))}
-    refused = [problem for name, problem in problems.items() if name in asked or name in values]
+    refused = [problem for name, problem in problems.items() if name in (*names, *values)]
     raise_problems(refused, "the hyperparameters")
     return Collected(kept, inside, tuple(map(str, problems)))
+
+
+def _check_names(names: Collection[Any], arguments: Mapping[str, Any], kind: str) -> None:
+    """Raise a ConfigError for a name that is not an argument of the constructor of the class `kind`."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"save_hyperparameters got a {type(name).__name__} among several arguments: give names of arguments; "
+                "or one dict; or values with names, save_hyperparameters(lr=0.1)."
+            )
+        if name not in arguments:
+            raise ConfigError(f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
 
 
 def _changed_in_another(before: Mapping[str, list[str]], kept: Collected, hparams: Mapping[str, Any]) -> list[str]:
@@ -595,31 +598,38 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             value = dict(zip(names, _items_as_given(values, items, owner, where), strict=True))
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
-        if name in _READ:
-            return _READ[name](value, of_class) if name in ("deque", "timedelta") else _READ[name](value)
-        if name == "scalar":
-            try:
-                return type(value).__new__(_class_named(owner, of_class, type(value)), value)
-            except LookupError as error:
-                log.warning("hyperparameter %s is a plain %s now: %s", where, type(value).__name__, error)
-        if name == "enum":
-            cls = _class_named(owner, of_class[0], enum.Enum)
-            return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
-        if name == "namedtuple":
-            return _class_named(owner, of_class, tuple)(*value)
-        if name == "dataclass":
-            cls = _class_named(owner, of_class, object)
-            names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
-            made = cls(**{name: value[name] for name in names})
-            for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
-                object.__setattr__(made, field, item)
-            return made
+        return _made_again(name, of_class, value, owner, where)
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
             f"which cannot be made again ({error}).{missing_package_advice(error)} Give it: "
             f"load_from_checkpoint(path, {where}=...)."
         ) from error
+
+
+def _made_again(name: str, of_class: Any, value: Any, owner: type, where: str) -> Any:
+    """Return an object of a kind, given its stored content, in which all objects are made again already."""
+    if name in ("deque", "timedelta"):
+        return _READ[name](value, of_class)
+    if name in _READ:
+        return _READ[name](value)
+    if name == "scalar":
+        try:
+            return type(value).__new__(_class_named(owner, of_class, type(value)), value)
+        except LookupError as error:
+            log.warning("hyperparameter %s is a plain %s now: %s", where, type(value).__name__, error)
+    if name == "enum":
+        cls = _class_named(owner, of_class[0], enum.Enum)
+        return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
+    if name == "namedtuple":
+        return _class_named(owner, of_class, tuple)(*value)
+    if name == "dataclass":
+        cls = _class_named(owner, of_class, object)
+        names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
+        made = cls(**{name: value[name] for name in names})
+        for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
+            object.__setattr__(made, field, item)
+        return made
     return value
 
 

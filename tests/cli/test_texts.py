@@ -154,9 +154,6 @@ def test_what_is_no_text_is_read_as_yaml_as_before(arguments: object, command: C
         code, _, err = command("fit", "--module", "model.py:Model", f"--module.{name}", "[1, 2", "--print-config")
         assert code == 2
         assert f"--module.{name} '[1, 2': not valid YAML: " in err
-    code, _, err = command("fit", "--module", "model.py:Model", "--trainer.callbacks", "@x", "--print-config")
-    assert code == 2
-    assert "--trainer.callbacks '@x': not valid YAML: " in err
 
 
 def test_paths_are_saved_for_any_folder(arguments: object) -> None:

@@ -91,7 +91,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]
     asked = entries(entries(tree).get("trainer")).get("accelerator", Node("auto", COMMAND_LINE))
     accelerator = str(asked.value)
     if accelerator in ("gpu", "cuda", "mps", "tpu"):
-        asked.value = "auto"
+        asked.value, asked.text = "auto", None
     from trainer.config.loading import load
 
     return given, load(tree, findings), accelerator

@@ -334,13 +334,7 @@ class Checker:
     def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
         """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
         objects, calls = tuple(objects_in(annotation)), callables_in(annotation)
-        is_list = isinstance(node.value, list)
-        parts: list[Callable[[Node], Any]] = [
-            partial(self._items if is_list else self._entries, annotation=option, path=path)
-            for option in options_of(annotation)
-            if (get_origin(option) in (LISTS if is_list else MAPPINGS) and get_args(option))
-            or (is_typeddict(option) and not is_list)
-        ]
+        is_list, parts = isinstance(node.value, list), self._parts(node, annotation, path)
         structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
         if is_list:
             return parts + [way for way in structured if is_named_tuple(way.keywords["cls"])]
@@ -354,6 +348,15 @@ class Checker:
         if calls:
             return [lambda node: self.callable_spec(node, calls[0], path)]
         return [lambda node: self.class_spec(node, objects, path)]
+
+    def _parts(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
+        """Return the ways to read a mapping or a list entry by entry."""
+        is_list = isinstance(node.value, list)
+        read, kinds = (self._items, LISTS) if is_list else (self._entries, MAPPINGS)
+        options = options_of(annotation)
+        found = [option for option in options if get_origin(option) in kinds and get_args(option)]
+        found += [option for option in options if is_typeddict(option) and not is_list]
+        return [partial(read, annotation=option, path=path) for option in found]
 
     def _structured(self, node: Node, cls: Any, path: KeyPath) -> Any:
         if isinstance(node.value, list):  # of a NamedTuple; one too many has a number for a name

@@ -265,21 +265,22 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
         _note_left_out(below, above, findings, path)
         is_name = isinstance(below.value, str) and re.fullmatch(r"[^${}]+[.:]\w+", below.value)
         return replace(above, named=below) if is_name else above
-    if below.value and "class_path" in {
-        **below.value,
-        **above.value,
-    }:  # also of an argument, which has no canonical form yet
+    if below.value and "class_path" in (*below.value, *above.value):  # of an argument, not in canonical form yet
         below, above = canonical_class(below, path, findings), canonical_class(above, path, findings)
     old, new = entries(below), entries(above)
-    if _other_class(below, above):
-        if "init_args" in old:
-            findings.notes.append(
-                f"{above.source}: {dotted(path)} is now {new['class_path'].value}; the arguments given to "
-                f"{old['class_path'].value} at {below.source} are left out."
-            )
-        return above
-    merged = dict(old)
-    for key, child in new.items():
+    if not _other_class(below, above):
+        return _merge_entries(below, above, findings, path)
+    if "init_args" in old:
+        findings.notes.append(
+            f"{above.source}: {dotted(path)} is now {new['class_path'].value}; the arguments given to "
+            f"{old['class_path'].value} at {below.source} are left out."
+        )
+    return above
+
+
+def _merge_entries(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> Node:
+    merged = dict(entries(below))
+    for key, child in entries(above).items():
         # The command line knows text only: --x.4 means the entry 4 that a file wrote as a number.
         known = next((one for one in merged if str(one) == str(key)), key)
         inside = path if key == "init_args" else (*path, key)
@@ -287,8 +288,8 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
             _report_empty_section(merged[known], child, findings, (*path, key))
         nothing = Node({} if isinstance(child.value, dict) else None, child.source)
         merged[known] = merge(merged.get(known, nothing), child, findings, inside)
-    source = above.source if "class_path" in new else below.source
-    return Node(merged, source, None if old else above.text, named=below.named)
+    source = above.source if "class_path" in entries(above) else below.source
+    return Node(merged, source, None if entries(below) else above.text, named=below.named)
 
 
 def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:

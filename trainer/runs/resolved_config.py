@@ -180,8 +180,9 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
     # Also with a Timer of the user, which may only measure: the shorter time ends the run.
     limit: dict[str, Any] = {"duration": settings.max_seconds}
     time_limit = callback_named("Timer")(**limit) if settings.max_time is not None else None
-    callbacks, loggers = _callbacks(settings, time_limit, found)
+    found += _problems_of_callbacks(settings)
     raise_problems(found, "the Trainer's arguments")
+    callbacks, loggers = _callbacks(settings, time_limit)
     reasons = {
         "device": device_reason,
         "devices": devices_reason,
@@ -244,31 +245,29 @@ def step_config(settings: Settings, **known: Any) -> StepConfig:
     return StepConfig(**{**of_settings, **known})
 
 
-def _callbacks(
-    settings: Settings, time_limit: Callback | None, problems: list[str]
-) -> tuple[list[Callback], list[Logger]]:
-    """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
-    callbacks = _listed(settings.callbacks)
+def _problems_of_callbacks(settings: Settings) -> list[str]:
+    problems, callbacks = [], _listed(settings.callbacks)
     for number, callback in enumerate(callbacks):
         problems += callback_problems(callback)
         if any(callback is other for other in callbacks[:number]):
             problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: remove one.")
+    writes = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    if writes and not settings.enable_checkpointing and not settings.fast_dev_run:
+        problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: remove one of the two.")
+    return problems
 
-    if time_limit is not None:
-        callbacks.append(time_limit)
+
+def _callbacks(settings: Settings, time_limit: Callback | None) -> tuple[list[Callback], list[Logger]]:
+    """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
+    callbacks = [*_listed(settings.callbacks), *_listed(time_limit)]
     if settings.profiler is not None:
         profiler = settings.profiler
         callbacks.append(callback_named(PROFILERS[profiler])() if isinstance(profiler, str) else profiler)
-    missing = [
-        name
-        for argument, name in DEFAULT_CALLBACKS.items()
-        if getattr(settings, argument) and not any(callback.in_place_of == argument for callback in callbacks)
-    ]
-    callbacks += [callback_named(name)() for name in missing]
+    given = {callback.in_place_of for callback in callbacks}
+    wanted = [argument for argument in DEFAULT_CALLBACKS if getattr(settings, argument) and argument not in given]
+    callbacks += [callback_named(DEFAULT_CALLBACKS[argument])() for argument in wanted]
     if settings.fast_dev_run:
         return _without_writers(settings, callbacks), [DummyLogger()] if settings.logger else []
-    if not settings.enable_checkpointing and any(isinstance(callback, Checkpoint) for callback in callbacks):
-        problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: remove one of the two.")
     callbacks += _loggers(settings)
     return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
 
