@@ -197,7 +197,7 @@ ONE = {
     "callback as key": (
         callbacks("EarlyStopping: {monitor: x}"),
         "4",
-        ["given no class_path, allowed: 'class_path: EarlyStopping'"],
+        ["allowed: 'class_path: package.module.Class' (or file.py:Class, or a short name)"],
     ),
     "callback's value": (
         callbacks("class_path: EarlyStopping\n    init_args:\n      monitor: x\n      patience: 0"),
@@ -229,7 +229,7 @@ ONE = {
     "no module": ("trainer: {max_epochs: 1}\n", "1", ["there is no module. Add 'module: package.module.Class'"]),
     "null module": ("module:\n", "1", ["there is no module."]),
     "number as module": ("module: 3\n", "1", ["module: given 3, allowed: 'class_path: package.module.Class'"]),
-    "no class": ("module: {init_args: {lr: 1}}\n", "1", ["module: given no class_path, allowed: 'class_path:"]),
+    "no class": ("module: {init_args: {lr: 1}}\n", "1", ["module: given {", "allowed: 'class_path:"]),
     "bare name": ("module: Net\n", "1", ["module: given 'Net', allowed: package.module.Class, or file.py:Class."]),
     "no file": ("module: mymodul.py:Net\n", "1", ["there is no file 'mymodul.py' in ", "Did you mean 'mymodel.py'?"]),
     "no class in file": (
@@ -427,7 +427,7 @@ LINES = {
     ),
     "data that is not there": (
         ["fit", "--config", "run.yaml", "--data.batch_size", "3"],
-        "error: command line: data: given no class_path",
+        "error: command line: data: given {",
     ),
 }
 

@@ -179,13 +179,9 @@ class Checker:
         name = entries(node).get("class_path")
         table = table_of(bases, "" if name is None else str(name.value))
         if name is None or not isinstance(name.value, str):
-            likely = [*entries(nested), "ModelCheckpoint", "CSVLogger", *table, "package.module.Class"]
-            example = next(key for key in likely if key in table or key == likely[-1])
-            given = "no class_path" if isinstance(node.value, dict) and name is None else repr_value(name or node)
-            words = f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args."
-            if nested is not None and len(path) == 3:
-                words += f" Elements of a list are numbered: {dotted((*path[:2], 0))}.NAME."
-            self.findings.add(node.source, words)
+            given = repr_value(name or node)
+            words = "allowed: 'class_path: package.module.Class' (or file.py:Class, or a short name), and init_args."
+            self.findings.add(node.source, f"{where}: given {given}, {words}")
             return INVALID
         functions = path[0] != "trainer" and path not in (("module",), ("data",))
         made_by = self.named_class(name, bases, table, path, functions)
@@ -323,13 +319,16 @@ class Checker:
 
     def _first_fitting(self, node: Node, ways: Sequence[Callable[[Node], Any]]) -> Any:
         """Return a value in the first of several ways in which it has no problems, or the fewest."""
-        before, tried = self.findings, []
-        for way in ways if len(ways) > 1 else ():
+        before = self.findings
+
+        def problems(way: Callable[[Node], Any]) -> int:
             self.findings = Diagnostics()
             way(copy.deepcopy(node))
-            tried.append(len(self.findings.problems))
+            return len(self.findings.problems)
+
+        best = min(ways, key=problems) if len(ways) > 1 else ways[0]
         self.findings = before
-        return ways[tried.index(min(tried)) if tried else 0](node)
+        return best(node)
 
     def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
         """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
