@@ -241,12 +241,11 @@ def test_numbers_of_other_packages_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ModelCheckpoint(asynchronous=True), "'asynchronous'. It is called 'async_save' now."),  # type: ignore[call-arg]
         (lambda: EarlyStopping("val_loss", patiense=3), "'patiense'. Did you mean 'patience'?"),  # type: ignore[call-arg]
         (lambda: EarlyStopping(patiense=3), "unexpected keyword argument 'patiense'. Did you mean"),  # type: ignore[call-arg]
         (lambda: CSVLogger(save_dri="logs"), "'save_dri'. Did you mean 'save_dir'?"),  # type: ignore[call-arg]
     ],
-    ids=["renamed", "misspelt", "and-one-missing", "logger"],
+    ids=["misspelt", "and-one-missing", "logger"],
 )
 def test_an_unknown_argument_is_named_with_the_fix(make: Callable[[], object], message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):

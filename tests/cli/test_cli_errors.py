@@ -117,23 +117,6 @@ ONE = {
         "3",
         ["trainer has no argument 'barebones'. Use logger=False, enable_progress_bar=False"],
     ),
-    # names of earlier versions
-    "renamed callback": (callbacks("StepTimes"), "4", ["'StepTimes'. It is called 'StragglerMonitor' now."]),
-    "renamed argument of a callback": (
-        callbacks("{class_path: ModelCheckpoint, asynchronous: true}"),
-        "4",
-        ["(ModelCheckpoint) has no argument 'asynchronous'. It is called 'async_save' now."],
-    ),
-    "another one": (
-        callbacks("{class_path: PredictionWriter, part_bytes: 3}"),
-        "4",
-        ["(PredictionWriter) has no argument 'part_bytes'. It is called 'max_shard_size' now."],
-    ),
-    "renamed argument of a strategy": (
-        NET + "trainer:\n  strategy:\n    name: xla\n    warmup_steps: 3\n",
-        "5",
-        ["(XlaStrategy) has no argument 'warmup_steps'. It is called 'compile_warmup_steps' now."],
-    ),
     # a value of the wrong type
     "float for int": (
         NET + "trainer: {max_epochs: 2.5}\n",

@@ -168,10 +168,6 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "early stopping's mode": (lambda: EarlyStopping("val_loss", mode="auto"), ["mode='auto'", "'min', 'max' or None"]),
     "no patience": (lambda: EarlyStopping("val_loss", patience=0), ["patience=0", "from 1"]),
     "hook misspelt": (lambda: LambdaCallback(on_train_begin=print), ["'on_train_begin'", "Did you mean"]),
-    "hook of an earlier version": (
-        lambda: LambdaCallback(on_checkpoint_committed=print),
-        ["'on_checkpoint_committed'", "It is called 'on_checkpoint_saved' now"],
-    ),
     "gradient hook misspelt": (
         lambda: DDPStrategy(comm_hook="fp16_compres"),
         ["'fp16_compres'", "Did you mean 'fp16_compress'?"],
@@ -188,11 +184,6 @@ def test_argument_of_a_callback_or_strategy(name: str) -> None:
 HOOKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "misspelt": ({"on_train_epoch_ends": lambda self, t, m: None}, ["Did you mean 'on_train_epoch_end'?"]),
     "of old": ({"on_epoch_end": lambda self, t, m: None}, ["Mine.on_epoch_end", "Use on_train_epoch_end"]),
-    "of an earlier version": (
-        {"on_checkpoint_committed": lambda self, t, m, path: None},
-        ["Mine.on_checkpoint_committed", "It is called 'on_checkpoint_saved' now"],
-    ),
-    "attribute of an earlier version": ({"after_module": True}, ["Mine.after_module", "It is called 'runs_last' now"]),
     "without on_": ({"train_epoch_end": lambda self, t, m: None}, ["never be called", "'on_train_epoch_end'"]),
     "without arguments": (
         {"on_train_epoch_end": lambda self: None},

@@ -78,15 +78,12 @@ def find_class(
     return ResolvedClass(_require_class(found, bases), f"{where}{attribute}")
 
 
-def check_short_name(
-    name: str, kind: str, known: Collection[str], equivalents: Mapping[str, str] | None = None
-) -> None:
-    """Raise a ConfigError for a name without a module that is not a known one; `equivalents` as in `did_you_mean`."""
+def check_short_name(name: str, kind: str, known: Collection[str]) -> None:
+    """Raise a ConfigError for a name without a module that is not a known one."""
     if ":" in name or "." in name or name in known:
         return
     if known:
-        error = unknown_name_error(kind, name, known, equivalents)
-        raise ConfigError(f"{error} Or package.module.Class, or file.py:Class.")
+        raise ConfigError(f"{unknown_name_error(kind, name, known)} Or package.module.Class, or file.py:Class.")
     raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
 
 

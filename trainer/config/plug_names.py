@@ -31,21 +31,21 @@ def strategies() -> dict[str, str]:
     """Return the strategies of `trainer.strategies.STRATEGIES`, with the first sentences of their docstrings."""
     return {
         name: (ast.get_docstring(kind) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
-        for name, (_, kind) in _strategies().items()
+        for name, kind in _strategies().items()
     }
 
 
 @cache
 def strategy_classes() -> dict[str, str]:
     """Return the names of strategies by their classes' names, and of several the first."""
-    return {kind.name: name for name, (_, kind) in reversed(_strategies().items())}
+    return {kind.name: name for name, kind in reversed(_strategies().items())}
 
 
 @cache
-def _strategies() -> dict[str, tuple[str, ast.ClassDef]]:
-    kinds = ((module, _class_in(module, name)) for name, module in _exported("strategies").items())
-    named = ((_name_of(kind), (module, kind)) for module, kind in kinds if kind is not None)
-    return {name: found for name, found in named if name is not None}
+def _strategies() -> dict[str, ast.ClassDef]:
+    exported = _exported("strategies").items()
+    kinds = [kind for name, module in exported for kind in _source(module).body if getattr(kind, "name", "") == name]
+    return {str(name): kind for kind in kinds if isinstance(kind, ast.ClassDef) and (name := _name_of(kind))}
 
 
 @cache
@@ -74,10 +74,6 @@ def _imported(package: str) -> dict[str, str]:
 def _exported(package: str) -> dict[str, str]:
     """Return the names of its own modules that a package exports, and these modules."""
     return {name: module for name, module in _imported(package).items() if module.startswith(f"trainer.{package}.")}
-
-
-def _class_in(module: str, name: str) -> ast.ClassDef | None:
-    return next((one for one in _source(module).body if isinstance(one, ast.ClassDef) and one.name == name), None)
 
 
 @cache
