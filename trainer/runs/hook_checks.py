@@ -13,11 +13,11 @@ from trainer.logger import Logger
 from trainer.names.misses import member_words, words_for
 
 OTHERS_HOOKS = {
-    "on_epoch_begin": "on_train_epoch_start",
-    "on_step_end": "on_train_step_end",
-    "on_train_begin": "on_train_start",
+    "on_epoch_begin": "'on_train_epoch_start'",
+    "on_step_end": "'on_train_step_end'",
+    "on_train_begin": "'on_train_start'",
 }
-"""Names of hooks in other trainers -> the equivalent here."""
+"""Names of hooks in other trainers -> what to use here."""
 
 EVALUATION_ARGUMENTS = ["batch", "batch_idx", "dataloader_idx=0"]
 """The arguments of `validation_step`, `test_step` and `predict_step`; the last one where there are several loaders."""
@@ -40,12 +40,9 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     known, kind = set(known), type(plug)
     helpers = called_by_others(kind)
     alike = [name for name in like_hooks(sorted({*dir(kind)} - helpers), known) if callable(getattr(kind, name, None))]
-    former, problems = words_for("hook", alike), []
+    equivalents, problems = OTHERS_HOOKS | words_for("hook", alike), []
     for name in alike:
-        renamed = OTHERS_HOOKS.get(name, f"on_{name}" if f"on_{name}" in known else None)
-        advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
-        if name in former:
-            advice = f" Use {former[name]}."
+        advice = did_you_mean(name, known, equivalents)
         if name in set(HOOKS) - known:
             advice = f" Callbacks have {name!r}, and modules have not."
         problems.append(

@@ -120,15 +120,22 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _wrong_callbacks(settings: Settings) -> list[str]:
-    problems = []
     loggers = "CSVLogger(), TensorBoardLogger() or WandbLogger(), a list of them, True or False"
-    for name, kind, examples in (("callbacks", Callback, "EarlyStopping(...), or a list"), ("logger", Logger, loggers)):
-        for one in _listed(getattr(settings, name)):
-            if isinstance(one, type):
-                problems.append(f"{name}: {one.__name__} is a class; give an object: {one.__name__}(...).")
-            elif not isinstance(one, kind):
-                own = f"your own is a subclass of trainer.{kind.__name__}"
-                problems.append(f"{name}: {one!r} is not a {kind.__name__}. Give {examples}; {own}.")
+    return [
+        *_others_than(Callback, settings.callbacks, "callbacks", "EarlyStopping(...), or a list"),
+        *_others_than(Logger, settings.logger, "logger", loggers),
+    ]
+
+
+def _others_than(kind: type, given: Any, where: str, examples: str) -> list[str]:
+    """Return a problem for each object that is not of a kind of callbacks."""
+    problems = []
+    for one in _listed(given):
+        if isinstance(one, type):
+            problems.append(f"{where}: {one.__name__} is a class; give an object: {one.__name__}(...).")
+        elif not isinstance(one, kind):
+            own = f"your own is a subclass of trainer.{kind.__name__}"
+            problems.append(f"{where}: {one!r} is not a {kind.__name__}. Give {examples}; {own}.")
     return problems
 
 
@@ -294,16 +301,11 @@ def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Cal
         ConfigError: `of_module`, the return value of `configure_callbacks`, is no callback or list of callbacks; or two
             classes with a state have one name.
     """
-    if isinstance(of_module, Callback):
-        of_module = [of_module]
-    if not isinstance(of_module, (list, tuple)):
-        raise ConfigError(f"configure_callbacks gave {of_module!r}: return a list of callbacks, or an empty one.")
-    for callback in of_module:
-        if isinstance(callback, type):
-            raise ConfigError(f"configure_callbacks gave the class {callback.__name__}: give {callback.__name__}(...).")
-        if not isinstance(callback, Callback):
-            raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
-    of_module = _without_writers(config.settings, of_module)
+    problems = _others_than(Callback, of_module, "configure_callbacks", "EarlyStopping(...), or a list")
+    if of_module is None:
+        problems = ["configure_callbacks gave None: return a list of callbacks, or an empty one."]
+    raise_problems(problems, "the module's callbacks")
+    of_module = _without_writers(config.settings, _listed(of_module))
     kinds = {type(callback) for callback in of_module}
     kept = [c for c in config.callbacks if type(c) not in kinds or c is config.time_limit]
     named: dict[str, type] = {}
