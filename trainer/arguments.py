@@ -386,17 +386,20 @@ def _names_of(option: Any, names: TypeNames) -> list[str]:
     if kind is Literal:
         return [names.literal(choice) for choice in arguments]
     if kind is Annotated:
-        remarks = [str(one) for one in arguments[1:] if isinstance(one, (Limit, str))]
-        return [" ".join([describe_annotation(arguments[0], names), *remarks])]
+        limits = [str(one) for one in arguments[1:] if isinstance(one, Limit)]
+        remarks = [f"({one})" for one in arguments[1:] if isinstance(one, str)]
+        return [" ".join([describe_annotation(arguments[0], names), *limits, *remarks])]
     if not arguments or name is None:
         return [name or names.others(option)]
     if kind is type:
         return [f"{name} ({', '.join(getattr(base, '__name__', str(base)) for base in options_of(arguments[0]))})"]
+    return [_container(kind, name, arguments, names) if kind in (*LISTS, *MAPPINGS) else name]
+
+
+def _container(kind: Any, name: str, arguments: tuple[Any, ...], names: TypeNames) -> str:
     if kind is tuple and ... not in arguments:
-        return [f"{name} ({', '.join(describe_annotation(argument, names) for argument in arguments)})"]
-    if kind in (*LISTS, *MAPPINGS):
-        return [f"{name} of {' to '.join(_plural(argument, names) for argument in arguments if argument is not ...)}"]
-    return [name]
+        return f"{name} ({', '.join(describe_annotation(argument, names) for argument in arguments)})"
+    return f"{name} of {' to '.join(_plural(argument, names) for argument in arguments if argument is not ...)}"
 
 
 def _plural(annotation: Any, names: TypeNames) -> str:

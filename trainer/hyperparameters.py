@@ -163,7 +163,7 @@ def collect_hyperparameters(
     Raises:
         ConfigError: `frame` does not run a method of `owner`, or a value that was asked for by name is not data.
     """
-    if frame is None or not _runs_constructor_of(frame, owner):
+    if not _runs_constructor_of(frame, owner):
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
     arguments, kind = arguments_of(frame, owner), type(owner).__name__
     ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
@@ -204,7 +204,7 @@ def _changed_in_another(before: Mapping[str, list[str]], kept: Collected, hparam
     return [name for name in twice if repr(as_stored(hparams.get(name))) != repr(as_stored(kept.values.get(name)))]
 
 
-def _runs_constructor_of(frame: FrameType, owner: object) -> bool:
+def _runs_constructor_of(frame: FrameType | None, owner: object) -> bool:
     """Whether `frame` runs a method, called by the constructor of `owner` or that itself."""
     found: FrameType | None = frame
     while found is not None and found.f_locals.get(next(iter(found.f_code.co_varnames), "")) is owner:
@@ -214,7 +214,7 @@ def _runs_constructor_of(frame: FrameType, owner: object) -> bool:
     return False
 
 
-def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
+def arguments_of(frame: FrameType | None, owner: object) -> dict[str, Any]:
     """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
 
     `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter, unless it takes

@@ -237,7 +237,8 @@ class Settings:
     def validation_seconds(self) -> float | None:
         """Return `val_check_interval` in seconds, if it is a time."""
         interval = self.val_check_interval
-        return read_duration(interval) if isinstance(interval, (str, timedelta, dict)) else None
+        is_time = isinstance(interval, (str, timedelta, dict))
+        return read_duration(interval, "val_check_interval") if is_time else None
 
     @property
     def least_epochs(self) -> int:

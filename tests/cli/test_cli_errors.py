@@ -213,7 +213,7 @@ ONE = {
     "null module": ("module:\n", "1", ["there is no module."]),
     "number as module": ("module: 3\n", "1", ["module: given 3, allowed: 'class_path: package.module.Class'"]),
     "no class": ("module: {init_args: {lr: 1}}\n", "1", ["module: given {", "allowed: 'class_path:"]),
-    "bare name": ("module: Net\n", "1", ["module: given 'Net', allowed: package.module.Class, or file.py:Class."]),
+    "bare name": ("module: Net\n", "1", ["module: unknown module 'Net'. Or package.module.Class, or file.py:Class."]),
     "no file": ("module: mymodul.py:Net\n", "1", ["there is no file 'mymodul.py' in ", "Did you mean 'mymodel.py'?"]),
     "no class in file": (
         "module: mymodel.py:Ne\n",

@@ -635,7 +635,7 @@ def test_templates_are_text_on_the_command_line(command: Command, bare: list[str
 def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:
     for wrong, words in {
         ("--lr-scheduler", "StepLr"): "unknown scheduler 'StepLr'. Did you mean 'StepLR'?",
-        ("--trainer.callbacks.patience", "3"): "Elements of a list are numbered: trainer.callbacks.0.NAME.",
+        ("--trainer.callbacks.patience", "3"): 'trainer.callbacks.0: given {"init_args": {"patience": 3}}, allowed: ',
     }.items():
         code, _, err = command("fit", *bare, "--optimizer", "SGD", *wrong)
         assert code == 2

@@ -336,7 +336,7 @@ def _to_python(kind: str, text: str) -> Any:
 
 def _read_json(text: str, source: Source, findings: Diagnostics) -> Node | None:
     try:
-        json.loads(text.strip() or "null", parse_int=str)
+        json.loads(text if text.strip() else "null", parse_int=str)
     except json.JSONDecodeError as error:
         findings.add(source.at(error.lineno), f"not valid JSON: {error.msg} (column {error.colno}).")
         return None
