@@ -316,12 +316,13 @@ def _wrong_numbers(settings: Settings) -> list[str]:
         value = getattr(settings, name)
         if isinstance(value, float) and not 0 <= value <= 1:
             problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
-    if settings.gradient_clip_val == math.inf:
-        problems.append("gradient_clip_val=inf: give a finite number; 0 or None: no clipping.")
+    for name in ("gradient_clip_val", "watchdog_seconds", "deadline_margin"):
+        if getattr(settings, name) == math.inf:
+            problems.append(f"{name}=inf: give a finite number, or None.")
     if settings.val_check_interval == 0:
         problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
-    if settings.watchdog_seconds in (0, math.inf):
-        problems.append(f"watchdog_seconds={settings.watchdog_seconds}: give seconds above 0, or None.")
+    if settings.watchdog_seconds == 0:
+        problems.append("watchdog_seconds=0: give seconds above 0, or None.")
     return problems
 
 

@@ -9,7 +9,6 @@ from trainer.callbacks import CALLBACKS
 from trainer.cli.config.draft import LAYOUTS, PRECISIONS, WITHOUT_LAYOUT
 from trainer.config.check import table_of
 from trainer.config.plug_names import callbacks, optimizers, precisions, schedulers, strategies
-from trainer.distributed.accelerators import ACCELERATORS, accelerator_problem
 from trainer.logger import Logger
 from trainer.precision import PRECISIONS as TABLE
 from trainer.strategies import STRATEGIES
@@ -22,13 +21,6 @@ def test_the_names_are_those_of_the_tables() -> None:
     assert callbacks("Logger") == [name for name, cls in CALLBACKS.items() if issubclass(cls, Logger)]
     assert set(optimizers()) == set(table_of((Optimizer,)))
     assert set(schedulers()) == set(table_of((LRScheduler,)))
-
-
-def test_accelerators_that_an_extension_may_bring_are_left_to_torch() -> None:
-    for name in ("gpuu", "cudaa", "GPU"):
-        assert str(accelerator_problem(name)).startswith(f"unknown accelerator {name!r}. ")
-    for name in ("xpu", "npu", "ppu", "emulated", None, *ACCELERATORS):
-        assert accelerator_problem(name) is None
 
 
 def test_the_help_texts_are_those_of_the_table_and_the_docstrings() -> None:

@@ -72,7 +72,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "limit that is no number": ({"limit_val_batches": float("nan")}, ["limit_val_batches=nan", "a number"]),
     "interval that is no number": ({"val_check_interval": float("nan")}, ["val_check_interval=nan", "a number"]),
     "clipping at no number": ({"gradient_clip_val": float("nan")}, ["gradient_clip_val=nan", "a number or None"]),
-    "clipping at infinity": ({"gradient_clip_val": float("inf")}, ["gradient_clip_val=inf", "None: no clipping"]),
+    "clipping at infinity": ({"gradient_clip_val": float("inf")}, ["gradient_clip_val=inf", "or None"]),
     "watchdog at no number": ({"watchdog_seconds": float("nan")}, ["watchdog_seconds=nan", "or None"]),
     "clipping misspelt": ({"gradient_clip_algorithm": "nrom"}, ["'nrom'", "'norm' or 'value'"]),
     "logging less than never": ({"log_every_n_steps": -1}, ["log_every_n_steps=-1", "from 0"]),

@@ -340,12 +340,3 @@ _FILES = TypeNames(
 def takes_mapping(annotation: Any) -> bool:
     """Whether a plain mapping fits one of the union's members."""
     return any((get_origin(option) or option) in (*MAPPINGS, Any) for option in options_of(annotation))
-
-
-def reads_as_number(text: str) -> bool:
-    """Whether a text would be a number without its quotes."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
