@@ -258,15 +258,18 @@ def _problems_of_callbacks(settings: Settings) -> list[str]:
         problems += callback_problems(callback)
         if any(callback is other for other in callbacks[:number]):
             problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: remove one.")
-    writes = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    if writes and not settings.enable_checkpointing and not settings.fast_dev_run:
+    if settings.enable_checkpointing or settings.fast_dev_run:
+        return problems
+    if any(isinstance(callback, Checkpoint) for callback in callbacks):
         problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: remove one of the two.")
     return problems
 
 
 def _callbacks(settings: Settings, time_limit: Callback | None) -> tuple[list[Callback], list[Logger]]:
     """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
-    callbacks = [*_listed(settings.callbacks), *_listed(time_limit)]
+    callbacks = _listed(settings.callbacks)
+    if time_limit is not None:
+        callbacks.append(time_limit)
     if settings.profiler is not None:
         profiler = settings.profiler
         callbacks.append(callback_named(PROFILERS[profiler])() if isinstance(profiler, str) else profiler)
