@@ -53,6 +53,7 @@ from trainer.callbacks.weight_averaging import WeightAveraging as WeightAveragin
 from trainer.logger import Logger as Logger
 from trainer.logger import Tracker as Tracker
 from trainer.names.added import Table as _Table
+from trainer.names.paths import answer_further_names as _answer_further_names
 
 CALLBACKS: _Table[type[Callback]] = _Table(
     {
@@ -64,6 +65,12 @@ CALLBACKS: _Table[type[Callback]] = _Table(
 )
 """Every callback and logger by the name of its class. All are imported with the first `Trainer`, so they import heavy
 packages inside the functions that need them."""
+
+_answer_further_names(
+    "trainer.callbacks",
+    *("checkpoint", "device_stats_monitor", "early_stopping", "finetuning", "lr_monitor", "model_summary"),
+    *("on_exception_checkpoint", "prediction_writer", "rich_model_summary", "timer", "weight_averaging"),
+)
 
 if not TYPE_CHECKING:  # with it, a type checker would accept every name
 

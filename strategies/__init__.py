@@ -12,6 +12,7 @@ if __name__ != "trainer.strategies":
     )
 
 from trainer.names.added import Table as _Table
+from trainer.names.paths import answer_further_names as _answer_further_names
 from trainer.strategies.ddp import DDPStrategy as DDPStrategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage1Strategy as DeepSpeedStage1Strategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage2OffloadStrategy as DeepSpeedStage2OffloadStrategy
@@ -35,6 +36,8 @@ STRATEGIES: _Table[type[Strategy]] = _Table(
 )
 """Every strategy by the name that `Trainer(strategy=)` takes. All are imported with the first `Trainer`, so they import
 heavy packages, torch.distributed.fsdp too, inside the functions that need them."""
+
+_answer_further_names("trainer.strategies", "ddp", "deepspeed", "fsdp", "xla")
 
 if not TYPE_CHECKING:  # with it, a type checker would accept every name
 

@@ -17,13 +17,11 @@ from trainer.errors import ConfigError
 from trainer.strategies import DDPStrategy
 
 UNKNOWN = [
-    ("trainer.callbacks", "StepTimes", "It is called 'StragglerMonitor' now. Known: "),
     ("trainer.callbacks", "EarlyStoping", "Did you mean 'EarlyStopping'? Known: "),
     ("trainer.strategies", "FSDPStrateg", "Did you mean 'FSDPStrategy'? Known: "),
     ("trainer", "Trainr", "Did you mean 'Trainer'? Known: "),
     ("trainer", "xyzzy", "Known: Callback, "),
     ("trainer", "ModelCheckpoint", "Use trainer.callbacks.ModelCheckpoint. Known: "),
-    ("trainer", "StepTimes", "Use trainer.callbacks.StragglerMonitor. Known: "),
     ("trainer", "XlaStrategy", "Use trainer.strategies.XlaStrategy. Known: "),
 ]
 PACKAGES = ["trainer", "trainer.callbacks", "trainer.strategies"]

@@ -11,7 +11,6 @@ import collections.abc
 import functools
 import hashlib
 import inspect
-import math
 import numbers
 import operator
 import os
@@ -82,92 +81,84 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
-def check_constructor(cls: type) -> None:
-    """Wrap the class's own `__init__` to raise one ConfigError for all arguments that do not fit their annotations.
+class ChecksArguments:
+    """Base of classes whose constructors, as far as they are this package's, check the types of their arguments."""
 
-    The body of `__init__` may rely on the types of its arguments; numbers of other classes, such as numpy's, arrive as
-    Python's.
-    """
-    init: Any = vars(cls).get("__init__")
-    if init is None:
-        return
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Wrap the class's own `__init__` to raise one ConfigError for all arguments that do not fit their annotations.
 
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **options: Any) -> None:
-        # Here and not above: of the classes of a table few are constructed.
-        signature = inspect.signature(init)
-        _, *known = signature.parameters
-        parameters = [*signature.parameters.values()]
-        own = [one.name for one in parameters[1:] if one.kind is one.POSITIONAL_OR_KEYWORD]
-        takes_others = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-        args, options = with_python_numbers(args), with_python_numbers(options)
-        if len(args) > len(own):
-            args, options = args[: len(own)], _by_name(cls.__name__, own, args, options)
-        if any(name not in known for name in options):
-            options = _without_strangers(cls.__name__, known, takes_others, options)
-        try:
-            given = signature.bind(self, *args, **options).arguments
-        except TypeError:
-            init(self, *args, **options)  # raises Python's own error
-            raise
-        raise_problems(_problems(cls, init, signature, given), f"{cls.__name__}'s arguments")
-        init(self, *args, **options)
+        The body of `__init__` may rely on the types of its arguments; numbers of other classes, such as numpy's,
+        arrive as Python's.
+        """
+        super().__init_subclass__(**options)
+        init: Any = vars(cls).get("__init__")
+        if init is None or not cls.__module__.startswith("trainer."):
+            return
 
-    cls.__init__ = checked  # type: ignore[misc]
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **options: Any) -> None:
+            init(self, **(_checked_arguments(cls, init, args, options) if args or options else {}))
+
+        cls.__init__ = checked  # type: ignore[method-assign]
 
 
-def keep_arguments(cls: type, attribute: str) -> None:
-    """Wrap the class's own `__init__` to keep the arguments by name, where no constructor of a subclass has done so."""
-    init: Any = vars(cls).get("__init__")
-    if init is None:
-        return
-
-    @functools.wraps(init)
-    def kept(self: Any, *args: Any, **options: Any) -> None:
-        _, *names = inspect.signature(init).parameters
-        given = {**dict(zip(names, args, strict=False)), **options}
-        vars(self).setdefault(attribute, with_python_numbers(given))
-        init(self, *args, **options)
-
-    cls.__init__ = kept  # type: ignore[misc]
-
-
-def _by_name(kind: str, own: Sequence[str], given: Sequence[object], options: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` with the arguments given by position beyond those of the constructor of the class `kind`.
-
-    Their names are those that Lightning's class has at these places.
-
-    Args:
-        own: the arguments that the constructor takes by position.
-        given: the arguments by position.
+def _checked_arguments(cls: type, init: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor by name.
 
     Raises:
-        ArgumentError: Lightning's class takes none at such a place, or the argument is in `options` too.
+        ArgumentError: an argument is unknown, or given twice, or there are too many.
+        ConfigError: arguments do not fit their annotations.
     """
-    theirs = [*own, *further_arguments(kind)]
-    for place, value in enumerate(given[len(own) :], len(own)):
-        if place >= len(theirs):
-            taken = f"({', '.join(own)}), give others as name=value" if own else "no argument"
-            raise ArgumentError(f"{kind}() takes {taken} by position; {len(given)} were given.")
-        if theirs[place] in options:
-            raise ArgumentError(f"{kind}() got {theirs[place]} twice, by position and by name: give it once.")
-        options[theirs[place]] = value
-    return options
+    kind, hints, given, problems = cls.__name__, hints_of(init, cls), {}, []
+    parameters = dict([*inspect.signature(init).parameters.items()][1:])
+    takes_others = inspect.Parameter.VAR_KEYWORD in [one.kind for one in parameters.values()]
+    for name, value in [*_by_position(kind, parameters, args, options), *options.items()]:
+        if name not in parameters:
+            if is_default(kind, name, value):
+                continue  # an argument of Lightning's that changes nothing
+            words = words_for(f"{kind}()", [name])
+            if words or not takes_others:
+                hint = did_you_mean(name, parameters, words)
+                raise ArgumentError(f"{kind}() got an unexpected keyword argument {name!r}.{hint}")
+        given[name] = value = with_python_numbers(value)
+        if name in parameters and name in hints and not fits(value, hints[name]):
+            allowed = f"give {describe_annotation(hints[name])}.{_suggestion(value, hints[name])}"
+            problems.append(f"{kind}({name}={value!r}): {allowed}")
+    raise_problems(problems, f"{kind}'s arguments")
+    return given
 
 
-def _without_strangers(kind: str, known: Sequence[str], takes_others: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` without those that only Lightning's class has, if they have the value that changes nothing.
+def _by_position(
+    kind: str, parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], options: Mapping[str, Any]
+) -> Iterable[tuple[str, Any]]:
+    """Return the arguments given by position with their names; beyond those of the constructor, with Lightning's."""
+    if not args:
+        return ()
+    names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    known = [*names, *further_arguments(kind)]
+    if len(args) > len(known):
+        raise ArgumentError(f"{kind}() takes ({', '.join(names)}) by position; {len(args)} were given: use name=value.")
+    if twice := set(known[: len(args)]) & options.keys():
+        raise ArgumentError(f"{kind}() got {', '.join(twice)} twice, by position and by name: give it once.")
+    return zip(known, args, strict=False)
 
-    Raises:
-        ArgumentError: another one is not among the arguments `known`, and cannot be passed on.
-    """
-    strangers = [name for name, value in options.items() if name not in known and not is_default(kind, name, value)]
-    words = words_for(f"{kind}()", strangers)
-    for name in strangers:
-        if name in words or not takes_others:
-            hint = did_you_mean(name, known, words)
-            raise ArgumentError(f"{kind}() got an unexpected keyword argument {name!r}.{hint}")
-    return {name: value for name, value in options.items() if name in known or name in strangers}
+
+def _suggestion(value: Any, annotation: Any) -> str:
+    if not isinstance(value, str):
+        return ""
+    literals = [option for option in options_of(annotation) if get_origin(option) is Literal]
+    return did_you_mean(value, [choice for one in literals for choice in get_args(one) if isinstance(choice, str)])
+
+
+def given_arguments(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a class by name; those of a wrong call, which `__init__` refuses, by number."""
+    if not args and not options:
+        return {}
+    try:
+        bound = inspect.signature(cls.__init__).bind(None, *args, **options)  # type: ignore[misc]
+    except TypeError:
+        return {str(number): value for number, value in enumerate(args)} | dict(options)
+    return {name: with_python_numbers(value) for name, value in [*bound.arguments.items()][1:]}
 
 
 def fingerprint_of_call(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
@@ -175,94 +166,66 @@ def fingerprint_of_call(cls: type, args: tuple[Any, ...], options: Mapping[str, 
 
     Functions count by their names, lambdas by their code, objects by their class and, if it has no address, `repr`.
     """
-    given: dict[str, Any] = {str(number): value for number, value in enumerate(args)} | dict(options)
-    try:
-        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-        given = dict(list(signature.bind(None, *args, **options).arguments.items())[1:])
-        defaults = {one.name: one.default for one in signature.parameters.values()}
-        given = {name: value for name, value in given.items() if _in_words(value) != _in_words(defaults[name])}
-    except (TypeError, ValueError):  # a wrong call, which `__init__` refuses, or a constructor without a signature
-        pass
-    return hashlib.sha256(f"{cls.__qualname__}: {_in_words(given)}".encode("utf-8", "backslashreplace")).hexdigest()[
-        :16
-    ]
+    given = given_arguments(cls, args, options)
+    if given:
+        parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        defaults = {name: _in_words(one.default) for name, one in parameters.items()}
+        given = {name: value for name, value in given.items() if _in_words(value) != defaults.get(name)}
+    text = f"{cls.__qualname__}: {_in_words(given)}"
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def _in_words(value: Any, depth: int = 4) -> str:
-    value = with_python_numbers(value) if depth == 4 else value
-    if value is None or type(value) in (bool, int, float, str, bytes, timedelta):
-        return repr(value)
+def _in_words(value: Any) -> str:
     if isinstance(value, PurePath):
         return repr(str(value))
-    if depth > 0 and type(value) in (list, tuple):  # a configuration has lists in place of tuples
-        return f"[{', '.join(_in_words(one, depth - 1) for one in value)}]"
-    if depth > 0 and type(value) in (set, frozenset):
-        return f"{{{', '.join(sorted(_in_words(one, depth - 1) for one in value))}}}"
-    if depth > 0 and type(value) is dict:
-        items = sorted((_in_words(key, depth - 1), _in_words(one, depth - 1)) for key, one in value.items())
-        return f"{{{', '.join(f'{key}: {one}' for key, one in items)}}}"
+    if type(value) in (list, tuple):  # a configuration has lists in place of tuples
+        return f"[{', '.join(map(_in_words, value))}]"
+    if type(value) in (set, frozenset):
+        return f"{{{', '.join(sorted(map(_in_words, value)))}}}"
+    if type(value) is dict:
+        items = sorted(zip(map(_in_words, value), map(_in_words, value.values()), strict=True))
+        return f"{{{', '.join(map(': '.join, items))}}}"
+    if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
+        code = value.__code__
+        told = code.co_code, code.co_names, _without_address(code.co_consts)
+        return f"{value.__module__}.{value.__qualname__}{told}"
     if isinstance(value, (type, FunctionType, MethodType)):
-        code = value.__code__ if isinstance(value, FunctionType) and value.__name__ == "<lambda>" else None
-        told = () if code is None else (code.co_code, code.co_names, _without_address(code.co_consts))
-        return f"{value.__module__}.{value.__qualname__}{told or ''}"
+        return f"{value.__module__}.{value.__qualname__}"
+    if type(value) in (NoneType, bool, int, float, str, bytes, timedelta):
+        return repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__}{_without_address(value)}"
 
 
 def _without_address(value: Any) -> str:
     """Return the `repr` of a value, or nothing where it is another one in each process."""
-    try:
-        told = repr(value)
-    except Exception:  # of a class of the user's own
-        return ""
-    return "" if " at 0x" in told else told
+    return "" if " at 0x" in repr(value) else repr(value)
 
 
-def with_python_numbers(value: Any, depth: int = 3) -> Any:
+def with_python_numbers(value: Any) -> Any:
     """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool.
 
-    Also those inside lists, tuples and dicts, of which copies are returned then, down to `depth`. Sequences and
-    mappings of other classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
+    Also those inside lists, tuples and dicts, of which copies are returned then. Sequences and mappings of other
+    classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
     """
-    kind = type(value)
-    if kind in (bool, int, float, str, NoneType):
+    if type(value) in (bool, int, float, str, NoneType):
         return value
-    for abstract, plain_kind in ((MutableSequence, list), (MutableMapping, dict)):
-        if depth > 0 and issubclass(kind, abstract) and not issubclass(kind, (plain_kind, bytearray)):
-            value, kind = plain_kind(value), plain_kind
-    if kind in (list, tuple, dict) and depth > 0:
-        items = [item for pair in value.items() for item in pair] if kind is dict else value
-        plain = [with_python_numbers(item, depth - 1) for item in items]
-        if all(map(operator.is_, plain, items)):
-            return value
-        return dict(zip(plain[::2], plain[1::2], strict=True)) if kind is dict else kind(plain)
-    if _is_numpy_bool(value):
-        return bool(value)
-    if issubclass(kind, numbers.Real):
-        try:
-            return int(value) if issubclass(kind, numbers.Integral) else float(value)
-        except OverflowError:  # a fraction above the largest float, which the checks refuse
-            return value
-    return value
-
-
-def _is_numpy_bool(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")  # bool_ before numpy 2
-
-
-def _problems(cls: type, init: Any, signature: inspect.Signature, given: dict[str, Any]) -> list[str]:
-    hints = hints_of(init, cls)
-    fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [
-        f"{cls.__name__}({name}={value!r}): give {describe_annotation(hints[name])}.{_suggestion(value, hints[name])}"
-        for name, value in list(given.items())[1:]
-        if name in hints and signature.parameters[name].kind not in fixed and not fits(value, hints[name])
-    ]
-
-
-def _suggestion(value: Any, annotation: Any) -> str:
-    literals = [option for option in options_of(annotation) if get_origin(option) is Literal]
-    choices = [choice for option in literals for choice in get_args(option) if isinstance(choice, str)]
-    return did_you_mean(value, choices) if isinstance(value, str) else ""
+    if isinstance(value, MutableSequence) and not isinstance(value, (list, bytearray)):
+        value = list(value)
+    if isinstance(value, MutableMapping) and not isinstance(value, dict):
+        value = dict(value)
+    if type(value) in (list, tuple):
+        items = [with_python_numbers(item) for item in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    if type(value) is dict:
+        pairs = [*value.items()]
+        plain = with_python_numbers(pairs)
+        return value if plain is pairs else dict(plain)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    is_numpy_bool = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    return bool(value) if is_numpy_bool else value
 
 
 def failed_function(argument: str, returns: str, error: Exception) -> ConfigError:
@@ -318,18 +281,24 @@ def options_of(annotation: Any, limits: bool = False) -> list[Any]:
     Args:
         limits: keep `Annotated` members as they are, for their limits.
     """
-    if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`
-        return options_of(annotation.__value__, limits)
-    if isinstance(annotation, NewType):
-        return options_of(annotation.__supertype__, limits)
-    if isinstance(annotation, TypeVar):
-        known = [one for one in (annotation.__bound__, *annotation.__constraints__) if not isinstance(one, ForwardRef)]
-        return [option for one in known if one is not None for option in options_of(one, limits)] or [annotation]
-    if get_origin(annotation) is Annotated and not limits:
-        return options_of(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [option for member in get_args(annotation) for option in options_of(member, limits)]
-    return [annotation]
+    options, waiting = [], [annotation]
+    while waiting:
+        one = waiting.pop(0)
+        members: list[Any] = []
+        if type(one).__name__ == "TypeAliasType":  # `type X = ...`
+            members = [one.__value__]
+        elif isinstance(one, NewType):
+            members = [one.__supertype__]
+        elif isinstance(one, TypeVar):
+            bounds = (one.__bound__, *one.__constraints__)
+            members = [bound for bound in bounds if bound is not None and not isinstance(bound, ForwardRef)]
+        elif get_origin(one) is Annotated and not limits:
+            members = [get_args(one)[0]]
+        elif get_origin(one) in (Union, types.UnionType):
+            members = [*get_args(one)]
+        waiting[:0] = members
+        options += [] if members else [one]
+    return options
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -337,52 +306,34 @@ def options_of(annotation: Any, limits: bool = False) -> list[Any]:
 
 def fits(value: Any, annotation: Any) -> bool:
     """Whether a value is of an annotation's type. NaN and bools do not fit numbers; everything fits an unknown type."""
-    return any(_fits(value, option) for option in options_of(annotation, limits=True))
+    return any(map(functools.partial(_fits, value), options_of(annotation, limits=True)))
 
 
 def _fits(value: Any, option: Any) -> bool:
-    origin, arguments = get_origin(option), get_args(option)
-    if not arguments:  # typing.List is list
-        origin, option = None, origin or option
-    if origin is Annotated:
+    kind, arguments = get_origin(option) or option, get_args(option)
+    if kind is Annotated:
         return fits(value, arguments[0]) and all(one.holds(value) for one in arguments[1:] if isinstance(one, Limit))
-    if origin is Literal:
+    if kind is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
-    if option is Any:
-        return True
-    if option in (None, NoneType):
-        return value is None
-    if option is bool:
-        return isinstance(value, bool) or _is_numpy_bool(value)
-    if option is int:
-        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if option is float:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_float(value)
-    if origin is tuple and ... not in arguments:
-        return _is_list(value) and len(value) == len(arguments) and all(map(fits, value, arguments))
-    if origin in LISTS:
-        return _is_list(value) and all(fits(one, arguments[0]) for one in value)
-    if origin in MAPPINGS:
-        return isinstance(value, Mapping) and all(
-            fits(key, arguments[0]) and fits(one, arguments[1]) for key, one in value.items()
-        )
-    if option is Callable or origin is Callable:
-        return callable(value)
-    if origin is type:
-        return isinstance(value, type)
-    return isinstance(value, option) if isinstance(option, type) and origin is None else True
+    if arguments and kind in (*LISTS, *MAPPINGS):
+        return _items_fit(value, kind, arguments)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool) and value == value
+    return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
 
 
-def _is_float(value: Any) -> bool:
-    """Whether a number can be converted to a float that is not NaN."""
-    try:
-        return not math.isnan(value)
-    except OverflowError:
+def _items_fit(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
+    if kind in MAPPINGS:
+        keys, values = arguments
+        return isinstance(value, Mapping) and all(fits(key, keys) and fits(value[key], values) for key in value)
+    if not isinstance(value, _LIKE_LISTS):
         return False
+    if kind is tuple and ... not in arguments:
+        return len(value) == len(arguments) and all(map(fits, value, arguments))
+    return all(fits(one, arguments[0]) for one in value)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple, set, frozenset, range))
+_LIKE_LISTS = (list, tuple, set, frozenset, range)
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -420,39 +371,35 @@ _PLURALS = {int: "integers", float: "numbers", str: "texts"}
 
 def describe_annotation(annotation: Any, names: TypeNames = PYTHON) -> str:
     """Return a description of the values that an annotation allows, such as "an integer from 1 or None"."""
-    options = [word for option in options_of(annotation, limits=True) for word in _names_of(option, names)]
-    if names.types[int] in options and names.types[float] in options:
-        options.remove(names.types[int])
-    unique = list(dict.fromkeys(options))
-    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
+    words = [word for option in options_of(annotation, limits=True) for word in _names_of(option, names)]
+    if names.types[float] in words:
+        words = [word for word in words if word != names.types[int]]
+    *others, last = dict.fromkeys(words)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _names_of(option: Any, names: TypeNames) -> list[str]:
-    origin, arguments = get_origin(option), get_args(option)
-    if option is bool:
+    kind, arguments = get_origin(option) or option, get_args(option)
+    name = names.types.get(kind)
+    if kind is bool:
         return names.types[bool].split(" or ")
-    if origin is Literal:
+    if kind is Literal:
         return [names.literal(choice) for choice in arguments]
-    if origin is Annotated:
-        limits = [
-            str(one) if isinstance(one, Limit) else f"({one})" for one in arguments[1:] if isinstance(one, (Limit, str))
-        ]
-        return [" ".join([describe_annotation(arguments[0], names), *limits])]
-    return [_name_of(option, origin, arguments, names)]
+    if kind is Annotated:
+        limits = [str(one) for one in arguments[1:] if isinstance(one, Limit)]
+        remarks = [f"({one})" for one in arguments[1:] if isinstance(one, str)]
+        return [" ".join([describe_annotation(arguments[0], names), *limits, *remarks])]
+    if not arguments or name is None:
+        return [name or names.others(option)]
+    if kind is type:
+        return [f"{name} ({', '.join(getattr(base, '__name__', str(base)) for base in options_of(arguments[0]))})"]
+    return [_container(kind, name, arguments, names) if kind in (*LISTS, *MAPPINGS) else name]
 
 
-def _name_of(option: Any, origin: Any, arguments: tuple[Any, ...], names: TypeNames) -> str:
-    if origin is tuple and arguments and ... not in arguments:
-        return f"a list ({', '.join(describe_annotation(argument, names) for argument in arguments)})"
-    name = names.types.get(origin or option)
-    if origin in LISTS and arguments:
-        return f"{name} of {_plural(arguments[0], names)}"
-    if origin in MAPPINGS and arguments:
-        return f"{name} of {_plural(arguments[0], names)} to {_plural(arguments[1], names)}"
-    if origin is type and arguments:
-        bases = [getattr(base, "__name__", str(base)) for base in options_of(arguments[0])]
-        return f"{name} ({', '.join(bases)})"
-    return name or names.others(option)
+def _container(kind: Any, name: str, arguments: tuple[Any, ...], names: TypeNames) -> str:
+    if kind is tuple and ... not in arguments:
+        return f"{name} ({', '.join(describe_annotation(argument, names) for argument in arguments)})"
+    return f"{name} of {' to '.join(_plural(argument, names) for argument in arguments if argument is not ...)}"
 
 
 def _plural(annotation: Any, names: TypeNames) -> str:
@@ -487,7 +434,7 @@ def local_path(path: str | Path, argument: str = "") -> Path:
         )
     here = path if url is None else url["rest"][1:] if url["rest"].startswith("/") else f"/{url['rest']}"
     expanded = os.path.expanduser(here)
-    if max(map(len, os.fsencode(expanded).split(b"/"))) > 255:  # as of a folder named after all arguments
+    if max(map(len, os.fsencode(expanded).split(b"/"))) > 255:  # which `Path.is_file` and the like would raise for
         raise ConfigError(f"{named}{str(path)[:60]!r}...: a name may have 255 bytes between two slashes. Shorten it.")
     if expanded.startswith("~"):
         raise ConfigError(

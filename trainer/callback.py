@@ -95,7 +95,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO
 
-from trainer.arguments import check_constructor, fingerprint_of_call
+from trainer.arguments import ChecksArguments, fingerprint_of_call
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.names.misses import Answers
 
@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class Callback(Answers):
+class Callback(ChecksArguments, Answers):
     """Base class of callbacks. The top of this file shows when each hook is called.
 
     Each hook gets the trainer and `pl_module`, Lightning's name for the module of the run.
@@ -136,12 +136,6 @@ class Callback(Answers):
         self = super().__new__(cls)
         self.__dict__["_made_with"] = fingerprint_of_call(cls, args, options)
         return self
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Have the constructors of this package's callbacks check the types of their arguments."""
-        super().__init_subclass__(**options)
-        if cls.__module__.startswith("trainer."):
-            check_constructor(cls)
 
     @property
     def state_key(self) -> str:
@@ -403,6 +397,7 @@ def callback_named(name: str) -> type[Callback]:
         ConfigError: no class has this name.
     """
     known = available_callbacks()
-    if name not in known:
-        raise unknown_name_error("callback", name, known)
-    return known[name]
+    try:
+        return known[name]
+    except KeyError:
+        raise unknown_name_error("callback", name, known) from None

@@ -158,18 +158,6 @@ def refuse_other_package(package: ModuleType) -> None:
     )
 
 
-RENAMED = {
-    "StepTimes": "StragglerMonitor",
-    "after_module": "runs_last",
-    "asynchronous": "async_save",
-    "most": "max_rows",
-    "on_checkpoint_committed": "on_checkpoint_saved",
-    "part_bytes": "max_shard_size",
-    "warmup_steps": "compile_warmup_steps",
-}
-"""Names of earlier versions -> their current names."""
-
-
 def did_you_mean(name: str, known: Iterable[str], equivalents: Mapping[str, str] | None = None) -> str:
     """Return `" Did you mean 'ddp'?"`, or an empty string when nothing known is close to `name`.
 
@@ -181,8 +169,6 @@ def did_you_mean(name: str, known: Iterable[str], equivalents: Mapping[str, str]
     if len(name) > 200:
         return ""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    if RENAMED.get(name, "").lower() in by_lower:
-        return f" It is called {RENAMED[name]!r} now."
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
 

@@ -14,7 +14,7 @@ import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -163,35 +163,38 @@ def collect_hyperparameters(
     Raises:
         ConfigError: `frame` does not run a method of `owner`, or a value that was asked for by name is not data.
     """
-    if frame is None or not _runs_constructor_of(frame, owner):
+    if not _runs_constructor_of(frame, owner):
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
     arguments, kind = arguments_of(frame, owner), type(owner).__name__
-    ignore = [] if ignore is None else [ignore] if isinstance(ignore, str) else list(ignore)
-    objects = [one for one in names if not isinstance(one, str)]
-    if len(objects) == 1 and len(names) == 1:
-        entries = entries_of(objects[0])
-        argument = next((name for name, value in reversed(arguments.items()) if value is objects[0]), "")
-        kept = {name: value for name, value in entries.items() if name not in ignore}
-        asked: Collection[str] = ()
+    ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
+    whole = next(iter(names), "") if len(names) == 1 else ""
+    if not isinstance(whole, str):
+        argument = next((name for name, value in reversed(arguments.items()) if value is whole), "")
+        chosen, names = entries_of(whole), ()
     else:
-        for name in names:
-            if not isinstance(name, str):
-                raise ConfigError(
-                    f"save_hyperparameters got a {type(name).__name__} among several arguments: give names of "
-                    "arguments; or one dict; or values with names, save_hyperparameters(lr=0.1)."
-                )
-            if name not in arguments:
-                raise ConfigError(f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
-        kept = {name: value for name, value in arguments.items() if name not in ignore and (not names or name in names)}
-        argument, asked = "", names
+        _check_names(names, arguments, kind)
+        argument, chosen = "", {name: value for name, value in arguments.items() if not names or name in names}
+    kept = {name: value for name, value in chosen.items() if name not in ignored}
     inside = {argument: [*map(str, kept)]}
     if added := [name for name in values if name not in kept]:
         inside[""] = [*inside.get("", ()), *added]
     kept.update(values)
     problems = {name: problem for name, value in kept.items() if (problem := data_problem(value, str(name)))}
-    refused = [problem for name, problem in problems.items() if name in asked or name in values]
+    refused = [problem for name, problem in problems.items() if name in (*names, *values)]
     raise_problems(refused, "the hyperparameters")
     return Collected(kept, inside, tuple(map(str, problems)))
+
+
+def _check_names(names: Collection[Any], arguments: Mapping[str, Any], kind: str) -> None:
+    """Raise a ConfigError for a name that is not an argument of the constructor of the class `kind`."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"save_hyperparameters got a {type(name).__name__} among several arguments: give names of arguments; "
+                "or one dict; or values with names, save_hyperparameters(lr=0.1)."
+            )
+        if name not in arguments:
+            raise ConfigError(f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
 
 
 def _changed_in_another(before: Mapping[str, list[str]], kept: Collected, hparams: Mapping[str, Any]) -> list[str]:
@@ -201,7 +204,7 @@ def _changed_in_another(before: Mapping[str, list[str]], kept: Collected, hparam
     return [name for name in twice if repr(as_stored(hparams.get(name))) != repr(as_stored(kept.values.get(name)))]
 
 
-def _runs_constructor_of(frame: FrameType, owner: object) -> bool:
+def _runs_constructor_of(frame: FrameType | None, owner: object) -> bool:
     """Whether `frame` runs a method, called by the constructor of `owner` or that itself."""
     found: FrameType | None = frame
     while found is not None and found.f_locals.get(next(iter(found.f_code.co_varnames), "")) is owner:
@@ -211,7 +214,7 @@ def _runs_constructor_of(frame: FrameType, owner: object) -> bool:
     return False
 
 
-def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
+def arguments_of(frame: FrameType | None, owner: object) -> dict[str, Any]:
     """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
 
     `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter, unless it takes
@@ -355,6 +358,16 @@ def _nested(value: Any, kind: type[dict[str, Any]] = Hyperparameters) -> Any:
     return [_nested(item, kind) for item in value] if is_list else value
 
 
+# -- data: what a checkpoint stores of a value, and what it was where the stored one does not say it -------------------
+
+Kind = list[Any] | None
+"""`[name, class, kinds of the items by their position]`, each None where there is nothing to say."""
+
+
+class _NotDataError(Exception):
+    """A value is no data; the message is the problem."""
+
+
 def data_problem(value: Any, where: str) -> str | None:
     """Return the problem of a value that is not data, which names its path inside the hyperparameters; or None.
 
@@ -362,68 +375,133 @@ def data_problem(value: Any, where: str) -> str | None:
     device of torch, and dicts, lists, tuples, sets, dataclasses, namespaces and OmegaConf's configurations of data; but
     no containers of other classes.
     """
-    if _is_leaf(value):
-        return None
-    if not dataclasses.is_dataclass(value) or inspect.signature(type(value)).parameters.keys() == {
-        field.name for field in dataclasses.fields(value) if field.init
-    }:  # else there is no making it again of its fields, as with an InitVar
-        value = _opened(value)
-    kind = type(value)
+    try:
+        _encoded(value, where)
+    except _NotDataError as error:
+        return str(error)
+    return None
+
+
+def as_stored(value: Any) -> Any:
+    """Return data as a checkpoint stores it: paths as texts, enumerations by value (or by name), sets as lists.
+
+    What is no data is returned unchanged.
+    """
+    try:
+        return _encoded(value, "")[0]
+    except _NotDataError:
+        return value
+
+
+def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return those hyperparameters that are data, as a checkpoint stores them."""
+    return {name: stored for name, (stored, _) in _each_encoded(hparams).items()}
+
+
+def kinds_of_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the kinds of those hyperparameters that `stored_hyperparameters` does not return unchanged, by name."""
+    return {name: kind for name, (_, kind) in _each_encoded(hparams).items() if kind is not None}
+
+
+def _each_encoded(hparams: Mapping[Any, Any]) -> dict[str, tuple[Any, Kind]]:
+    found = {}
+    for name, value in hparams.items():
+        with contextlib.suppress(_NotDataError):
+            found[str(name)] = _encoded(value, str(name))
+    return found
+
+
+def _encoded(value: Any, where: str) -> tuple[Any, Kind]:
+    """Return what is stored of a value, and its kind.
+
+    Raises:
+        _NotDataError: no checkpoint can store it.
+    """
+    if is_scalar(value):
+        return value, None
+    single = _encoded_single(value)
+    if single is not None:
+        return single
+    if _is_of_omegaconf(value):
+        stored, inner = _encoded(_opened(value), where)
+        return stored, ["omegaconf", _flags(value), inner]
+    entries, kind = _opened(value), type(value)
+    if entries is not value:
+        stored, items = _encoded_items(entries.values(), [f"{where}[{key!r}]" for key in entries])
+        name, of_class = (kind.__name__, None) if kind in _NAMESPACES else ("dataclass", _full_name(kind))
+        return dict(zip(entries, stored, strict=True)), [name, of_class, items]
     if kind in (dict, OrderedDict, Counter, Hyperparameters):
-        if not all(_is_leaf(key) or (isinstance(key, tuple) and data_problem(key, where) is None) for key in value):
-            return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
-        if len({repr(as_stored(key)) for key in value}) < len(value):
-            return f"hyperparameter {where} is a dict with keys that a checkpoint stores alike: give it others."
-        found = (data_problem(item, f"{where}[{key!r}]") for key, item in value.items())
-        return next(filter(None, found), None)
+        return _encoded_dict(value, where)
+    if kind in (set, frozenset):
+        value = sorted(value, key=lambda one: repr(as_stored(one)))
     is_tuple = isinstance(value, tuple) and (hasattr(value, "_fields") or kind.__module__ == "torch")
     if is_tuple or kind in (list, tuple, deque, set, frozenset):
-        return next(filter(None, (data_problem(item, f"{where}[{i}]") for i, item in enumerate(value))), None)
-    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic) and not getattr(value, "__dict__", 0):
-        return None  # of a class of its own, without attributes
+        stored, items = _encoded_items(value, [f"{where}[{position}]" for position in range(len(value))])
+        return (tuple(stored) if isinstance(value, tuple) else stored), _kind_of_list(kind, value, items)
     argument = where.split("[")[0]
-    return (
-        f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
+    raise _NotDataError(
+        f"hyperparameter {where} is a {kind.__name__}; a checkpoint stores data only "
         "(None, bool, int, float, str, paths, enumerations, lists and dicts of them). "
         f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
     )
 
 
-def _is_leaf(value: Any) -> bool:
-    kinds = (type(Path()), PurePosixPath, PureWindowsPath, datetime.timedelta, range)
-    return is_scalar(value) or isinstance(value, enum.Enum) or type(value) in kinds or _is_of_torch(value)
-
-
-def as_stored(value: Any) -> Any:
-    """Return data as a checkpoint stores it: paths as texts, enumerations by value (or by name), sets as lists."""
-    if is_scalar(value):
-        return value
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    if isinstance(value, range):
-        return value.start, value.stop, value.step
-    if _is_of_torch(value):
-        return str(value).removeprefix("torch.")
-    value = _opened(value)
+def _encoded_single(value: Any) -> tuple[Any, Kind] | None:
+    """Return what is stored of a value that holds no others, and its kind; None for any other value."""
+    kind = type(value)
     if isinstance(value, enum.Enum):
-        return as_stored(value.value) if data_problem(value.value, value.name) is None else value.name
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return {as_stored(key): as_stored(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(as_stored, value), key=repr)
-    if isinstance(value, (list, tuple, deque)):
-        return (tuple if isinstance(value, tuple) else list)(map(as_stored, value))
-    return next((kind(value) for kind in (str, bool, int, float) if isinstance(value, kind)), value)
+        is_data = data_problem(value.value, value.name) is None
+        return as_stored(value.value) if is_data else value.name, ["enum", [_full_name(kind), value.name], None]
+    if kind is datetime.timedelta:  # a float has not all digits
+        return value.total_seconds(), ["timedelta", [value.days, value.seconds, value.microseconds], None]
+    if kind is range:
+        return (value.start, value.stop, value.step), ["range", None, None]
+    if kind in (type(Path()), PurePosixPath, PureWindowsPath):
+        return os.fspath(value), ["path" if isinstance(value, Path) else kind.__name__, None, None]
+    if _is_of_torch(value):
+        return str(value).removeprefix("torch."), [kind.__name__, None, None]
+    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic) and not getattr(value, "__dict__", 0):
+        plain = next(one for one in (str, bool, int, float) if isinstance(value, one))
+        return plain(value), ["scalar", _full_name(kind), None]  # of a class of its own, without attributes
+    return None
 
 
-def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return those hyperparameters that are data, as a checkpoint stores them."""
-    return {str(name): as_stored(value) for name, value in hparams.items() if data_problem(value, str(name)) is None}
+def _encoded_items(values: Iterable[Any], places: Iterable[str]) -> tuple[list[Any], dict[str, Any] | None]:
+    """Return what is stored of several values, and their kinds by position; None where there is nothing to say."""
+    encoded = [_encoded(value, where) for value, where in zip(values, places, strict=True)]
+    kinds = {str(position): kind for position, (_, kind) in enumerate(encoded) if kind is not None}
+    return [stored for stored, _ in encoded], kinds or None
 
 
-# -- kinds: what a stored value was, where the stored one does not say it ----------------------------------------------
+def _encoded_dict(value: Mapping[Any, Any], where: str) -> tuple[dict[Any, Any], Kind]:
+    name = type(value).__name__
+    if not all(_is_leaf(key) or isinstance(key, tuple) for key in value):
+        raise _NotDataError(
+            f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
+        )
+    keys, of_keys = _encoded_items(value, [where] * len(value))
+    if len(set(map(repr, keys))) < len(value):
+        raise _NotDataError(
+            f"hyperparameter {where} is a dict with keys that a checkpoint stores alike: give it others."
+        )
+    items, of_items = _encoded_items(value.values(), [f"{where}[{key!r}]" for key in value])
+    says_all = of_keys is None and of_items is None and name == "dict"
+    return dict(zip(keys, items, strict=True)), None if says_all else [name, of_keys, of_items]
+
+
+def _kind_of_list(kind: type, value: Any, items: dict[str, Any] | None) -> Kind:
+    if kind.__module__ == "torch":
+        return [kind.__name__, None, None]
+    if hasattr(kind, "_fields"):
+        return ["namedtuple", _full_name(kind), items]
+    if kind in (list, tuple) and items is None:
+        return None
+    return [kind.__name__, getattr(value, "maxlen", None), items]
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_scalar(value) or _encoded_single(value) is not None
+
 
 _READ: dict[str, Callable[..., Any]] = {
     "path": Path,
@@ -451,59 +529,24 @@ def _is_of_torch(value: Any) -> bool:
     return type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device")
 
 
-def kinds_of_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the kinds of those hyperparameters that `stored_hyperparameters` does not return as they are, by name.
-
-    A kind is `[name, class, kinds of the items by their position]`, each None where there is nothing to say.
-    """
-    found = {str(name): _kind(value) for name, value in hparams.items() if data_problem(value, str(name)) is None}
-    return {name: kind for name, kind in found.items() if kind is not None}
-
-
-def _kind(value: Any) -> list[Any] | None:
-    if isinstance(value, enum.Enum):
-        return ["enum", [_full_name(type(value)), value.name], None]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return ["dataclass", _full_name(type(value)), _kinds_of_items(_opened(value).values())]
-    if type(value) in _NAMESPACES:
-        return [type(value).__name__, None, _kinds_of_items(vars(value).values())]
-    if _is_of_omegaconf(value):
-        return ["omegaconf", _flags(value), _kind(_opened(value))]
-    name = {Path: "path", type(Path()): "path"}.get(type(value), type(value).__name__)
-    if type(value) not in SCALARS and isinstance(value, (str, int, float)) and not is_numpy_number(value):
-        return ["scalar", _full_name(type(value)), None]
-    if isinstance(value, datetime.timedelta):  # a float has not all digits
-        return [name, [value.days, value.seconds, value.microseconds], None]
-    if isinstance(value, (PurePath, range)) or type(value).__module__ == "torch":
-        return [name, None, None]
-    if type(value) in (set, frozenset):
-        return [name, None, _kinds_of_items(sorted(value, key=lambda one: repr(as_stored(one))))]
-    if isinstance(value, tuple) and type(value) is not tuple:
-        return ["namedtuple", _full_name(type(value)), _kinds_of_items(value)]
-    if isinstance(value, Mapping):
-        items, keys = _kinds_of_items(value.values()), _kinds_of_items(value)
-        return None if items is None and keys is None and type(value) is dict else [name, keys, items]
-    items = _kinds_of_items(value) if isinstance(value, (list, tuple, deque)) else None
-    return [name, getattr(value, "maxlen", None), items] if items or type(value) is deque else None
-
-
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _kinds_of_items(items: Iterable[Any]) -> dict[str, Any] | None:
-    kinds = {str(position): kind for position, item in enumerate(items) if (kind := _kind(item)) is not None}
-    return kinds or None
-
-
 def _opened(value: Any) -> Any:
-    """Return the attributes of a dataclass or namespace, the content of OmegaConf's configurations; or the value."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        added = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in fields}
-        return {**fields, **{name: one for name, one in added.items() if _is_leaf(one) or _is_json(one)}}
+    """Return the attributes of a dataclass or namespace, the content of OmegaConf's configurations; or the value.
+
+    A dataclass whose constructor takes something else than its fields, as with an InitVar, cannot be made again.
+    """
     if type(value) in _NAMESPACES:
         return vars(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        taken = {field.name for field in dataclasses.fields(value) if field.init}
+        if inspect.signature(type(value)).parameters.keys() != taken:
+            return value
+        added = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in fields}
+        return {**fields, **{name: one for name, one in added.items() if _is_leaf(one) or _is_json(one)}}
     if isinstance(value, type) or not _is_of_omegaconf(value):
         return value
     omegaconf = sys.modules["omegaconf"].OmegaConf
@@ -555,31 +598,38 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             value = dict(zip(names, _items_as_given(values, items, owner, where), strict=True))
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
-        if name in _READ:
-            return _READ[name](value, of_class) if name in ("deque", "timedelta") else _READ[name](value)
-        if name == "scalar":
-            try:
-                return type(value).__new__(_class_named(owner, of_class, type(value)), value)
-            except LookupError as error:
-                log.warning("hyperparameter %s is a plain %s now: %s", where, type(value).__name__, error)
-        if name == "enum":
-            cls = _class_named(owner, of_class[0], enum.Enum)
-            return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
-        if name == "namedtuple":
-            return _class_named(owner, of_class, tuple)(*value)
-        if name == "dataclass":
-            cls = _class_named(owner, of_class, object)
-            names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
-            made = cls(**{name: value[name] for name in names})
-            for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
-                object.__setattr__(made, field, item)
-            return made
+        return _made_again(name, of_class, value, owner, where)
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
             f"which cannot be made again ({error}).{missing_package_advice(error)} Give it: "
             f"load_from_checkpoint(path, {where}=...)."
         ) from error
+
+
+def _made_again(name: str, of_class: Any, value: Any, owner: type, where: str) -> Any:
+    """Return an object of a kind, given its stored content, in which all objects are made again already."""
+    if name in ("deque", "timedelta"):
+        return _READ[name](value, of_class)
+    if name in _READ:
+        return _READ[name](value)
+    if name == "scalar":
+        try:
+            return type(value).__new__(_class_named(owner, of_class, type(value)), value)
+        except LookupError as error:
+            log.warning("hyperparameter %s is a plain %s now: %s", where, type(value).__name__, error)
+    if name == "enum":
+        cls = _class_named(owner, of_class[0], enum.Enum)
+        return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
+    if name == "namedtuple":
+        return _class_named(owner, of_class, tuple)(*value)
+    if name == "dataclass":
+        cls = _class_named(owner, of_class, object)
+        names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
+        made = cls(**{name: value[name] for name in names})
+        for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
+            object.__setattr__(made, field, item)
+        return made
     return value
 
 

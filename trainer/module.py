@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.arguments import check_constructor
+from trainer.arguments import ChecksArguments
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import evaluated_weights, read_checkpoint
@@ -47,7 +47,7 @@ EXCLUDED_FROM_PICKLE = (
 READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch", "global_rank", "local_rank", "loggers")
 
 
-class TrainModule(OptionalMethods, HasHyperparameters, Answers, nn.Module):
+class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers, nn.Module):
     """Base class of what a `Trainer` trains: subclasses define `training_step` and `configure_optimizers`.
 
     Every other method has a default. The hooks `on_...` that a module may also define, and the order of all calls, are
@@ -658,6 +658,3 @@ class TrainModule(OptionalMethods, HasHyperparameters, Answers, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}
-
-
-check_constructor(TrainModule)

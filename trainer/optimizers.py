@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
@@ -146,22 +146,18 @@ def parse_optimizers(
 
 
 _FINITE_OPTIONS = ("lr", "initial_lr", "weight_decay", "momentum", "eps", "betas")
-"""Options that may not be infinite."""
 
 
 def _check_options(optimizer: Optimizer, module_name: str) -> None:
     for group in optimizer.param_groups:
-        for option in group.keys() - {"params"}:
-            values = group[option] if isinstance(group[option], (tuple, list)) else [group[option]]
-            for value in values:
-                number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                if isinstance(number, float) and (
-                    math.isnan(number) or (option in _FINITE_OPTIONS and math.isinf(number))
-                ):
-                    raise ConfigError(
-                        f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has {option}="
-                        f"{group[option]}: give a finite number."
-                    )
+        for option in _FINITE_OPTIONS:
+            given = group.get(option)
+            values = given if isinstance(given, (tuple, list)) else [given]
+            if not all(value is None or math.isfinite(value) for value in values):
+                raise ConfigError(
+                    f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has {option}={given}: give "
+                    "a finite number."
+                )
 
 
 def _check_scheduler(config: SchedulerConfig, automatic: bool, calls_step: bool) -> None:

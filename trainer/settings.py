@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -13,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.arguments import kept_path, local_path, with_python_numbers
+from trainer.arguments import describe_annotation, fits, hints_of, kept_path, local_path, with_python_numbers
 from trainer.errors import ConfigError, did_you_mean
 from trainer.names.misses import is_default, words_for
 
@@ -24,9 +22,9 @@ if TYPE_CHECKING:
     from trainer.strategy import Strategy
 
 
-def argument(default: Any, help: str) -> Any:
-    """Return a field of `Settings`, whose `help` is shown by `trainer fit --help`."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def argument(default: Any, help: str, least: int | None = None) -> Any:
+    """Return a field of `Settings`, whose `help` is shown by `trainer fit --help`; `least`: the smallest number."""
+    return dataclasses.field(default=default, metadata={"help": help, "least": least})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class Settings:
         "auto",
         'Devices on this machine: a number, -1 or "auto" for all GPUs (one process on CPU), or a list of GPU numbers.',
     )
-    num_nodes: int = argument(1, "Machines that take part; each one starts this same program (with torchrun).")
+    num_nodes: int = argument(1, "Machines that take part; each one starts this same program (with torchrun).", least=1)
     strategy: str | Strategy = argument(
         "auto",
         'Where it runs: a name such as "ddp" or "fsdp"; "auto" (ddp for several devices); or a Strategy object with '
@@ -53,9 +51,13 @@ class Settings:
     )
 
     max_epochs: int | None = argument(
-        None, "Stop after this many epochs. Default: 1000 when neither max_steps nor max_time is given. -1: no limit."
+        None,
+        "Stop after this many epochs. Default: 1000 when neither max_steps nor max_time is given. -1: no limit.",
+        least=-1,
     )
-    max_steps: int | None = argument(None, "Stop after this many steps (updates of the weights). Default: no limit.")
+    max_steps: int | None = argument(
+        None, "Stop after this many steps (updates of the weights). Default: no limit.", least=-1
+    )
     max_time: str | timedelta | dict[str, float] | float | None = argument(
         None, 'Stop after this much training time: "DD:HH:MM:SS", a timedelta, {"hours": 2}, or seconds.'
     )
@@ -65,25 +67,32 @@ class Settings:
     deadline_margin: float | None = argument(
         None,
         "Seconds before the deadline at which to stop. Default: learnt from the run's steps, validations and saves.",
+        least=0,
     )
-    min_epochs: int | None = argument(None, "Ignore early stopping before this many epochs.")
+    min_epochs: int | None = argument(None, "Ignore early stopping before this many epochs.", least=0)
     min_steps: int | None = argument(
-        None, "Ignore early stopping before this many steps. Without min_epochs, the first epoch is completed, too."
+        None,
+        "Ignore early stopping before this many steps. Without min_epochs, the first epoch is completed, too.",
+        least=0,
     )
 
     limit_train_batches: int | float = argument(
         1.0,
         "Batches per training epoch and process: a number (int), or a fraction of the loader (float); 0: no training.",
+        least=0,
     )
-    limit_val_batches: int | float = argument(1.0, "The same for each validation loader; 0 turns validation off.")
-    limit_test_batches: int | float = argument(1.0, "The same for each test loader.")
-    limit_predict_batches: int | float = argument(1.0, "The same for each prediction loader.")
+    limit_val_batches: int | float = argument(
+        1.0, "The same for each validation loader; 0 turns validation off.", least=0
+    )
+    limit_test_batches: int | float = argument(1.0, "The same for each test loader.", least=0)
+    limit_predict_batches: int | float = argument(1.0, "The same for each prediction loader.", least=0)
     overfit_batches: int | float = argument(
-        0, "Train and validate on this many (or this fraction of) training batches, unshuffled; 0: off."
+        0, "Train and validate on this many (or this fraction of) training batches, unshuffled; 0: off.", least=0
     )
     fast_dev_run: bool | int = argument(
         False,
         "Run one batch (or this many) of everything, without loggers and checkpoints, to see that the code works.",
+        least=0,
     )
 
     val_check_interval: int | float | str | timedelta | dict[str, float] = argument(
@@ -92,22 +101,28 @@ class Settings:
         "timedelta.",
     )
     check_val_every_n_epoch: int | None = argument(
-        1, "Validate in every n-th epoch only; None: val_check_interval counts batches across epochs."
+        1, "Validate in every n-th epoch only; None: val_check_interval counts batches across epochs.", least=1
     )
     num_sanity_val_steps: int = argument(
-        2, "Validation batches run before training, to find errors early; -1: all, 0: none."
+        2, "Validation batches run before training, to find errors early; -1: all, 0: none.", least=-1
     )
 
     accumulate_grad_batches: int | Literal["auto"] = argument(
-        1, 'Micro-batches per step (the window). "auto": one batch, split where it does not fit into the memory.'
+        1,
+        'Micro-batches per step (the window). "auto": one batch, split where it does not fit into the memory.',
+        least=1,
     )
-    gradient_clip_val: float | None = argument(None, "Clip gradients at this value before every step; None: do not.")
+    gradient_clip_val: float | None = argument(
+        None, "Clip gradients at this value before every step; None: do not.", least=0
+    )
     gradient_clip_algorithm: Literal["norm", "value"] = argument(
         "norm", "Clip the global norm over all parameters, or each element's value."
     )
 
     log_every_n_steps: int = argument(
-        50, "Steps between two flushes of the log: values are reduced, read and sent to loggers. 0: by epoch only."
+        50,
+        "Steps between two flushes of the log: values are reduced, read and sent to loggers. 0: by epoch only.",
+        least=0,
     )
     callbacks: Callback | list[Callback] | None = argument(
         None, "Callbacks, which are called at the hooks of a run; see trainer/callback.py."
@@ -123,15 +138,18 @@ class Settings:
     default_root_dir: str | Path = argument("runs", "Run directories are made here: version_0, version_1, ...")
 
     max_restarts: int = argument(
-        0, "Start all processes again, from the last checkpoint, when one of them fails: this many times at most."
+        0,
+        "Start all processes again, from the last checkpoint, when one of them fails: this many times at most.",
+        least=0,
     )
     watchdog_seconds: float | None = argument(
-        1800.0, "Several processes: end, with all stacks, when one does nothing for so long; None: never."
+        1800.0, "Several processes: end, with all stacks, when one does nothing for so long; None: never.", least=0
     )
 
     seed: int | None = argument(
         None,
         "Seed of everything random: weights, dropout, order of the data. Default: that of seed_everything, or new.",
+        least=0,
     )
     seed_per_sample: bool = argument(
         False,
@@ -141,7 +159,7 @@ class Settings:
         True, "Split DataLoaders over the processes. False: each process gets what its own sampler gives."
     )
     reload_dataloaders_every_n_epochs: int = argument(
-        0, "Ask the module or data module for its loaders anew every so many epochs; 0: never."
+        0, "Ask the module or data module for its loaders anew every so many epochs; 0: never.", least=0
     )
     sync_batchnorm: bool = argument(
         False, "BatchNorm over the batches of all processes (torch.nn.SyncBatchNorm); needs GPUs."
@@ -170,15 +188,36 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = with_python_numbers(getattr(self, field.name))
+            value = getattr(self, field.name)
+            if type(value) is type(field.default) and value == field.default:
+                continue
             default = value is None and field.name in NONE_IS_DEFAULT
-            object.__setattr__(self, field.name, field.default if default else value)
-        if type(self.gradient_clip_val) in (int, float) and self.gradient_clip_val == 0:  # off, as in Lightning
+            object.__setattr__(self, field.name, field.default if default else with_python_numbers(value))
+        if self.gradient_clip_val == 0:  # off, as in Lightning
             object.__setattr__(self, "gradient_clip_val", None)
 
     def problems(self) -> list[str]:
-        """Return the problems of the values, one sentence each; `runs.resolved_config` checks names and types."""
-        return [*_wrong_folder(self), *_wrong_numbers(self), *_wrong_times(self), *_contradictions(self)]
+        """Return the problems of the values, one sentence each; objects are checked by `runs.resolved_config`."""
+        wrong: dict[str, str] = {}
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if type(value) is type(default) and value == default:
+                continue
+            if problem := self._problem_of(field):
+                wrong[field.name] = problem
+        fitting = dataclasses.replace(self, **{name: getattr(Settings, name) for name in wrong})
+        of_values = [*_wrong_numbers(fitting), *_wrong_times(fitting), *_contradictions(fitting)]
+        return [*wrong.values(), *of_values]
+
+    def _problem_of(self, field: dataclasses.Field[Any]) -> str | None:
+        """Return the problem of a value that does not fit its annotation, or is too small."""
+        name, value, least = field.name, getattr(self, field.name), field.metadata["least"]
+        annotation = hints_of(Settings.__init__, Settings)[name]
+        if not fits(value, annotation):
+            return f"{name}={value!r}: give {describe_annotation(annotation)}."
+        if least is not None and isinstance(value, (int, float)) and value < least:
+            return f"{name}={value!r}: give a number from {least}."
+        return None
 
     def logs_at(self, step: int) -> bool:
         """Return True if the log is flushed after this many steps."""
@@ -198,7 +237,8 @@ class Settings:
     def validation_seconds(self) -> float | None:
         """Return `val_check_interval` in seconds, if it is a time."""
         interval = self.val_check_interval
-        return read_duration(interval) if isinstance(interval, (str, timedelta, dict)) else None
+        is_time = isinstance(interval, (str, timedelta, dict))
+        return read_duration(interval, "val_check_interval") if is_time else None
 
     @property
     def least_epochs(self) -> int:
@@ -257,32 +297,14 @@ def wrong_names(positional: Collection[object], unknown: Mapping[str, object]) -
     return problems
 
 
-_INTEGERS = {  # name: smallest value
-    "num_nodes": 1,
-    "max_epochs": -1,
-    "max_steps": -1,
-    "min_epochs": 0,
-    "min_steps": 0,
-    "check_val_every_n_epoch": 1,
-    "num_sanity_val_steps": -1,
-    "accumulate_grad_batches": 1,
-    "log_every_n_steps": 0,
-    "reload_dataloaders_every_n_epochs": 0,
-    "max_restarts": 0,
-    "seed": 0,
-}
-_OPTIONAL_NUMBERS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "seed", "check_val_every_n_epoch")
-
 DEFAULT_MAX_EPOCHS = 1000
 """Epochs of a `fit` without max_epochs, max_steps and max_time."""
 
 
-def _wrong_folder(settings: Settings) -> list[str]:
-    root = settings.default_root_dir
-    if not isinstance(root, (str, Path)):
-        return [f"default_root_dir={root!r}: give a folder, such as 'runs'."]
+def error_of(attempt: Callable[[], object]) -> list[str]:
+    """Return the message of the ConfigError that a function raises; empty if it raises none."""
     try:
-        local_path(root, "default_root_dir")
+        attempt()
     except ConfigError as error:
         return [str(error)]
     return []
@@ -290,80 +312,48 @@ def _wrong_folder(settings: Settings) -> list[str]:
 
 def _wrong_numbers(settings: Settings) -> list[str]:
     problems = []
-    for name, smallest in _INTEGERS.items():
-        value = getattr(settings, name)
-        optional = name in _OPTIONAL_NUMBERS and value is None
-        optional |= name == "accumulate_grad_batches" and value == "auto"
-        if not optional and (type(value) is not int or value < smallest or (value >= 2**63 and name != "seed")):
-            hint = " For a schedule use GradientAccumulationScheduler." if isinstance(value, dict) else ""
-            if name == "accumulate_grad_batches" and isinstance(value, str):
-                hint = " Or 'auto'."
-            problems.append(f"{name}={value!r}: give an integer from {smallest}.{hint}")
     for name in (*_LIMITS, "overfit_batches", "val_check_interval"):
         value = getattr(settings, name)
-        if name == "val_check_interval" and isinstance(value, (str, timedelta, dict)):
-            continue  # a time
-        maximum = 1 if type(value) is float else 2**63 - 1
-        if type(value) not in (int, float) or not 0 <= value <= maximum:
+        if isinstance(value, float) and not 0 <= value <= 1:
             problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
-    clip = settings.gradient_clip_val
-    if clip is not None and not (is_finite_number(clip) and clip >= 0):
-        problems.append(f"gradient_clip_val={clip!r}: give a number from 0; 0 or None: no clipping.")
-    if settings.gradient_clip_algorithm not in ("norm", "value"):
-        problems.append(
-            f"gradient_clip_algorithm={settings.gradient_clip_algorithm!r}: allowed are 'norm' and 'value'."
-        )
-    if not isinstance(settings.fast_dev_run, int) or not 0 <= settings.fast_dev_run < 2**63:
-        problems.append(f"fast_dev_run={settings.fast_dev_run!r}: give True, False or a number of batches.")
+    for name in ("gradient_clip_val", "watchdog_seconds", "deadline_margin"):
+        if getattr(settings, name) == math.inf:
+            problems.append(f"{name}=inf: give a finite number, or None.")
     if settings.val_check_interval == 0:
         problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
+    if settings.watchdog_seconds == 0:
+        problems.append("watchdog_seconds=0: give seconds above 0, or None.")
     return problems
 
 
 def _wrong_times(settings: Settings) -> list[str]:
-    problems = []
-    for name in ("watchdog_seconds", "deadline_margin"):
-        value = getattr(settings, name)
-        least_is_wrong = value == 0 and name == "watchdog_seconds"
-        if value is not None and (not is_finite_number(value) or value < 0 or least_is_wrong):
-            problems.append(f"{name}={value!r}: give seconds above 0, or None.")
+    problems = [
+        *error_of(lambda: local_path(settings.default_root_dir, "default_root_dir")),
+        *error_of(lambda: settings.max_seconds),
+        *error_of(lambda: settings.validation_seconds),
+        *error_of(lambda: _refuse_late_deadline(settings.latest_end)),
+    ]
     interval = settings.val_check_interval
-    for name, time in (("max_time", settings.max_time), ("val_check_interval", interval)):
-        if time is not None and (name == "max_time" or isinstance(time, (str, timedelta, dict))):
-            try:
-                read_duration(time, name)
-            except ConfigError as error:
-                problems.append(str(error))
     if settings.check_val_every_n_epoch is None and isinstance(interval, float):
         problems.append(
             f"check_val_every_n_epoch=None with val_check_interval={interval}: give the number of batches (an int) or "
             "the time between validations."
         )
-    if settings.deadline is not None:
-        try:
-            late = read_deadline(settings.deadline) <= datetime.now().astimezone()
-        except ValueError:
-            problems.append(f"deadline={settings.deadline!r}: give a datetime or ISO 8601, such as '2026-05-31T18:00'.")
-        else:
-            if late:
-                problems.append(f"deadline={str(settings.deadline)!r} is over: give one in the future, or none.")
-    elif settings.deadline_margin is not None:
+    if settings.deadline is None and settings.deadline_margin is not None:
         problems.append("deadline_margin has no meaning without deadline: give deadline='2026-05-31T18:00', say.")
     return problems
 
 
-def unknown_profiler(given: object) -> str:
-    """Return the problem of a value of `profiler` that is none of its names, and no callback."""
-    return f"profiler={given!r}: allowed are None, {', '.join(map(repr, PROFILERS))}, or a callback."
+def _refuse_late_deadline(deadline: datetime | None) -> None:
+    if deadline is not None and deadline <= datetime.now().astimezone():
+        raise ConfigError(f"deadline={str(deadline)!r} is over: give one in the future, or none.")
 
 
 def _contradictions(settings: Settings) -> list[str]:
     problems = []
-    if isinstance(settings.profiler, str) and settings.profiler not in PROFILERS:
-        problems.append(unknown_profiler(settings.profiler))
     for unit in ("epochs", "steps"):
         minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
-        if isinstance(minimum, int) and isinstance(maximum, int) and 0 <= maximum < minimum:
+        if minimum is not None and maximum is not None and 0 <= maximum < minimum:
             problems.append(f"min_{unit}={minimum} is more than max_{unit}={maximum}.")
     if settings.overfit_batches and settings.fast_dev_run:
         problems.append("overfit_batches and fast_dev_run both limit the batches: choose one.")
@@ -374,12 +364,6 @@ def _contradictions(settings: Settings) -> list[str]:
             "benchmark=True lets cuDNN choose differently from run to run; deterministic forbids that: choose one."
         )
     return problems
-
-
-def is_finite_number(value: object) -> bool:
-    """Whether a value is a number that is neither nan nor infinite; True and False are not numbers."""
-    # An integer may be larger than any float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -395,17 +379,18 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
     Raises:
         ConfigError: `duration` has another form, or is negative.
     """
-    clock = re.fullmatch(r"(\d+):(\d\d?):(\d\d?):(\d\d?)", duration) if isinstance(duration, str) else None
+    seconds: Any = duration
     try:
-        if clock is not None:
-            duration = dict(zip(("days", "hours", "minutes", "seconds"), map(int, clock.groups()), strict=True))
-        if isinstance(duration, dict):
-            duration = timedelta(**duration)
+        if isinstance(duration, str):
+            units = ("days", "hours", "minutes", "seconds")
+            seconds = dict(zip(units, map(int, duration.split(":")), strict=True))
+        if isinstance(seconds, dict):
+            seconds = timedelta(**seconds)
     except (TypeError, ValueError, OverflowError):
-        pass
-    seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
-    is_number = isinstance(seconds, (int, float)) and (is_finite_number(seconds) or seconds == math.inf)
-    if not is_number or not isinstance(seconds, (int, float)):
+        seconds = None
+    if isinstance(seconds, timedelta):
+        seconds = seconds.total_seconds()
+    if not fits(seconds, float):
         raise ConfigError(
             f"{name}={duration!r}: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a dict such as "
             "{'hours': 2}, or seconds (a number)."
@@ -419,10 +404,10 @@ def read_deadline(value: str | datetime) -> datetime:
     """Return an ISO 8601 string or a datetime as a datetime with a time zone, by default the local one.
 
     Raises:
-        ValueError: `value` cannot be read.
+        ConfigError: `value` cannot be read.
     """
-    if isinstance(value, str):
-        value = datetime.fromisoformat(value.replace("z", "Z"))  # which Python does not parse
-    if not isinstance(value, datetime):
-        raise ValueError(value)
-    return value.astimezone()
+    try:
+        found = datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ConfigError(f"deadline={value!r}: give a datetime or ISO 8601, such as '2026-05-31T18:00'.") from None
+    return found.astimezone()

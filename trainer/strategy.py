@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
-from trainer.arguments import check_constructor, keep_arguments
+from trainer.arguments import ChecksArguments, given_arguments
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, materialize, read_when_used, stored
 from trainer.data.transfer import make_transfer, map_leaves
@@ -78,7 +78,7 @@ class SkippedBatch(NamedTuple):
     """A loss whose gradient is zero, for each parameter."""
 
 
-class Strategy(Answers):
+class Strategy(ChecksArguments, Answers):
     """Owns device placement, wrapping, backward, clipping and the optimizer's step.
 
     The methods are listed in the order in which the trainer calls them. A new strategy overrides some of them; its
@@ -111,12 +111,11 @@ class Strategy(Answers):
     _run_backward: Callable[..., Any] = staticmethod(torch.Tensor.backward)
     """Computes the gradients of a loss: that of the module, if it overrides `backward`."""
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Have constructors keep their arguments; those of this package's strategies check them, too."""
-        super().__init_subclass__(**options)
-        if cls.__module__.startswith("trainer."):
-            check_constructor(cls)
-        keep_arguments(cls, "_arguments")
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Keep the arguments, by which the processes compare their strategies."""
+        self = super().__new__(cls)
+        self._arguments = given_arguments(cls, args, options)
+        return self
 
     def __init__(self) -> None:
         pass
@@ -409,9 +408,6 @@ class Strategy(Answers):
     def __str__(self) -> str:
         """Return the strategy and its options in one line."""
         return self.name
-
-
-check_constructor(Strategy)
 
 
 def inherits(strategy: Strategy, method: str) -> bool:

@@ -54,6 +54,7 @@ from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
 from trainer.names.aliases import Alias
 from trainer.names.misses import Answers, refuse_to_set
+from trainer.names.paths import answer_further_names
 from trainer.names.states import TrainerState, state_of
 from trainer.optimizers import SchedulerConfig, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
@@ -61,7 +62,7 @@ from trainer.runs.call_arguments import Call, read_call
 from trainer.runs.compare_ranks import compare
 from trainer.runs.describe import PrintedText, describe
 from trainer.runs.monitors import refuse_missing_monitors
-from trainer.runs.resolved_config import checked_config
+from trainer.runs.resolved_config import resolve_config
 from trainer.runs.run_directory import check_one_folder
 from trainer.runs.terminal import print_text
 from trainer.seed import isolated_rng, seed_generators
@@ -189,7 +190,7 @@ class Trainer:
             compile=compile,
             activation_checkpointing=activation_checkpointing,
         )
-        self.config = checked_config(settings, wrong_names(positional, unknown))
+        self.config = resolve_config(settings, wrong_names(positional, unknown))
         self.settings = settings
         self._session = Session(settings)
         end_by_sigusr1_with_retry()
@@ -1486,3 +1487,6 @@ def _refuse_no_bool(name: str, value: Any, more: str = "") -> None:
     """Raise ConfigError for a value that is not True, False or None, without asking it what it is."""
     if value is not None and type(with_python_numbers(value)) is not bool:
         raise ConfigError(f"{name}={shown(value)}: give True or False{more}.")
+
+
+answer_further_names(__name__)

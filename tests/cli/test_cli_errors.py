@@ -117,23 +117,6 @@ ONE = {
         "3",
         ["trainer has no argument 'barebones'. Use logger=False, enable_progress_bar=False"],
     ),
-    # names of earlier versions
-    "renamed callback": (callbacks("StepTimes"), "4", ["'StepTimes'. It is called 'StragglerMonitor' now."]),
-    "renamed argument of a callback": (
-        callbacks("{class_path: ModelCheckpoint, asynchronous: true}"),
-        "4",
-        ["(ModelCheckpoint) has no argument 'asynchronous'. It is called 'async_save' now."],
-    ),
-    "another one": (
-        callbacks("{class_path: PredictionWriter, part_bytes: 3}"),
-        "4",
-        ["(PredictionWriter) has no argument 'part_bytes'. It is called 'max_shard_size' now."],
-    ),
-    "renamed argument of a strategy": (
-        NET + "trainer:\n  strategy:\n    name: xla\n    warmup_steps: 3\n",
-        "5",
-        ["(XlaStrategy) has no argument 'warmup_steps'. It is called 'compile_warmup_steps' now."],
-    ),
     # a value of the wrong type
     "float for int": (
         NET + "trainer: {max_epochs: 2.5}\n",
@@ -143,27 +126,27 @@ ONE = {
     "text for int": (
         NET + "trainer:\n  max_epochs: '3'\n",
         "3",
-        ['given "3" (text), allowed: an integer or null.', "Remove the quotes."],
+        ['given "3", allowed: an integer or null.'],
     ),
     "bool for int": (
         NET + "trainer: {seed: true}\n",
         "2",
         ["trainer.seed: given true, allowed: an integer or null."],
     ),
-    "yes for bool": (net("flag: yes"), "4", ['module.flag: given "yes" (text), allowed: true or false.']),
+    "yes for bool": (net("flag: yes"), "4", ['module.flag: given "yes", allowed: true or false.']),
     "null for text": (net("name: null"), "4", ["module.name: given null, allowed: text."]),
     "choice": (
         NET + "trainer: {gradient_clip_algorithm: nrm}\n",
         "2",
-        ['given "nrm" (text), allowed: "norm" or "value".'],
+        ['given "nrm", allowed: "norm" or "value".'],
     ),
-    "enum": (net("color: blue"), "4", ['module.color: given "blue" (text), allowed: "red".']),
+    "enum": (net("color: blue"), "4", ['module.color: given "blue", allowed: "red".']),
     "list item": (
         net("sizes:", "- 1", "- two"),
         "6",
-        ['module.sizes.1: given "two" (text), allowed: an integer.'],
+        ['module.sizes.1: given "two", allowed: an integer.'],
     ),
-    "mapping key": (net("steps: {a: 1}"), "4", ['module.steps.a: given "a" (text), allowed: an integer.']),
+    "mapping key": (net("steps: {a: 1}"), "4", ['module.steps.a: given "a", allowed: an integer.']),
     "list for int": (net("width: [1]"), "4", ["module.width: given [1], allowed: an integer."]),
     "trainer itself": (NET + "trainer: 3\n", "2", ["trainer: given 3, allowed: the trainer's arguments by name."]),
     "object": (callbacks("3"), "4", ["trainer.callbacks.0: given 3, allowed: a Callback (class_path and init_args)."]),
@@ -177,7 +160,7 @@ ONE = {
     "strategy name": (
         NET + "trainer:\n  strategy: dpd\n",
         "3",
-        ["trainer.strategy: unknown strategy 'dpd'. Did you mean 'ddp'? Known: ", "single_device"],
+        ["trainer: unknown strategy 'dpd'. Did you mean 'ddp'? Known: ", "single_device"],
     ),
     "precision name": (
         NET + "trainer:\n  precision: bf17\n",
@@ -197,7 +180,7 @@ ONE = {
     "callback as key": (
         callbacks("EarlyStopping: {monitor: x}"),
         "4",
-        ["given no class_path, allowed: 'class_path: EarlyStopping'"],
+        ["allowed: 'class_path: package.module.Class' (or file.py:Class, or a short name)"],
     ),
     "callback's value": (
         callbacks("class_path: EarlyStopping\n    init_args:\n      monitor: x\n      patience: 0"),
@@ -207,7 +190,7 @@ ONE = {
     "negative": (
         NET + "trainer:\n  seed: 1\n  max_steps: -7\n",
         "4",
-        ["trainer.max_steps=-7: give an integer from"],
+        ["trainer.max_steps=-7: give a number from -1."],
     ),
     "contradiction": (
         NET + "trainer:\n  min_epochs: 5\n  max_epochs: 1\n",
@@ -229,8 +212,8 @@ ONE = {
     "no module": ("trainer: {max_epochs: 1}\n", "1", ["there is no module. Add 'module: package.module.Class'"]),
     "null module": ("module:\n", "1", ["there is no module."]),
     "number as module": ("module: 3\n", "1", ["module: given 3, allowed: 'class_path: package.module.Class'"]),
-    "no class": ("module: {init_args: {lr: 1}}\n", "1", ["module: given no class_path, allowed: 'class_path:"]),
-    "bare name": ("module: Net\n", "1", ["module: given 'Net', allowed: package.module.Class, or file.py:Class."]),
+    "no class": ("module: {init_args: {lr: 1}}\n", "1", ["module: given {", "allowed: 'class_path:"]),
+    "bare name": ("module: Net\n", "1", ["module: unknown module 'Net'. Or package.module.Class, or file.py:Class."]),
     "no file": ("module: mymodul.py:Net\n", "1", ["there is no file 'mymodul.py' in ", "Did you mean 'mymodel.py'?"]),
     "no class in file": (
         "module: mymodel.py:Ne\n",
@@ -411,7 +394,7 @@ LINES = {
     ),
     "wrong type": (
         ["fit", "--config", "run.yaml", "--seed", "x"],
-        'error: command line: trainer.seed: given "x" (text), allowed: an integer or null.\n',
+        'error: command line: trainer.seed: given "x", allowed: an integer or null.\n',
     ),
     "index": (
         ["fit", "--config", "run.yaml", "--trainer.callbacks.1.patience", "3"],
@@ -427,7 +410,7 @@ LINES = {
     ),
     "data that is not there": (
         ["fit", "--config", "run.yaml", "--data.batch_size", "3"],
-        "error: command line: data: given no class_path",
+        "error: command line: data: given {",
     ),
 }
 
@@ -443,31 +426,11 @@ def test_one_mistake_on_the_command_line(arguments_expected: tuple[list[str], st
 
 
 def test_names_are_checked_before_torch_is_imported(project: Path) -> None:
-    Path("run.yaml").write_text(
-        NET + "optimizer: Adamm\nlr_scheduler: StepLRR\n"
-        "trainer:\n  profiler: simpel\n  strategy: dpd\n  callbacks: [Nothing]\n  logger: CSVLoger\n  precision: x\n"
-    )
+    Path("run.yaml").write_text("modul: x.py:X\ntrainer:\n  max_epoch: 3\n")
     code = "import sys\nfrom trainer.__main__ import main\n"
     ended = run_python(f"{code}print(main(['fit', '--config', 'run.yaml']), 'torch' in sys.modules)")
     assert ended.stdout == "2 False\n", ended.stderr
-    assert ended.stderr.startswith("error: 7 problems in the configuration:"), ended.stderr
-
-
-def test_names_of_accelerators_and_of_arguments_are_checked_without_torch(command: Command) -> None:
-    Path("net.py").write_text("raise SystemExit('imported')")
-    trainer = "accelerator: gpuu, strategy: {class_path: fsdp, init_args: {sharding: 1}}"
-    plugs = "callbacks: [{class_path: ModelCheckpoint, init_args: {save_topk: 3}}]"
-    plugs += ", logger: {class_path: CSVLogger, init_args: {dirr: x}}"
-    Path("run.yaml").write_text(f"module: net.py:Net\ntrainer: {{{trainer}, {plugs}}}\n")
-    code = "import sys\nfrom trainer.__main__ import main\n"
-    ended = run_python(f"{code}print(main(['fit', '--config', 'run.yaml']), 'torch' in sys.modules)")
-    assert ended.stdout == "2 False\n", ended.stderr
-    assert "unknown accelerator 'gpuu'. Did you mean 'gpu'?" in ended.stderr
-    assert (
-        "trainer.callbacks.0 (ModelCheckpoint) has no argument 'save_topk'. Did you mean 'save_top_k'?" in ended.stderr
-    )
-    assert "trainer.logger (CSVLogger) has no argument 'dirr'." in ended.stderr
-    assert "trainer.strategy (FSDPStrategy) has no argument 'sharding'." in ended.stderr
+    assert ended.stderr.startswith("error: 2 problems in the configuration:"), ended.stderr
 
 
 def test_what_is_missing_is_shown_by_an_example(command: Command) -> None:
@@ -482,25 +445,23 @@ def test_what_is_missing_is_shown_by_an_example(command: Command) -> None:
 
 
 def test_all_mistakes_come_at_once_file_by_file_from_top_to_bottom(command: Command) -> None:
-    """But those with the arguments of classes come after those that need no import."""
-    Path("base.yaml").write_text(
-        net("lrr: 1", "width: x") + "trainer:\n  strategy: dpd\n  max_epocs: 3\n  precision: x\n"
-    )
-    Path("more.yaml").write_text("daata: x\ntrainer:\n  max_steps: 2.5\n  seed: -1\n")
-    code, _, err = command("fit", "--config", "base.yaml", "more.yaml", "--trainer.max_epochs", "{}")
-    assert code == 2
-    starts = [line[4:].split(": ")[0] for line in err.splitlines()[1:]]
-    expected = ["command line"] + [f"base.yaml:{n}" for n in (7, 8, 9)] + [f"more.yaml:{n}" for n in (1, 3, 4)]
-    assert starts == expected, err
-    assert err.splitlines()[0] == "error: 7 problems in the configuration:"
-    code, _, err = command("fit", "--config", "base.yaml", "none.yaml", "--lr", "3", "--trainer.max_epoch", "3")
-    assert code == 2, "names on the command line and files that are not there are answered first, without torch"
-    starts = [line[4:].split(": ")[0] for line in err.splitlines()[1:]]
-    assert starts == ["command line"] * 2 + ["base.yaml:8", "none.yaml"]
-    Path("base.yaml").write_text(net("lrr: 1", "width: x") + "trainer:\n  compile: x\n")
-    code, _, err = command("fit", "--config", "base.yaml")
-    starts = [line[4:].split(": ")[0] for line in err.splitlines()[1:]]
-    assert (code, starts) == (2, [f"base.yaml:{n}" for n in (4, 5, 7)]), err
+    """But unknown keys and files that are not there come before what needs an import."""
+
+    def places(*arguments: str) -> list[str]:
+        code, _, err = command("fit", "--config", "base.yaml", *arguments)
+        assert code == 2
+        return [line[4:].split(": ")[0] for line in err.splitlines()[1:]]
+
+    wrong = net("lrr: 1", "width: x") + "trainer:\n  strategy: dpd\n  precision: x\n"
+    Path("base.yaml").write_text(wrong)
+    Path("more.yaml").write_text("trainer:\n  max_steps: 2.5\n  seed: -1\n")
+    expected = ["command line"] + [f"base.yaml:{n}" for n in (4, 5, 7, 8)] + [f"more.yaml:{n}" for n in (2, 3)]
+    assert places("more.yaml", "--trainer.max_epochs", "{}") == expected
+    Path("base.yaml").write_text(wrong + "  max_epocs: 3\n")
+    assert places("none.yaml", "--lr", "3", "--trainer.max_epoch", "3") == ["command line"] * 2 + [
+        "base.yaml:9",
+        "none.yaml",
+    ]
 
 
 def test_several_unreadable_files_are_reported_together(command: Command) -> None:

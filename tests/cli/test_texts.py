@@ -154,9 +154,6 @@ def test_what_is_no_text_is_read_as_yaml_as_before(arguments: object, command: C
         code, _, err = command("fit", "--module", "model.py:Model", f"--module.{name}", "[1, 2", "--print-config")
         assert code == 2
         assert f"--module.{name} '[1, 2': not valid YAML: " in err
-    code, _, err = command("fit", "--module", "model.py:Model", "--trainer.callbacks", "@x", "--print-config")
-    assert code == 2
-    assert "--trainer.callbacks '@x': not valid YAML: " in err
 
 
 def test_paths_are_saved_for_any_folder(arguments: object) -> None:
@@ -172,7 +169,7 @@ def test_a_text_of_nothing_is_not_null(arguments: object, text: str, command: Co
     assert found == {"name": text, "free": text}
     code, _, err = command("fit", "--module", "model.py:Model", "--module.width", text)
     assert code == 2
-    assert f'module.width: given "{text}" (text), allowed: an integer' in err
+    assert f'module.width: given "{text}", allowed: an integer' in err
 
 
 def test_a_path_that_is_a_url_is_refused(arguments: object, command: Command) -> None:
@@ -197,7 +194,7 @@ def test_an_argument_whose_default_is_none_may_be_null(command: Command) -> None
     assert code == 0, err
     assert yaml.safe_load(out)["module"]["init_args"] == {"width": None, "act": None}
     code, _, err = command("fit", "--config", "run.yaml", "--module.width", "x")
-    assert 'given "x" (text), allowed: an integer or null' in err
+    assert 'given "x", allowed: an integer or null' in err
 
 
 @pytest.mark.parametrize("words", [("run.json",), ("run.toml",), ("run.yaml", "--module.steps.2", "7")])
@@ -214,7 +211,7 @@ def test_keys_may_be_numbers_where_a_text_is_all_there_is(words: tuple[str, ...]
     assert code == 0, err
     code, _, err = command("fit", "--config", words[0], "--module.steps.a", "7")
     assert code == 2
-    assert 'given "a" (text), allowed: an integer' in err
+    assert 'given "a", allowed: an integer' in err
 
 
 def test_the_seed_of_another_program_is_named(command: Command) -> None:

@@ -127,13 +127,11 @@ def test_arguments_beyond_those_here_have_lightnings_names(tmp_path: Path) -> No
         AdvancedProfiler(tmp_path, "name", 1.0, True)
     with pytest.raises(ArgumentError, match="got dump_stats twice"):
         AdvancedProfiler(tmp_path, "name", 1.0, False, dump_stats=True)
-    with pytest.raises(
-        ArgumentError, match=r"takes \(dirpath, filename, .*\), give others as name=value by position; 5"
-    ):
+    with pytest.raises(ArgumentError, match=r"takes \(dirpath, filename, .*\) by position; 5"):
         AdvancedProfiler(tmp_path, "name", 1.0, False, 1)
-    with pytest.raises(ArgumentError, match=r"TrainModule\(\) takes no argument by position; 2 were given"):
+    with pytest.raises(ArgumentError, match=r"TrainModule\(\) takes \(\) by position; 2 were given"):
         TrainModule(1, 2)
-    with pytest.raises(ArgumentError, match=r"DataModule\(\) takes no argument by position; 1 were given"):
+    with pytest.raises(ArgumentError, match=r"DataModule\(\) takes \(\) by position; 1 were given"):
         DataModule(1)
     for call in (quiet(max_steps=1).validate, quiet(max_steps=1).test):
         call(Toy(), loader(2), None, False, None, True)

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from tests.helpers import annotated
-from trainer.config.check import Checker, instantiate
+from trainer.config.check import Checker
 from trainer.config.files import as_node, read_file, read_value, to_yaml
 from trainer.config.references import with_references
+from trainer.config.specs import instantiate
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries, merge
 from trainer.errors import ConfigError
 

@@ -21,7 +21,6 @@ from trainer.config.tree import (
     canonical,
     dotted,
     from_override,
-    holds_class,
     is_index,
     merge,
 )
@@ -333,8 +332,6 @@ def test_numbers_change_elements_of_a_list() -> None:
 
 def test_an_override_is_a_tree_of_one_value() -> None:
     assert from_override("a.b.c", tree_of("x: 1").value["x"]).plain() == {"a": {"b": {"c": 1}}}  # type: ignore[index]
-    assert holds_class(("trainer", "callbacks", "0"))
-    assert not holds_class(("trainer", "callbacks"))
     assert [is_index(key) for key in (0, "0", "a", True, -1)] == [True, True, False, False, False]
 
 

@@ -8,9 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer.callbacks import CALLBACKS
 from trainer.cli.config.draft import LAYOUTS, PRECISIONS, WITHOUT_LAYOUT
 from trainer.config.check import table_of
-from trainer.config.plug_names import arguments_of, callbacks, optimizers, precisions, schedulers, strategies
-from trainer.config.types import constructor_parameters
-from trainer.distributed.accelerators import ACCELERATORS, accelerator_problem
+from trainer.config.plug_names import callbacks, optimizers, precisions, schedulers, strategies
 from trainer.logger import Logger
 from trainer.precision import PRECISIONS as TABLE
 from trainer.strategies import STRATEGIES
@@ -23,23 +21,6 @@ def test_the_names_are_those_of_the_tables() -> None:
     assert callbacks("Logger") == [name for name, cls in CALLBACKS.items() if issubclass(cls, Logger)]
     assert set(optimizers()) == set(table_of((Optimizer,)))
     assert set(schedulers()) == set(table_of((LRScheduler,)))
-
-
-def test_the_arguments_are_those_of_the_classes() -> None:
-    for package, table in {"callbacks": CALLBACKS, "strategies": STRATEGIES}.items():
-        for name, kind in table.items():
-            parameters = constructor_parameters(kind)
-            takes_any = parameters.open and kind.__init__ is not object.__init__  # type: ignore[misc]
-            known = None if takes_any else (kind.__name__, list(parameters.named))
-            assert arguments_of(package, name) == known, name
-    assert arguments_of("callbacks", "mine.py:Callback") is None
-
-
-def test_accelerators_that_an_extension_may_bring_are_left_to_torch() -> None:
-    for name in ("gpuu", "cudaa", "GPU"):
-        assert str(accelerator_problem(name)).startswith(f"unknown accelerator {name!r}. ")
-    for name in ("xpu", "npu", "ppu", "emulated", None, *ACCELERATORS):
-        assert accelerator_problem(name) is None
 
 
 def test_the_help_texts_are_those_of_the_table_and_the_docstrings() -> None:

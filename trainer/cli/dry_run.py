@@ -91,7 +91,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]
     asked = entries(entries(tree).get("trainer")).get("accelerator", Node("auto", COMMAND_LINE))
     accelerator = str(asked.value)
     if accelerator in ("gpu", "cuda", "mps", "tpu"):
-        asked.value = "auto"
+        asked.value, asked.text = "auto", None
     from trainer.config.loading import load
 
     return given, load(tree, findings), accelerator
@@ -123,7 +123,7 @@ def _checks(
     given: argparse.Namespace, configuration: Configuration, accelerator: str, per_machine: int
 ) -> Iterator[CheckResult]:
     from trainer.cli.estimate.layouts import layout_of
-    from trainer.config.check import instantiate
+    from trainer.config.specs import instantiate
     from trainer.distributed.process_group import SingleProcess
     from trainer.precision import resolve_precision
     from trainer.strategy import needed_device, resolve_strategy
@@ -167,7 +167,7 @@ def _checks(
 
 def _trainer(configuration: Configuration) -> Trainer:
     """Return a trainer with the configuration's arguments, but for one process on the CPU."""
-    from trainer.config.check import instantiate
+    from trainer.config.specs import instantiate
     from trainer.trainer import Trainer
 
     arguments = {name: instantiate(value) for name, value in configuration.trainer.items()}
@@ -223,7 +223,7 @@ def _data(
     Args:
         adopt: called with the run, to attach a trainer to its module.
     """
-    from trainer.config.check import instantiate
+    from trainer.config.specs import instantiate
     from trainer.loop.loaders import make_loaders
     from trainer.loop.run import Run, Session
     from trainer.precision import default_dtype
@@ -266,7 +266,7 @@ def _bare(configuration: Configuration) -> Any:
     """Return the module on the meta device, for data modules and loaders that use it."""
     import torch
 
-    from trainer.config.check import instantiate
+    from trainer.config.specs import instantiate
 
     try:
         with torch.device("meta"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.compat import accelerate
 from trainer.compat.names import EXPORTS, MODULES, NAMES, PACKAGES_IN_WORDS
-from trainer.errors import RENAMED, did_you_mean, no_such_name, public_names
+from trainer.errors import did_you_mean, no_such_name, public_names
 
 PACKAGE = "trainer"
 NAMESAKE = "trainer.pytorch"
@@ -79,9 +79,8 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     if not target:
         packages = [import_module(f"{PACKAGE}.{one}") for one in ("callbacks", "strategies")]
         found = next((vars(one)[name] for one in packages if isinstance(vars(one).get(name), type)), None)
-        current = RENAMED.get(name, name)
         if package.__name__ == PACKAGE:
-            target = next((f"{one.__name__}.{current}" for one in packages if current in public_names(one)), "")
+            target = next((f"{one.__name__}.{name}" for one in packages if name in public_names(one)), "")
             target = target or accelerate.NAMES.get(name, "")
         of_our_files = package.__name__.startswith((f"{PACKAGE}.callbacks.", f"{PACKAGE}.strategies."))
         if found is not None and (isinstance(package, LightningPath) or of_our_files):

@@ -2,195 +2,90 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import typing
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, NotRequired, Required, get_args, get_origin, is_typeddict
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.arguments import with_python_numbers
+from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of, whole_number
 from trainer.callback import Callback, available_callbacks
-from trainer.config.classes import find_class, one_line_error
-from trainer.config.read import INVALID, Spec, Values, has_spec, reference_to_data
+from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
+from trainer.config.classes import find_class
+from trainer.config.read import SCHEDULER_OPTIONS, no_argument
+from trainer.config.specs import INVALID, ClassSpec, ValueOfData, has_spec, instantiate, reference_to_data
 from trainer.config.tree import (
+    Diagnostics,
     KeyPath,
     Node,
-    OfData,
-    Problem,
     Source,
     canonical_class,
     dotted,
     entries,
-    named_source,
     repr_value,
     sources_of,
     with_source,
 )
 from trainer.config.types import (
     TypeMismatchError,
+    accepts,
     allowed,
+    as_written,
     callables_in,
     classes_in,
     constructor_parameters,
-    for_isinstance,
     is_named_tuple,
     is_protocol,
     is_structured,
     makes_callables,
+    member_named,
     objects_in,
     takes_mapping,
     validate,
     wants_text,
 )
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError, TrainerError
-from trainer.hyperparameters import construct
+from trainer.errors import ConfigError, did_you_mean
 from trainer.logger import Logger
 from trainer.module import TrainModule
+from trainer.names.misses import is_default
 from trainer.runs.changes_since_checkpoint import allowed_problems
 from trainer.runs.resolved_config import settings_problems
-from trainer.settings import Settings
+from trainer.settings import NONE_IS_DEFAULT, Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
 
-
-@dataclass
-class ClassSpec(Spec):
-    """A class, or a function, with arguments that fit its signature; among them may be other specs."""
-
-    cls: Any
-    arguments: dict[str, Any]
-    source: Source
-    path: str
-    nodes: dict[str, Node] = field(default_factory=dict)
-    """Each argument as it was given."""
-    provided: Sequence[str] = ()
-    """Arguments that no file can hold, such as an optimizer's parameters."""
-    bases: tuple[type, ...] = (object,)
-    """The classes of one of which the object has to be."""
-    is_factory: bool = False
-    """True where a function that makes such objects is wanted."""
-    complete: Callable[..., None] | None = None
-    """A function that completes the object; it also gets the values that no file can hold."""
-    from_checkpoint: bool = False
-    """True where the arguments are a checkpoint's, among which are those that are taken by position alone."""
-
-    def __repr__(self) -> str:
-        return f"{self.cls.__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
-
-    def build(self, **provided: Any) -> Any:
-        """Return the object.
-
-        Args:
-            provided: the values of arguments that no file can hold.
-
-        Raises:
-            ConfigError: the constructor refused its arguments, or failed: says what, and where in the user's code.
-        """
-        arguments = {name: value for name, value in provided.items() if name in self.provided}
-        arguments |= {name: instantiate(value, **provided) for name, value in self.arguments.items()}
-        if self.is_factory:
-            return partial(self.cls, **arguments) if arguments else self.cls
-        try:
-            made = construct(self.cls, arguments) if self.from_checkpoint else self.cls(**arguments)
-            if not isinstance(made, tuple(map(for_isinstance, self.bases))):
-                wanted = " or ".join(base.__name__ for base in self.bases)
-                raise TypeError(f"it returned a {type(made).__name__}, which is no {wanted}")
-        except TrainerError as error:
-            sources = {name: node.source for name, node in self.nodes.items()}
-            source = named_source(str(error), sources) or self.source
-            raise ConfigError(str(Problem(source, f"{self.path}: {error}"))) from error
-        except Exception as error:
-            message = f"{self.path}: making {self.cls.__qualname__} failed: {one_line_error(error)}"
-            raise ConfigError(str(Problem(self.source, message))) from error
-        if self.complete is not None:
-            self.complete(made, **provided)
-        return made
+QUALIFIERS = {Required, NotRequired, getattr(typing, "ReadOnly", Required)}
+"""The words of a TypedDict around the type of an entry; Python has had the last one since 3.13."""
 
 
-@dataclass
-class ValueOfData(Spec):
-    """A value that is, or in which are, attributes of the data module's object."""
-
-    node: Node
-    annotation: Any
-    path: str
-    data: Callable[[], Any]
-    """Returns a data module, for those who make the module alone."""
-
-    def __repr__(self) -> str:
-        return str(reference_to_data(self.node))
-
-    def build(self, **provided: Any) -> Any:
-        """Return the value; `data` among the provided ones returns the object in place of the field.
-
-        Raises:
-            ConfigError: the object has no such attribute, or its value does not fit.
-        """
-        data = provided.get("data", self.data)()
-        value = self._filled(self.node.plain(), data)
-        try:
-            return validate(with_python_numbers(value), self.annotation)
-        except (TypeMismatchError, TypeError):
-            given = f"{self} is {value!r}, allowed: {allowed(self.annotation)}."
-            raise ConfigError(str(Problem(self.node.source, f"{self.path}: {given}"))) from None
-
-    def _filled(self, value: Any, data: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self._filled(item, data) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._filled(item, data) for item in value]
-        if not isinstance(value, OfData):
-            return value
-        name = value.removeprefix("${data.").removesuffix("}")
-        try:
-            return attrgetter(name)(data)
-        except Exception as error:
-            parameter = constructor_parameters(type(data)).named.get(name)
-            if isinstance(error, AttributeError) and parameter is not None and parameter.default is not parameter.empty:
-                return parameter.default
-            known = sorted(one for one in {*dir(type(data)), *vars(data)} - {*dir(DataModule)} if one[0] != "_")
-            has = f"The data ({type(data).__name__}) has: {', '.join(known) or 'no attributes'}."
-            message = f"{self.path}: {value}: {one_line_error(error)}. {has}"
-            raise ConfigError(str(Problem(self.node.source, message))) from error
-
-
-def instantiate(value: Any, **provided: Any) -> Any:
-    """Return a value with the objects that its specs describe; `provided` as in `ClassSpec.build`."""
-    if isinstance(value, (ClassSpec, ValueOfData)):
-        return value.build(**provided)
-    if type(value) in (list, tuple):
-        return type(value)(instantiate(item, **provided) for item in value)
-    return {key: instantiate(item, **provided) for key, item in value.items()} if type(value) is dict else value
-
-
-def is_data(value: Any) -> bool:
-    """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
-    if isinstance(value, ClassSpec):
-        return is_structured(value.cls) and all(map(is_data, value.arguments.values()))
-    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return value is not INVALID and not isinstance(value, Spec) and all(map(is_data, inside))
-
-
-class Checker(Values):
+class Checker:
     """Checks a configuration: its values against annotations, arguments against signatures. Problems go to `findings`.
 
     Nodes get the names and paths that mean the same from any folder.
     """
+
+    has_checkpoint = False
+    """True where the hyperparameters of a checkpoint stand for what the module is not given."""
+    data_spec: ClassSpec | None = None
+
+    def __init__(self, findings: Diagnostics) -> None:
+        self.findings = findings
 
     # -- the keys of a configuration ----------------------------------------------------------------------------------
 
     def chosen(self, node: Node | None, base: type, key: str, provided: Sequence[str] = ()) -> ClassSpec | None:
         """Return the class at a key of the configuration, if there is one; `provided` as in `class_spec`."""
         return None if node is None or node.value is None else self.class_spec(node, (base,), (key,), provided)
-
-    data_spec: ClassSpec | None = None
 
     def data(self, node: Node | None) -> ClassSpec | None:
         """Return the data module, if there is one."""
@@ -219,6 +114,31 @@ class Checker(Values):
             self.findings.add(node.source, problem)
         return names
 
+    def path(self, node: Node | None, key: str, has_to_be_there: bool) -> None:
+        """Make the path of a checkpoint, or of weights, absolute; "last" and "best" are words.
+
+        Weights need not be there: only a `fit` without a checkpoint reads them.
+        """
+        value = self.text(node, key)
+        if node is None or value is None or (has_to_be_there and value in ("last", "best")):
+            return
+        try:
+            node.value = str(as_storage_path(value).absolute())
+            if has_to_be_there and not checkpoint_may_exist(value):
+                close = did_you_mean(value, ["last", "best"])
+                raise ConfigError(f"there is no {value!r}.{close} Allowed: last, best, or a checkpoint's folder.")
+        except ConfigError as error:
+            self.findings.add(node.source, f"{key}: {error}")
+
+    def text(self, node: Node | None, key: str) -> str | None:
+        """Return the text at a key of the configuration, if there is one."""
+        if node is None:
+            return None
+        if node.value == "":
+            self.findings.add(node.source, f"{key}: the text is empty, as of a variable that is not set.")
+        value = self.value(node, str | None, (key,))
+        return value if isinstance(value, str) and value else None
+
     def trainer(self, node: Node | None) -> dict[str, Any]:
         """Return the arguments of Trainer that were given: each fits its type, then its value is checked.
 
@@ -233,16 +153,18 @@ class Checker(Values):
         return valid
 
     def strategy(self, node: Node) -> Any:
-        """Return a name of the table as it is; with arguments, or for a class of the user's, a spec."""
-        name, arguments = entries(node).get("class_path"), entries(node).get("init_args")
-        if name is not None and name.value == "auto":
-            if arguments is not None:
-                words = "trainer.strategy: 'auto' takes no arguments. Name the strategy that they are for."
-                self.findings.add(node.source, words)
+        """Return a short name as it is; with arguments, or for a class of the user's, a spec."""
+        given = node.plain()
+        short = given.get("class_path") if isinstance(given, dict) else None
+        if not isinstance(short, str) or re.search(r"[.:]", short):
+            return self.class_spec(node, (Strategy,), ("trainer", "strategy"))
+        if given.keys() == {"class_path"}:
+            return short
+        if short == "auto":
+            words = "trainer.strategy: 'auto' takes no arguments. Name the strategy that they are for."
+            self.findings.add(node.source, words)
             return "auto"
-        spec = self.class_spec(node, (Strategy,), ("trainer", "strategy"))
-        short = spec is not INVALID and name and arguments is None and name.value in available_strategies()
-        return name.value if short else spec  # type: ignore[union-attr]
+        return self.class_spec(node, (Strategy,), ("trainer", "strategy"))
 
     # -- classes ------------------------------------------------------------------------------------------------------
 
@@ -257,13 +179,9 @@ class Checker(Values):
         name = entries(node).get("class_path")
         table = table_of(bases, "" if name is None else str(name.value))
         if name is None or not isinstance(name.value, str):
-            likely = [*entries(nested), "ModelCheckpoint", "CSVLogger", *table, "package.module.Class"]
-            example = next(key for key in likely if key in table or key == likely[-1])
-            given = "no class_path" if isinstance(node.value, dict) and name is None else repr_value(name or node)
-            words = f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args."
-            if nested is not None and len(path) == 3:
-                words += f" Elements of a list are numbered: {dotted((*path[:2], 0))}.NAME."
-            self.findings.add(node.source, words)
+            given = repr_value(name or node)
+            words = "allowed: 'class_path: package.module.Class' (or file.py:Class, or a short name), and init_args."
+            self.findings.add(node.source, f"{where}: given {given}, {words}")
             return INVALID
         functions = path[0] != "trainer" and path not in (("module",), ("data",))
         made_by = self.named_class(name, bases, table, path, functions)
@@ -331,11 +249,24 @@ class Checker(Values):
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def of_data(self, node: Node, annotation: Any, path: KeyPath, reference: OfData) -> Any:
-        """Return a spec of the value of an attribute of the data, for what is made after these."""
-        if path[0] in ("trainer", "data"):
-            return super().of_data(node, annotation, path, reference)
-        return ValueOfData(node, annotation, dotted(path), lambda: instantiate(self.data_spec))
+    def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
+        """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
+        parameters = constructor_parameters(cls)
+        annotations = {name: one.annotation for name, one in parameters.named.items()}
+        if path == ("lr_scheduler",):
+            annotations |= SCHEDULER_OPTIONS
+        if path == ("trainer",):
+            annotations["precision"] = str | int  # no file can hold a Precision
+        values = {}
+        for name, child in entries(node).items():
+            if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
+                continue
+            if name in annotations or parameters.open:
+                values[name] = self.value(child, annotations.get(name, Any), (*path, name))
+            elif not is_default(cls.__name__, name, child.value):
+                problem = no_argument(f"{dotted(path)} ({cls.__name__})", name, parameters.named)
+                self.findings.add(child.source, problem)
+        return values
 
     def value(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
@@ -343,17 +274,68 @@ class Checker(Values):
             return self.strategy(node)
         if annotation is Any and _names_a_class(node):
             return self.class_spec(node, (object,), path)
-        return super().value(node, annotation, path)
+        if node.text is not None and wants_text(node.plain(), annotation):  # as it was written
+            node.value, node.text, node.unreadable = node.text, None, None
+        if isinstance(node.value, str) and (member := member_named(node.value, annotation)) is not None:
+            node.value = as_written(member)
+            return member
+        if isinstance(node.value, (dict, list)) and (ways := self.ways(node, annotation, path)):
+            found = self._first_fitting(node, ways)
+            fits = has_spec(found) or self._checked(node, found, annotation, path) is not INVALID
+            return found if fits else INVALID
+        if (reference := reference_to_data(node)) is not None:
+            if path[0] not in ("trainer", "data"):
+                return ValueOfData(node, annotation, dotted(path), lambda: instantiate(self.data_spec))
+            words = (
+                f"{dotted(path)}: {reference} refers to an attribute of the data's object, which is made after this."
+            )
+            self.findings.add(node.source, f"{words} Write the value here, or as an argument of data.")
+            return INVALID
+        if node.unreadable is not None and (accepts({}, annotation) or not accepts(node.text, annotation)):
+            self.findings.add(node.source, node.unreadable)
+            return INVALID
+        value = self._checked(node, node.plain(), annotation, path)
+        return value if self._keep_paths(node, value, path) else INVALID
+
+    def _keep_paths(self, node: Node, value: Any, path: KeyPath) -> bool:
+        """Write paths, also those in pydantic's models, so that they mean the same from any folder; False for a URL."""
+        if isinstance(value, Path) and "://" in str(node.value):
+            words = f"{dotted(path)}: {node.value} is a URL, which a Path changes. Annotate it as str | Path."
+            self.findings.add(node.source, words)
+            return False
+        if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
+            node.value = str(value.absolute())
+        inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        parts = [(child, inside.get(name), name) for name, child in entries(node).items()]
+        if isinstance(node.value, list) and isinstance(value, (list, tuple, deque)):
+            parts = [*zip(node.value, value, range(len(value)), strict=True)]
+        return False not in [self._keep_paths(child, part, (*path, name)) for child, part, name in parts]
+
+    def _checked(self, node: Node, given: Any, annotation: Any, path: KeyPath) -> Any:
+        try:
+            return validate(given, annotation)
+        except TypeMismatchError as mismatch:
+            return self.coerce(node, annotation, path, mismatch)
+
+    def _first_fitting(self, node: Node, ways: Sequence[Callable[[Node], Any]]) -> Any:
+        """Return a value in the first of several ways in which it has no problems, or the fewest."""
+        before = self.findings
+
+        def problems(way: Callable[[Node], Any]) -> int:
+            self.findings = Diagnostics()
+            way(copy.deepcopy(node))
+            return len(self.findings.problems)
+
+        best = min(ways, key=problems) if len(ways) > 1 else ways[0]
+        self.findings = before
+        return best(node)
 
     def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
         """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
-        objects, calls, parts = (
-            tuple(objects_in(annotation)),
-            callables_in(annotation),
-            super().ways(node, annotation, path),
-        )
+        objects, calls = tuple(objects_in(annotation)), callables_in(annotation)
+        is_list, parts = isinstance(node.value, list), self._parts(node, annotation, path)
         structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
-        if isinstance(node.value, list):
+        if is_list:
             return parts + [way for way in structured if is_named_tuple(way.keywords["cls"])]
         if not (objects or calls):
             return parts
@@ -366,11 +348,50 @@ class Checker(Values):
             return [lambda node: self.callable_spec(node, calls[0], path)]
         return [lambda node: self.class_spec(node, objects, path)]
 
+    def _parts(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
+        """Return the ways to read a mapping or a list entry by entry."""
+        is_list = isinstance(node.value, list)
+        read, kinds = (self._items, LISTS) if is_list else (self._entries, MAPPINGS)
+        options = options_of(annotation)
+        found = [option for option in options if get_origin(option) in kinds and get_args(option)]
+        found += [option for option in options if is_typeddict(option) and not is_list]
+        return [partial(read, annotation=option, path=path) for option in found]
+
     def _structured(self, node: Node, cls: Any, path: KeyPath) -> Any:
         if isinstance(node.value, list):  # of a NamedTuple; one too many has a number for a name
             names = [*cls._fields, *range(len(cls._fields), len(node.value))]
             node.value = dict(zip(names, node.value, strict=False))
         return self.spec_of(cls, node, path, node.source, node.source)
+
+    def _items(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        assert isinstance(node.value, list)
+        of_each, several = get_args(annotation), get_origin(annotation) is not tuple or ... in get_args(annotation)
+        if not several and len(of_each) != len(node.value):
+            reason = f"{len(of_each)} of them, and there are {len(node.value)}"
+            return self.coerce(node, annotation, path, TypeMismatchError((), reason))
+        annotations = of_each[:1] * len(node.value) if several else of_each
+        pairs = zip(node.value, annotations, strict=True)
+        values = [self.value(item, one, (*path, index)) for index, (item, one) in enumerate(pairs)]
+        kind: Any = {tuple: tuple, set: set, frozenset: frozenset}.get(get_origin(annotation), list)
+        return values if has_spec(values) and kind is not tuple else kind(values)
+
+    def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
+        if is_typeddict(annotation):
+            hints, given = hints_of(annotation, annotation), entries(node)
+            hints = {key: get_args(one)[0] if get_origin(one) in QUALIFIERS else one for key, one in hints.items()}
+            of_checkpoint = self.has_checkpoint and path[0] == "module"
+            missing = [] if of_checkpoint else sorted(annotation.__required_keys__ - given.keys())
+            for name in (*missing, *(key for key in given if key not in hints)):
+                problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"
+                self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
+            return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
+        of_key, of_value = get_args(annotation)
+        keys: dict[Any, Any] = {}
+        for key, child in entries(node).items():
+            # Neither JSON nor TOML nor the command line has numbers for keys.
+            number = whole_number(key) if isinstance(key, str) and not accepts(key, of_key) else None
+            keys[key] = self.value(Node(key if number is None else number, child.source), of_key, (*path, key))
+        return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return the class that a text names, or what was typed as text; if it is neither, report the mismatch."""
@@ -385,7 +406,21 @@ class Checker(Values):
             return self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
         if isinstance(node.value, str) and classes:
             return self.named_class(node, classes, {}, path)
-        return super().coerce(node, annotation, path, mismatch)
+        if node.text is not None:
+            with suppress(TypeMismatchError):
+                value = validate(node.text, annotation)
+                node.value, node.text = node.text, None
+                return value
+        part, inner = node, path  # the part that does not fit
+        for step in mismatch.path:
+            children: dict[Any, Node] = dict(enumerate(part.value)) if isinstance(part.value, list) else entries(part)
+            if step in children:  # others are the names of union members
+                part, inner = children[step], (*inner, step)
+        inside = f" in {dotted(path)}" if inner != path else ""
+        reason = f" ({mismatch.reason})" if mismatch.reason else ""
+        words = f"given {repr_value(part)}, allowed{inside}: {allowed(annotation)}{reason}."
+        self.findings.add(part.source, f"{dotted(inner)}: {words}")
+        return INVALID
 
 
 def missing_arguments(cls: Any, given: Collection[str]) -> list[str]:

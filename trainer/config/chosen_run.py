@@ -15,9 +15,10 @@ import yaml
 
 from trainer.arguments import local_path
 from trainer.checkpoint.directory import versions
-from trainer.config.check import Checker, ClassSpec, instantiate, is_data, missing_arguments
+from trainer.config.check import Checker, missing_arguments
 from trainer.config.files import as_node, to_yaml
 from trainer.config.loading import Configuration, checkpoint_of, record_of
+from trainer.config.specs import ClassSpec, instantiate, is_data
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries
 from trainer.config.types import constructor_parameters
 from trainer.errors import ConfigError
@@ -49,38 +50,47 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
             yield f"--ckpt-path {which} is that of {_shown(named)}"
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
-    anew = (command, which) == ("fit", "last")
     records = {
-        run: record for run in reversed(versions(root)) if (record := record_of(run)) and checkpoint_of(run, "last")
+        run: found for run in reversed(versions(root)) if (found := record_of(run)) and checkpoint_of(run, "last")
     }
     if name is not None:
         records = {run: record for run, record in records.items() if record.get("name") == name}
-        if not records and not anew:
-            raise ConfigError(f"--name {name}: no run below {_shown(root)} that has a checkpoint is called so.")
-        if not records:
-            configuration.ckpt_path = None
-            yield f"no run below {_shown(root)} is called {name!r} yet: the training begins anew"
-            return
-    if not records:
-        if anew and not versions(root):
-            yield f"there is no run below {_shown(root)} yet: the training begins anew"
-        elif command != "fit":
-            any(configuration.take_checkpoint(run) for run in reversed(versions(root)))
-        return
+    if records:
+        yield _choose(configuration, command, records, root)
+    else:
+        yield from _without_runs(configuration, command, root)
+
+
+def _without_runs(configuration: Configuration, command: str, root: Path) -> Iterator[str]:
+    """Begin a training; or take the newest checkpoint of those that scripts have written, if no name is asked for."""
+    name, begins = configuration.name, (command, configuration.ckpt_path) == ("fit", "last")
+    if name is not None and not begins:
+        raise ConfigError(f"--name {name}: no run below {_shown(root)} that has a checkpoint is called so.")
+    if name is not None:
+        configuration.ckpt_path = None
+        yield f"no run below {_shown(root)} is called {name!r} yet: the training begins anew"
+    elif begins and not versions(root):
+        yield f"there is no run below {_shown(root)} yet: the training begins anew"
+    elif command != "fit":
+        any(configuration.take_checkpoint(run) for run in reversed(versions(root)))
+
+
+def _choose(configuration: Configuration, command: str, records: dict[Path, dict[str, Any]], root: Path) -> str:
+    """Have the command work in the nearest of the runs, whose `records` begin with the newest; return a line on it."""
+    which = configuration.ckpt_path
     wanted = yaml.safe_load(configuration.recorded)
     found = {run: [*_differences(configuration, record, wanted)] for run, record in records.items()}
-    equal = [one for one, lines in found.items() if name is not None or not lines]
-    run = min(equal, key=lambda one: _other_settings(records[one], wanted), default=None)
-    if run is None and (command == "fit" or len(found) > 1):
+    equal = [run for run, lines in found.items() if configuration.name is not None or not lines]
+    if not equal and (command == "fit" or len(found) > 1):
         raise ConfigError(_none_is_equal(configuration, command, found, root))
-    run = run or next(iter(found))
+    run = min(equal or found, key=lambda one: _other_settings(records[one], wanted))
     configuration.work_in(run, command)
-    if anew:  # the run keeps its name, and the weights from which it began
+    if (command, which) == ("fit", "last"):  # the run keeps its name, and the weights from which it began
         kept = {key: records[run][key] for key in ("name", "weights") if key in records[run]}
         configuration.recorded = to_yaml({**kept, **wanted})
     differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
     nearest = f", by the trainer's settings; the newest is {_shown(equal[0])}" if run in equal[1:] else ""
-    yield f"--ckpt-path {which} is that of {_shown(run)}{differs or nearest}"
+    return f"--ckpt-path {which} is that of {_shown(run)}{differs or nearest}"
 
 
 def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> Path | None:

@@ -10,7 +10,7 @@ import pkgutil
 import sys
 import traceback
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -59,7 +59,8 @@ def find_class(
     """
     if name in table:
         return ResolvedClass(table[name], name)
-    check_short_name(name, _kind(bases), table)
+    if ":" not in name and "." not in name:
+        raise ConfigError(f"{unknown_name_error(_kind(bases), name, table)} Or package.module.Class, or file.py:Class.")
     if name.endswith(".py") and ":" not in name:
         name += ":"  # a file, whose classes the message lists
     location, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
@@ -76,18 +77,6 @@ def find_class(
     if functions and callable(found) and not isinstance(found, type):
         return ResolvedClass(_require_returned(found, bases), f"{where}{attribute}")
     return ResolvedClass(_require_class(found, bases), f"{where}{attribute}")
-
-
-def check_short_name(
-    name: str, kind: str, known: Collection[str], equivalents: Mapping[str, str] | None = None
-) -> None:
-    """Raise a ConfigError for a name without a module that is not a known one; `equivalents` as in `did_you_mean`."""
-    if ":" in name or "." in name or name in known:
-        return
-    if known:
-        error = unknown_name_error(kind, name, known, equivalents)
-        raise ConfigError(f"{error} Or package.module.Class, or file.py:Class.")
-    raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
 
 
 def _kind(bases: tuple[type, ...]) -> str:
@@ -251,12 +240,12 @@ def _user_folder(module: ModuleType) -> Path | None:
     top = sys.modules[module.__name__.partition(".")[0]]
     if top.__name__ == "trainer":
         return None
-    paths = [Path(path).parent for path in getattr(top, "__path__", [])]  # only packages have one
-    file = getattr(top, "__file__", None)  # Python's built-in modules have none
-    if not paths and file is not None:
-        paths = [Path(file).parent]
-    root = Path(os.path.abspath(paths[0])) if paths else None
-    return None if root is None or is_installed(root) else root
+    # Only packages have a path, and Python's built-in modules have no file.
+    places = [*getattr(top, "__path__", ()), getattr(top, "__file__", None)]
+    if places[0] is None:
+        return None
+    root = Path(os.path.abspath(places[0])).parent
+    return None if is_installed(root) else root
 
 
 # -- the user's own errors --------------------------------------------------------------------------------------------

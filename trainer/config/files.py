@@ -205,13 +205,13 @@ def _without_values(tree: Node) -> bool:
 # -- YAML -------------------------------------------------------------------------------------------------------------
 
 
-def _read_yaml(text: str, source: Source, findings: Diagnostics, json_text: str | None = None) -> Node | None:
+def _read_yaml(text: str, source: Source, findings: Diagnostics) -> Node | None:
     before = len(findings.problems)
     try:
         _check_brackets(text)
         loader = _Loader(text)
         root = loader.get_single_node()
-        tree = _YamlReader(loader, source, findings, json_text).node(root, root) if root else Node(None, source)
+        tree = _YamlReader(loader, source, findings).node(root, root) if root else Node(None, source)
     except (_TooLargeError, RecursionError) as error:
         findings.add(source, _too_large(error))
         return None
@@ -246,11 +246,10 @@ def _too_large(error: Exception) -> str:
 class _YamlReader:
     """Turns composed YAML into nodes."""
 
-    def __init__(self, loader: _Loader, source: Source, findings: Diagnostics, json_text: str | None) -> None:
+    def __init__(self, loader: _Loader, source: Source, findings: Diagnostics) -> None:
         self.loader = loader
         self.source = source
         self.findings = findings
-        self.json_text = json_text
         self.open: list[Any] = []
         self.values = 0
 
@@ -276,9 +275,8 @@ class _YamlReader:
             if isinstance(node, yaml.SequenceNode):
                 return Node([self.node(item, item) for item in node.value], source)
             value = self.scalar(node, source)
-            return Node(
-                value, source, None if self.json_text or value is None or node.tag == f"{TAG}str" else node.value
-            )
+            is_text = value is None or node.tag == f"{TAG}str"
+            return Node(value, source, None if is_text else node.value)
         finally:
             self.open.pop()
 
@@ -305,8 +303,6 @@ class _YamlReader:
 
     def scalar(self, node: Any, source: Source) -> Any:
         text: str = node.value
-        if self.json_text is not None:
-            return _from_json(self.json_text[node.start_mark.index : node.end_mark.index])
         kind = node.tag.removeprefix(TAG)
         if kind in ("str", "merge"):  # a character that JSON escapes in two parts, of which PyYAML makes two
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
@@ -339,28 +335,16 @@ def _to_python(kind: str, text: str) -> Any:
 
 
 def _read_json(text: str, source: Source, findings: Diagnostics) -> Node | None:
-    if not text.strip():
-        return Node(None, source)
     try:
-        _from_json(text)
+        json.loads(text if text.strip() else "null", parse_int=str)
     except json.JSONDecodeError as error:
         findings.add(source.at(error.lineno), f"not valid JSON: {error.msg} (column {error.colno}).")
         return None
-    except (_TooLargeError, RecursionError) as error:
+    except RecursionError as error:
         findings.add(source, _too_large(error))
         return None
     # JSON is YAML but for tabs; the YAML parser knows the lines.
-    return _read_yaml(text.replace("\t", " "), source, findings, json_text=text)
-
-
-def _from_json(text: str) -> Any:
-    return json.loads(text, parse_int=_to_int)
-
-
-def _to_int(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise _TooLargeError(f"an integer of more than {MAX_DIGITS} digits: {text[:20]} and so on")
-    return int(text)
+    return _read_yaml(text.replace("\t", " "), source, findings)
 
 
 # -- TOML -------------------------------------------------------------------------------------------------------------

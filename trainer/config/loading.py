@@ -15,12 +15,12 @@ from trainer.arguments import local_path
 from trainer.callback import Callback
 from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory
 from trainer.checkpoint.storage import StoragePath, as_storage_path
-from trainer.config.check import Checker, ClassSpec, instantiate
+from trainer.config.check import Checker
 from trainer.config.classes import find_class
 from trainer.config.files import to_yaml
 from trainer.config.optimizers import with_optimizer
-from trainer.config.read import INVALID
 from trainer.config.references import escaped
+from trainer.config.specs import INVALID, ClassSpec, instantiate
 from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries, sources_of, with_source
 from trainer.data.datamodule import DataModule
 from trainer.errors import CheckpointError, ConfigError
@@ -157,10 +157,12 @@ def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Configurati
         scheduler = checker.scheduler(given.get("lr_scheduler"))
         module = with_optimizer(module, optimizer, scheduler)
     data, allow_changes = checker.data(given.get("data")), checker.allow_changes(given.get("allow_changes"))
+    checker.path(given.get("ckpt_path"), "ckpt_path", has_to_be_there=True)
+    checker.path(given.get("weights"), "weights", has_to_be_there=False)
+    name = checker.text(given.get("name"), "name")
     findings.report()
     assert module is not None
-    keys = ("ckpt_path", "weights", "name")
-    ckpt_path, weights, name = (None if key not in given else given[key].plain() for key in keys)
+    ckpt_path, weights = (None if key not in given else given[key].plain() for key in ("ckpt_path", "weights"))
     sources = sources_of(given.get("trainer"))
     resolved = escaped(_resolved(tree))
     return Configuration(

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer.config.check import ClassSpec, instantiate
 from trainer.config.read import SCHEDULER_OPTIONS
+from trainer.config.specs import ClassSpec, instantiate
 from trainer.config.tree import Problem
 from trainer.errors import ConfigError
 from trainer.module import TrainModule

@@ -31,21 +31,21 @@ def strategies() -> dict[str, str]:
     """Return the strategies of `trainer.strategies.STRATEGIES`, with the first sentences of their docstrings."""
     return {
         name: (ast.get_docstring(kind) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
-        for name, (_, kind) in _strategies().items()
+        for name, kind in _strategies().items()
     }
 
 
 @cache
 def strategy_classes() -> dict[str, str]:
     """Return the names of strategies by their classes' names, and of several the first."""
-    return {kind.name: name for name, (_, kind) in reversed(_strategies().items())}
+    return {kind.name: name for name, kind in reversed(_strategies().items())}
 
 
 @cache
-def _strategies() -> dict[str, tuple[str, ast.ClassDef]]:
-    kinds = ((module, _class_in(module, name)) for name, module in _exported("strategies").items())
-    named = ((_name_of(kind), (module, kind)) for module, kind in kinds if kind is not None)
-    return {name: found for name, found in named if name is not None}
+def _strategies() -> dict[str, ast.ClassDef]:
+    exported = _exported("strategies").items()
+    kinds = [kind for name, module in exported for kind in _source(module).body if getattr(kind, "name", "") == name]
+    return {str(name): kind for kind in kinds if isinstance(kind, ast.ClassDef) and (name := _name_of(kind))}
 
 
 @cache
@@ -74,40 +74,6 @@ def _imported(package: str) -> dict[str, str]:
 def _exported(package: str) -> dict[str, str]:
     """Return the names of its own modules that a package exports, and these modules."""
     return {name: module for name, module in _imported(package).items() if module.startswith(f"trainer.{package}.")}
-
-
-@cache
-def arguments_of(package: str, name: str) -> tuple[str, list[str]] | None:
-    """Return the class that has a name in "callbacks" or "strategies", and its arguments; None where it takes any."""
-    module, kind = _strategies().get(name, ("", None)) if package == "strategies" else ("", None)
-    if kind is None and name in _exported(package):
-        module = _exported(package)[name]
-        kind = _class_in(module, name)
-    found = None if kind is None else _constructor_arguments(module, kind)
-    return None if kind is None or found is None else (kind.name, found)
-
-
-def _class_in(module: str, name: str) -> ast.ClassDef | None:
-    return next((one for one in _source(module).body if isinstance(one, ast.ClassDef) and one.name == name), None)
-
-
-def _constructor_arguments(module: str, kind: ast.ClassDef) -> list[str] | None:
-    for node in kind.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            more, given = node.args.kwarg, node.args
-            is_open = more is not None and (more.annotation is None or ast.unparse(more.annotation) != "Never")
-            return None if is_open else [one.arg for one in [*given.args[1:], *given.kwonlyargs]]
-    imported = {
-        alias.name: str(node.module)
-        for node in _source(module).body
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trainer.")
-        for alias in node.names
-    }
-    for name in (ast.unparse(base).partition("[")[0] for base in kind.bases):
-        home = imported.get(name, module)
-        if (base := _class_in(home, name)) is not None:
-            return _constructor_arguments(home, base)
-    return []
 
 
 @cache

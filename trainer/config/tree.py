@@ -143,35 +143,47 @@ CLASS_ROOTS = ("module", "data", "optimizer", "lr_scheduler")
 LISTS_OF_CLASSES = (("trainer", "callbacks"), ("trainer", "logger"))
 
 
-def holds_class(path: KeyPath) -> bool:
-    """Whether the value at this place of a configuration is a choice of class."""
-    one = (len(path) == 1 and path[0] in CLASS_ROOTS) or path in (("trainer", "strategy"), ("trainer", "logger"))
-    return one or (len(path) == 3 and path[:2] in LISTS_OF_CLASSES and is_index(path[2]))
-
-
 def is_index(key: Any) -> bool:
     """Whether a key is a position in a list: 0, "0", 1, ..."""
     return (type(key) is int and key >= 0) or (isinstance(key, str) and whole_number(key) is not None)
 
 
-def canonical(node: Node, findings: Diagnostics, path: KeyPath = ()) -> Node:
-    """Return a configuration, or the part of it at `path`, with every choice of class in its long form."""
-    if path == ("trainer",) and not isinstance(node.value, (dict, NoneType)):
+def canonical(node: Node, findings: Diagnostics) -> Node:
+    """Return a configuration with every choice of class in its long form."""
+    given = dict(entries(node))
+    for key in (key for key in CLASS_ROOTS if key in given):
+        given[key] = canonical_class(given[key], (key,), findings)
+    if "trainer" in given:
+        given["trainer"] = _canonical_trainer(given["trainer"], findings)
+    return Node(given, node.source)
+
+
+def _canonical_trainer(node: Node, findings: Diagnostics) -> Node:
+    if node.value is None:
+        return node
+    if not isinstance(node.value, dict):
         hint = ""
-        if isinstance(node.value, str) and node.source == COMMAND_LINE:
-            hint = f" Write --trainer.{node.value.replace('=', ' ', 1)}." if "=" in node.value else ""
+        if node.source == COMMAND_LINE and "=" in str(node.value):
+            hint = f" Write --trainer.{str(node.value).replace('=', ' ', 1)}."
         findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.{hint}")
-        node = Node({}, node.source)
-    if path == LISTS_OF_CLASSES[0] and not (isinstance(node.value, (list, NoneType)) or is_numbered(node)):
-        node = Node([node], node.source)
-    several = path in LISTS_OF_CLASSES
-    if isinstance(node.value, list) and several:
-        items = [canonical(item, findings, (*path, i)) for i, item in enumerate(node.value)]
+    given = dict(entries(node))
+    if "strategy" in given:
+        given["strategy"] = canonical_class(given["strategy"], ("trainer", "strategy"), findings)
+    for path in (path for path in LISTS_OF_CLASSES if path[1] in given):
+        given[path[1]] = _canonical_list(given[path[1]], path, findings)
+    return Node(given, node.source)
+
+
+def _canonical_list(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
+    """Return callbacks or loggers in the long form: a list, positions with what changes there, or a single one."""
+    if isinstance(node.value, list):
+        items = [canonical_class(item, (*path, i), findings) for i, item in enumerate(node.value)]
         return Node(items, node.source, append=node.append)
-    if isinstance(node.value, dict) and (path in ((), ("trainer",)) or (several and is_numbered(node))):
-        children = {key: canonical(child, findings, (*path, key)) for key, child in node.value.items()}
+    if is_numbered(node):
+        children = {key: canonical_class(child, (*path, key), findings) for key, child in entries(node).items()}
         return Node(children, node.source)
-    return canonical_class(node, path, findings) if holds_class(path) else node
+    one = canonical_class(node, path, findings)
+    return Node([one], node.source) if path == LISTS_OF_CLASSES[0] and node.value is not None else one
 
 
 def is_numbered(node: Node) -> bool:
@@ -253,31 +265,31 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
         _note_left_out(below, above, findings, path)
         is_name = isinstance(below.value, str) and re.fullmatch(r"[^${}]+[.:]\w+", below.value)
         return replace(above, named=below) if is_name else above
-    if below.value and "class_path" in {
-        **below.value,
-        **above.value,
-    }:  # also of an argument, which has no canonical form yet
+    if below.value and "class_path" in (*below.value, *above.value):  # of an argument, not in canonical form yet
         below, above = canonical_class(below, path, findings), canonical_class(above, path, findings)
     old, new = entries(below), entries(above)
-    if _other_class(below, above):
-        if "init_args" in old:
-            findings.notes.append(
-                f"{above.source}: {dotted(path)} is now {new['class_path'].value}; the arguments given to "
-                f"{old['class_path'].value} at {below.source} are left out."
-            )
-        return above
-    merged = dict(old)
-    for key, child in new.items():
+    if not _other_class(below, above):
+        return _merge_entries(below, above, findings, path)
+    if "init_args" in old:
+        findings.notes.append(
+            f"{above.source}: {dotted(path)} is now {new['class_path'].value}; the arguments given to "
+            f"{old['class_path'].value} at {below.source} are left out."
+        )
+    return above
+
+
+def _merge_entries(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> Node:
+    merged = dict(entries(below))
+    for key, child in entries(above).items():
         # The command line knows text only: --x.4 means the entry 4 that a file wrote as a number.
-        number = whole_number(key) if isinstance(key, str) else key
-        known = number if number is not None and number in merged and key not in merged else key
+        known = next((one for one in merged if str(one) == str(key)), key)
         inside = path if key == "init_args" else (*path, key)
         if child.value is None and entries(merged.get(known)):
             _report_empty_section(merged[known], child, findings, (*path, key))
         nothing = Node({} if isinstance(child.value, dict) else None, child.source)
         merged[known] = merge(merged.get(known, nothing), child, findings, inside)
-    source = above.source if "class_path" in new else below.source
-    return Node(merged, source, None if old else above.text, named=below.named)
+    source = above.source if "class_path" in entries(above) else below.source
+    return Node(merged, source, None if entries(below) else above.text, named=below.named)
 
 
 def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
@@ -309,13 +321,14 @@ def _with_appended(below: Node, above: Node) -> Node:
 
 def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
     """Note that a list of classes replaces another: easily done unawares, with callbacks."""
-    if not isinstance(below.value, list) or not isinstance(above.value, list):
+    old, new = below.plain(), above.plain()
+    if not isinstance(old, list) or not isinstance(new, list) or old == new:
         return
-    classes = [str(name.value) for item in below.value if (name := entries(item).get("class_path")) is not None]
     fix = "Put all of them into one file."
     if above.source == COMMAND_LINE:
         fix = f"To keep it and add to it, write --{dotted(path)}+=NAME."
-    if classes and below.plain() != above.plain():
+    classes = [str(item["class_path"]) for item in old if isinstance(item, dict) and "class_path" in item]
+    if classes:
         findings.notes.append(
             f"{above.source}: {dotted(path)} takes the place of the list at {below.source} "
             f"({', '.join(classes)}), which is left out. {fix}"

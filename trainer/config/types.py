@@ -33,7 +33,16 @@ from typing import (
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
-from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
+from trainer.arguments import (
+    LISTS,
+    MAPPINGS,
+    PYTHON,
+    ChecksArguments,
+    TypeNames,
+    describe_annotation,
+    hints_of,
+    options_of,
+)
 
 SCALARS = (bool, int, float, NoneType)
 NO_ADAPTER = (PydanticUserError, SchemaError)
@@ -69,11 +78,7 @@ def constructor_parameters(made_by: Callable[..., Any], line: Sequence[type] = (
     hints = hints_of(of, made_by)
     named = {}
     takes_more = False
-    try:
-        signature = inspect.signature(made_by)
-    except ValueError:  # one of torch's own functions in C
-        return Parameters({}, open=True)
-    for name, parameter in signature.parameters.items():
+    for name, parameter in _parameters(made_by).items():
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_more = hints.get(name) is not Never
         elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -89,6 +94,16 @@ def constructor_parameters(made_by: Callable[..., Any], line: Sequence[type] = (
     by_position = [word for word in call.args if not isinstance(word, ast.Starred)]  # a file fills no *args
     given = {word.arg for word in call.keywords} | {*[*of_base.named][: len(by_position)]}
     return Parameters({**{name: p for name, p in of_base.named.items() if name not in given}, **named}, of_base.open)
+
+
+def _parameters(made_by: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    if isinstance(made_by, type) and issubclass(made_by, ChecksArguments):  # whose `__new__` takes anything
+        own = made_by.__init__
+        return {} if own is object.__init__ else dict([*inspect.signature(own).parameters.items()][1:])
+    try:
+        return dict(inspect.signature(made_by).parameters)
+    except ValueError:  # one of torch's own functions in C
+        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
 
 
 def _call_of_base(constructor: Any) -> ast.Call | None:
@@ -325,12 +340,3 @@ _FILES = TypeNames(
 def takes_mapping(annotation: Any) -> bool:
     """Whether a plain mapping fits one of the union's members."""
     return any((get_origin(option) or option) in (*MAPPINGS, Any) for option in options_of(annotation))
-
-
-def reads_as_number(text: str) -> bool:
-    """Whether a text would be a number without its quotes."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trainer.arguments import check_constructor
+from trainer.arguments import ChecksArguments
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class DataModule(Answers, OptionalMethods, HasHyperparameters):
+class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
     """Subclass it, define the loaders that you need, and give it to `fit`, `validate`, `test` or `predict`.
 
     Example::
@@ -196,6 +196,3 @@ class DataModule(Answers, OptionalMethods, HasHyperparameters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
-
-
-check_constructor(DataModule)

@@ -36,7 +36,7 @@ from trainer.names.misses import Answers, words_for
 from trainer.optimizers import check_parameters
 from trainer.precision import Precision
 from trainer.runs.compare_ranks import compare
-from trainer.runs.resolved_config import checked_config
+from trainer.runs.resolved_config import resolve_config
 from trainer.seed import global_seed, seed_generators, seed_readers, set_deterministic
 from trainer.settings import Settings
 from trainer.state.hook_changes import HookChanges
@@ -114,7 +114,7 @@ class Engine(Answers):
             enable_checkpointing=False,
             enable_model_summary=False,
         )
-        self.config = checked_config(settings, problems)
+        self.config = resolve_config(settings, problems)
         if self.config.device_type == "xla":
             raise ConfigError("Engine does not run on torch_xla's devices: use a Trainer, or accelerator='cuda'.")
         self.strategy: Strategy = self.config.strategy

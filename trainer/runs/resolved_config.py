@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from trainer.arguments import describe_annotation, fits, hints_of, local_path
+from trainer.arguments import local_path
 from trainer.callback import DEFAULT_CALLBACKS, Callback, Checkpoint, callback_named
 from trainer.distributed.devices import choose_accelerator, parse_devices
-from trainer.distributed.environment import detect_environment
+from trainer.distributed.environment import Environment, detect_environment
 from trainer.distributed.tpu import sharing_problems
 from trainer.errors import ConfigError, raise_problems
 from trainer.logger import DummyLogger, Logger
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.runs.hook_checks import callback_problems
-from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings, unknown_profiler
+from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings, error_of
 from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy, unknown_methods
 
 
@@ -87,18 +87,7 @@ class ResolvedConfig:
 
 def settings_problems(settings: Settings) -> list[str]:
     """Return the problems of single settings, one sentence each."""
-    problems = [*_unknown_choices(settings), *settings.problems(), *_wrong_callbacks(settings)]
-    return [*problems, *_other_types(settings, problems)]
-
-
-def _other_types(settings: Settings, problems: list[str]) -> list[str]:
-    """Return a problem for each value that does not fit its annotation, and that no other problem names."""
-    hints = hints_of(Settings.__init__, Settings)
-    return [
-        f"{name}={value!r}: give {describe_annotation(hints[name])}."
-        for name, value in vars(settings).items()
-        if not fits(value, hints[name]) and not any(name in problem for problem in problems)
-    ]
+    return [*settings.problems(), *_unknown_choices(settings), *_wrong_callbacks(settings)]
 
 
 def _unknown_choices(settings: Settings) -> list[str]:
@@ -110,41 +99,43 @@ def _unknown_choices(settings: Settings) -> list[str]:
     elif not isinstance(settings.strategy, (str, Strategy)):
         problems.append(f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object.")
     else:
-        problems += _error_of(lambda: resolve_strategy(settings.strategy, 1))
-        problems += unknown_methods(settings.strategy) if isinstance(settings.strategy, Strategy) else []
+        problems += error_of(lambda: resolve_strategy(settings.strategy, 1))
+    if isinstance(settings.strategy, Strategy):
+        problems += unknown_methods(settings.strategy)
     precision, _, wrong = _with_plugins(settings)
-    problems += wrong + _error_of(lambda: resolve_precision(precision))
+    problems += wrong + error_of(lambda: resolve_precision(precision))
     problems += compile_problems(settings.compile)
-    problems += _error_of(lambda: choose_accelerator(settings.accelerator))
-    if not isinstance(settings.profiler, (str, Callback, type(None))):
-        problems.append(unknown_profiler(settings.profiler))
+    problems += error_of(lambda: choose_accelerator(settings.accelerator))
+    if not isinstance(settings.profiler, Callback) and settings.profiler not in (None, *PROFILERS):
+        names = ", ".join(map(repr, PROFILERS))
+        problems.append(f"profiler={settings.profiler!r}: allowed are None, {names}, or a callback.")
     return problems
 
 
-def _error_of(attempt: Callable[[], object]) -> list[str]:
-    try:
-        attempt()
-    except ConfigError as error:
-        return [str(error)]
-    return []
+def _listed(given: Any) -> list[Any]:
+    """Return one object, or several, as a list; for None and True the empty one."""
+    if given is None or isinstance(given, bool):
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _wrong_callbacks(settings: Settings) -> list[str]:
+    loggers = "CSVLogger(), TensorBoardLogger() or WandbLogger(), a list of them, True or False"
+    return [
+        *_others_than(Callback, settings.callbacks, "callbacks", "EarlyStopping(...), or a list"),
+        *_others_than(Logger, settings.logger, "logger", loggers),
+    ]
+
+
+def _others_than(kind: type, given: Any, where: str, examples: str) -> list[str]:
+    """Return a problem for each object that is not of a kind of callbacks."""
     problems = []
-    loggers = "CSVLogger(), TensorBoardLogger() or WandbLogger()"
-    for name, kind, example in (("callbacks", Callback, "EarlyStopping(...)"), ("logger", Logger, loggers)):
-        given = getattr(settings, name)
-        several = isinstance(given, (list, tuple))
-        allowed = kind if several else (kind, bool if kind is Logger else type(None))
-        for one in given if several else [given]:
-            if isinstance(one, type):
-                problems.append(f"{name}: {one.__name__} is a class; give an object: {one.__name__}(...).")
-            elif not isinstance(one, allowed):
-                true_or_false = ", True or False" if kind is Logger else ""
-                problems.append(
-                    f"{name}: {one!r} is not a {kind.__name__}. Give an object such as {example}, a list of "
-                    f"them{true_or_false}; your own is a subclass of trainer.{kind.__name__}."
-                )
+    for one in _listed(given):
+        if isinstance(one, type):
+            problems.append(f"{where}: {one.__name__} is a class; give an object: {one.__name__}(...).")
+        elif not isinstance(one, kind):
+            own = f"your own is a subclass of trainer.{kind.__name__}"
+            problems.append(f"{where}: {one!r} is not a {kind.__name__}. Give {examples}; {own}.")
     return problems
 
 
@@ -162,70 +153,43 @@ def is_default_precision(precision: Any) -> bool:
     return isinstance(precision, (str, int)) and str(precision) in ("32-true", "32")
 
 
-def checked_config(settings: Settings, problems: list[str]) -> ResolvedConfig:
-    """Check the settings, then choose as `resolve_config` does; `problems`: what is wrong with their names.
-
-    Raises:
-        ConfigError: lists all problems.
-    """
-    raise_problems([*problems, *settings_problems(settings)], "the Trainer's arguments")
-    return resolve_config(settings)
-
-
-def resolve_config(settings: Settings) -> ResolvedConfig:
+def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> ResolvedConfig:
     """Choose device, processes, strategy, precision, callbacks and loggers.
+
+    Args:
+        problems: what is wrong with the names of the arguments.
 
     Raises:
         ConfigError: the settings cannot work; the message lists all problems and their fixes.
     """
+    raise_problems([*problems, *settings_problems(settings)], "the Trainer's arguments")
     needed = needed_device(settings.strategy) if settings.accelerator == "auto" else None
     if needed is not None:
         device_type, device_reason = needed, "auto: what the strategy runs on"
     else:
         device_type, device_reason = choose_accelerator(settings.accelerator)
-    environment = detect_environment()
     devices, device_ids, devices_reason = parse_devices(settings.devices, device_type)
-    num_nodes = settings.num_nodes
-    problems: list[str] = []
+    environment, num_nodes = detect_environment(), settings.num_nodes
+    found = _launch_problems(settings, environment, device_type, devices)
     if environment.source != "single process":
-        if settings.devices != "auto" and devices != environment.local_world_size:
-            problems.append(
-                f"devices={settings.devices!r}, but {environment.source} started {environment.local_world_size} "
-                f"processes on this machine: give devices='auto', or {environment.nproc_flag} {devices}."
-            )
-        devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
-        if num_nodes not in (1, environment.num_nodes):
-            problems.append(
-                f"num_nodes={num_nodes}, but the number of machines on which {environment.source} started processes is "
-                f"{environment.num_nodes}: leave num_nodes out, or start on {num_nodes} machines."
-            )
-        num_nodes = environment.num_nodes
-        problems += sharing_problems(device_type, devices, environment.source)
-        if environment.source == "Ray Train" and not local_path(settings.default_root_dir).is_absolute():
-            problems.append(
-                f"default_root_dir={str(settings.default_root_dir)!r} is relative, and each worker of Ray has a folder "
-                "of its own, which is lost with its machine: give an absolute one that all machines see."
-            )
-    elif num_nodes > 1:
-        problems.append(
-            f"num_nodes={num_nodes}, but this process was not started on several machines. Start it on each one with: "
-            f"trainer launch --nnodes {num_nodes} --nproc-per-node {devices} --rdzv HOST:29500 ..."
-        )
+        devices, num_nodes = environment.local_world_size, environment.num_nodes
+        devices_reason = f"as started by {environment.source}"
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
     wanted, syncs, _ = _with_plugins(settings)
-    precision = resolve_precision(wanted)
-    if (settings.sync_batchnorm or syncs) and device_type == "cpu" and devices * num_nodes > 1:
-        problems.append("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm runs: leave it out on CPUs.")
-    problems += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
-    problems += _cannot_try_a_batch(settings, strategy, device_type)
+    precision, sync_batchnorm = resolve_precision(wanted), settings.sync_batchnorm or syncs
+    if sync_batchnorm and device_type == "cpu" and devices * num_nodes > 1:
+        found.append("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm runs: leave it out on CPUs.")
+    found += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
+    found += _cannot_try_a_batch(settings, strategy, device_type)
     compilation = read_compile(settings.compile)
     if compilation is not None:
-        problems += check_toolchain(compilation, device_type)
+        found += check_toolchain(compilation, device_type)
     # Also with a Timer of the user, which may only measure: the shorter time ends the run.
     limit: dict[str, Any] = {"duration": settings.max_seconds}
-    time_limit = callback_named("Timer")(**limit) if settings.max_seconds is not None else None
-    callbacks, loggers = _callbacks(settings, time_limit, problems)
-    raise_problems(problems, "the Trainer's arguments")
+    time_limit = callback_named("Timer")(**limit) if settings.max_time is not None else None
+    found += _problems_of_callbacks(settings)
+    raise_problems(found, "the Trainer's arguments")
+    callbacks, loggers = _callbacks(settings, time_limit)
     reasons = {
         "device": device_reason,
         "devices": devices_reason,
@@ -233,9 +197,37 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
         "precision": "the default" if settings.precision == "32-true" else "given",
     }
     where = device_type, devices, device_ids, devices * num_nodes
-    made = ResolvedConfig(settings, *where, strategy, precision, callbacks, loggers, compilation, reasons, time_limit)
-    made.sync_batchnorm = settings.sync_batchnorm or syncs
-    return made
+    objects = strategy, precision, callbacks, loggers
+    return ResolvedConfig(settings, *where, *objects, compilation, reasons, time_limit, sync_batchnorm)
+
+
+def _launch_problems(settings: Settings, environment: Environment, device_type: str, devices: int) -> list[str]:
+    """Return what contradicts the way in which the processes were started."""
+    source, here, machines = environment.source, environment.local_world_size, environment.num_nodes
+    if source == "single process":
+        if settings.num_nodes == 1:
+            return []
+        return [
+            f"num_nodes={settings.num_nodes}, but this process was not started on several machines. Start it on each "
+            f"one with: trainer launch --nnodes {settings.num_nodes} --nproc-per-node {devices} --rdzv HOST:29500 ..."
+        ]
+    problems = sharing_problems(device_type, here, source)
+    if settings.devices != "auto" and devices != here:
+        problems.append(
+            f"devices={settings.devices!r}, but {source} started {here} processes on this machine: give "
+            f"devices='auto', or {environment.nproc_flag} {devices}."
+        )
+    if settings.num_nodes not in (1, machines):
+        problems.append(
+            f"num_nodes={settings.num_nodes}, but the number of machines on which {source} started processes is "
+            f"{machines}: leave num_nodes out, or start on {settings.num_nodes} machines."
+        )
+    if source == "Ray Train" and not local_path(settings.default_root_dir).is_absolute():
+        problems.append(
+            f"default_root_dir={str(settings.default_root_dir)!r} is relative, and each worker of Ray has a separate "
+            "folder, which is lost with its machine: give an absolute one that all machines see."
+        )
+    return problems
 
 
 def _cannot_try_a_batch(settings: Settings, strategy: Strategy, device_type: str) -> list[str]:
@@ -260,32 +252,32 @@ def step_config(settings: Settings, **known: Any) -> StepConfig:
     return StepConfig(**{**of_settings, **known})
 
 
-def _callbacks(
-    settings: Settings, time_limit: Callback | None, problems: list[str]
-) -> tuple[list[Callback], list[Logger]]:
-    """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
-    given = [] if settings.callbacks is None else settings.callbacks
-    callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
+def _problems_of_callbacks(settings: Settings) -> list[str]:
+    problems, callbacks = [], _listed(settings.callbacks)
     for number, callback in enumerate(callbacks):
         problems += callback_problems(callback)
         if any(callback is other for other in callbacks[:number]):
             problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: remove one.")
+    if settings.enable_checkpointing or settings.fast_dev_run:
+        return problems
+    if any(isinstance(callback, Checkpoint) for callback in callbacks):
+        problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: remove one of the two.")
+    return problems
 
+
+def _callbacks(settings: Settings, time_limit: Callback | None) -> tuple[list[Callback], list[Logger]]:
+    """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
+    callbacks = _listed(settings.callbacks)
     if time_limit is not None:
         callbacks.append(time_limit)
     if settings.profiler is not None:
         profiler = settings.profiler
         callbacks.append(callback_named(PROFILERS[profiler])() if isinstance(profiler, str) else profiler)
-    missing = [
-        name
-        for argument, name in DEFAULT_CALLBACKS.items()
-        if getattr(settings, argument) and not any(callback.in_place_of == argument for callback in callbacks)
-    ]
-    callbacks += [callback_named(name)() for name in missing]
+    given = {callback.in_place_of for callback in callbacks}
+    wanted = [argument for argument in DEFAULT_CALLBACKS if getattr(settings, argument) and argument not in given]
+    callbacks += [callback_named(DEFAULT_CALLBACKS[argument])() for argument in wanted]
     if settings.fast_dev_run:
         return _without_writers(settings, callbacks), [DummyLogger()] if settings.logger else []
-    if not settings.enable_checkpointing and any(isinstance(callback, Checkpoint) for callback in callbacks):
-        problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: remove one of the two.")
     callbacks += _loggers(settings)
     return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
 
@@ -297,12 +289,8 @@ def _without_writers(settings: Settings, callbacks: Sequence[Callback]) -> list[
 
 
 def _loggers(settings: Settings) -> list[Logger]:
-    if isinstance(settings.logger, Logger):
-        return [settings.logger]
-    if isinstance(settings.logger, (list, tuple)):
-        return list(settings.logger)
-    if not settings.logger:
-        return []
+    if settings.logger is not True:
+        return _listed(settings.logger)
     names = ["TensorBoardLogger", "CSVLogger"] if find_spec("tensorboard") else ["CSVLogger"]
     return [logger for name in names if isinstance(logger := callback_named(name)(), Logger)]
 
@@ -316,16 +304,11 @@ def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Cal
         ConfigError: `of_module`, the return value of `configure_callbacks`, is no callback or list of callbacks; or two
             classes with a state have one name.
     """
-    if isinstance(of_module, Callback):
-        of_module = [of_module]
-    if not isinstance(of_module, (list, tuple)):
-        raise ConfigError(f"configure_callbacks gave {of_module!r}: return a list of callbacks, or an empty one.")
-    for callback in of_module:
-        if isinstance(callback, type):
-            raise ConfigError(f"configure_callbacks gave the class {callback.__name__}: give {callback.__name__}(...).")
-        if not isinstance(callback, Callback):
-            raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
-    of_module = _without_writers(config.settings, of_module)
+    problems = _others_than(Callback, of_module, "configure_callbacks", "EarlyStopping(...), or a list")
+    if of_module is None:
+        problems = ["configure_callbacks gave None: return a list of callbacks, or an empty one."]
+    raise_problems(problems, "the module's callbacks")
+    of_module = _without_writers(config.settings, _listed(of_module))
     kinds = {type(callback) for callback in of_module}
     kept = [c for c in config.callbacks if type(c) not in kinds or c is config.time_limit]
     named: dict[str, type] = {}

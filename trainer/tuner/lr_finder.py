@@ -11,6 +11,7 @@ import torch
 
 from trainer.callback import Callback
 from trainer.errors import ConfigError, MissingPackageError
+from trainer.names.paths import answer_further_names
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -290,3 +291,6 @@ def check_range(
         raise ConfigError(f"lr_find(num_training={num_training!r}): give an integer from 2.")
     if mode not in ("exponential", "linear"):
         raise ConfigError(f"lr_find(mode={mode!r}): allowed are 'exponential' and 'linear'.")
+
+
+answer_further_names(__name__)

@@ -170,7 +170,7 @@ def _layouts(
 ) -> tuple[dict[str, Layout], str | None]:
     """Return the layouts to print by label, and the label of the configuration's strategy."""
     from trainer.cli.estimate.layouts import layout_of, strategy_rows
-    from trainer.config.check import instantiate
+    from trainer.config.specs import instantiate
     from trainer.strategy import resolve_strategy
 
     layouts, label = strategy_rows(), None

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainer.config.check import ClassSpec, instantiate
 from trainer.config.loading import Configuration
+from trainer.config.specs import ClassSpec, instantiate
 from trainer.errors import ConfigError
 from trainer.loop.run import Run, Session
 from trainer.model.blocks import find_blocks

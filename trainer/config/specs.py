@@ -1,0 +1,162 @@
+"""Descriptions of objects that are made later: a class with its arguments, and a value of the data's object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from trainer.arguments import with_python_numbers
+from trainer.config.classes import one_line_error
+from trainer.config.tree import Node, OfData, Problem, Source, named_source
+from trainer.config.types import (
+    TypeMismatchError,
+    allowed,
+    constructor_parameters,
+    for_isinstance,
+    is_structured,
+    validate,
+)
+from trainer.data.datamodule import DataModule
+from trainer.errors import ConfigError, TrainerError
+from trainer.hyperparameters import construct
+
+INVALID = object()
+"""Placeholder of a value that does not fit."""
+
+
+@dataclass
+class ClassSpec:
+    """A class, or a function, with arguments that fit its signature; among them may be other specs."""
+
+    cls: Any
+    arguments: dict[str, Any]
+    source: Source
+    path: str
+    nodes: dict[str, Node] = field(default_factory=dict)
+    """Each argument as it was given."""
+    provided: Sequence[str] = ()
+    """Arguments that no file can hold, such as an optimizer's parameters."""
+    bases: tuple[type, ...] = (object,)
+    """The classes of one of which the object has to be."""
+    is_factory: bool = False
+    """True where a function that makes such objects is wanted."""
+    complete: Callable[..., None] | None = None
+    """A function that completes the object; it also gets the values that no file can hold."""
+    from_checkpoint: bool = False
+    """True where the arguments are a checkpoint's, among which are those that are taken by position alone."""
+
+    def __repr__(self) -> str:
+        return f"{self.cls.__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+    def build(self, **provided: Any) -> Any:
+        """Return the object.
+
+        Args:
+            provided: the values of arguments that no file can hold.
+
+        Raises:
+            ConfigError: the constructor refused its arguments, or failed: says what, and where in the user's code.
+        """
+        arguments = {name: value for name, value in provided.items() if name in self.provided}
+        arguments |= {name: instantiate(value, **provided) for name, value in self.arguments.items()}
+        if self.is_factory:
+            return partial(self.cls, **arguments) if arguments else self.cls
+        try:
+            made = construct(self.cls, arguments) if self.from_checkpoint else self.cls(**arguments)
+            if not isinstance(made, tuple(map(for_isinstance, self.bases))):
+                wanted = " or ".join(base.__name__ for base in self.bases)
+                raise TypeError(f"it returned a {type(made).__name__}, which is no {wanted}")
+        except TrainerError as error:
+            source = named_source(str(error), {name: node.source for name, node in self.nodes.items()}) or self.source
+            raise ConfigError(str(Problem(source, f"{self.path}: {error}"))) from error
+        except Exception as error:
+            message = f"{self.path}: making {self.cls.__qualname__} failed: {one_line_error(error)}"
+            raise ConfigError(str(Problem(self.source, message))) from error
+        if self.complete is not None:
+            self.complete(made, **provided)
+        return made
+
+
+@dataclass
+class ValueOfData:
+    """A value that is, or in which are, attributes of the data module's object."""
+
+    node: Node
+    annotation: Any
+    path: str
+    data: Callable[[], Any]
+    """Returns a data module, for those who make the module alone."""
+
+    def __repr__(self) -> str:
+        return str(reference_to_data(self.node))
+
+    def build(self, **provided: Any) -> Any:
+        """Return the value; `data` among the provided ones returns the object in place of the field.
+
+        Raises:
+            ConfigError: the object has no such attribute, or its value does not fit.
+        """
+        data = provided.get("data", self.data)()
+        value = self._filled(self.node.plain(), data)
+        try:
+            return validate(with_python_numbers(value), self.annotation)
+        except (TypeMismatchError, TypeError):
+            given = f"{self} is {value!r}, allowed: {allowed(self.annotation)}."
+            raise ConfigError(str(Problem(self.node.source, f"{self.path}: {given}"))) from None
+
+    def _filled(self, value: Any, data: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._filled(item, data) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._filled(item, data) for item in value]
+        return self._attribute(value, data) if isinstance(value, OfData) else value
+
+    def _attribute(self, reference: OfData, data: Any) -> Any:
+        """Return an attribute of the data; of an argument that was not given and is no attribute, the default."""
+        name = reference.removeprefix("${data.").removesuffix("}")
+        defaults = {one: p.default for one, p in constructor_parameters(type(data)).named.items()}
+        try:
+            return attrgetter(name)(data) if hasattr(data, name) or name not in defaults else defaults[name]
+        except Exception as error:
+            known = sorted(one for one in {*dir(type(data)), *vars(data)} - {*dir(DataModule)} if one[0] != "_")
+            has = f"The data ({type(data).__name__}) has: {', '.join(known) or 'no attributes'}."
+            message = f"{self.path}: {reference}: {one_line_error(error)}. {has}"
+            raise ConfigError(str(Problem(self.node.source, message))) from error
+
+
+def instantiate(value: Any, **provided: Any) -> Any:
+    """Return a value with the objects that its specs describe; `provided` as in `ClassSpec.build`."""
+    if isinstance(value, (ClassSpec, ValueOfData)):
+        return value.build(**provided)
+    if type(value) in (list, tuple):
+        return type(value)(instantiate(item, **provided) for item in value)
+    return {key: instantiate(item, **provided) for key, item in value.items()} if type(value) is dict else value
+
+
+def has_spec(value: Any) -> bool:
+    """Whether an object is still to be made for this value (or it is an invalid one)."""
+    return value is INVALID or isinstance(value, (ClassSpec, ValueOfData)) or any(map(has_spec, _inside(value)))
+
+
+def is_data(value: Any) -> bool:
+    """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
+    if isinstance(value, ClassSpec):
+        return is_structured(value.cls) and all(map(is_data, value.arguments.values()))
+    return value is not INVALID and not isinstance(value, ValueOfData) and all(map(is_data, _inside(value)))
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    if type(value) is dict:
+        return [*value, *value.values()]
+    return value if type(value) in (list, tuple) else ()
+
+
+def reference_to_data(node: Node) -> OfData | None:
+    """Return the first reference to an attribute of the data in a value; None where there is none."""
+    if isinstance(node.value, (dict, list)):
+        items = node.value.values() if isinstance(node.value, dict) else node.value
+        return next(filter(None, map(reference_to_data, items)), None)
+    return node.value if isinstance(node.value, OfData) else None
