@@ -192,7 +192,6 @@ HOOKS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"on_checkpoint_committed": lambda self, t, m, path: None},
         ["Mine.on_checkpoint_committed", "It is called 'on_checkpoint_saved' now"],
     ),
-    "attribute of an earlier version": ({"after_module": True}, ["Mine.after_module", "It is called 'runs_last' now"]),
     "without on_": ({"train_epoch_end": lambda self, t, m: None}, ["never be called", "'on_train_epoch_end'"]),
     "without arguments": (
         {"on_train_epoch_end": lambda self: None},

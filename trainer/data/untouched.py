@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.combined_loader import CombinedLoader
+from trainer.data.loader import has_state
 from trainer.data.sampler_state import own_generators
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
@@ -65,7 +66,7 @@ def _without_a_copy(loader: Any, memo: dict[int, Any], is_new: bool, error: Exce
         other = copy.copy(loader)
         other._iterator = None  # of workers that stay with the original
         return other
-    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+    if has_state(loader):
         cleanup.callback(loader.load_state_dict, copy.deepcopy(loader.state_dict()))
         return loader
     if is_new:

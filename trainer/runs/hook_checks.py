@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from trainer.callback import DEFAULT_CALLBACKS, HOOKS, Callback
-from trainer.errors import RENAMED, did_you_mean
+from trainer.errors import did_you_mean
 from trainer.logger import Logger
 from trainer.names.misses import member_words, words_for
 
@@ -29,10 +29,6 @@ def callback_problems(callback: Callback) -> list[str]:
     problems = [*check_hooks(callback, HOOKS), *filter(None, wrong)]
     if not isinstance(callback, Logger):
         problems += _uncalled_overrides(callback)
-    if hasattr(type(callback), "after_module"):
-        problems.append(
-            f"{type(callback).__name__}.after_module has no effect.{did_you_mean('after_module', ['runs_last'])}"
-        )
     if callback.in_place_of not in (None, *DEFAULT_CALLBACKS):
         allowed = ", ".join(map(repr, DEFAULT_CALLBACKS))
         problems.append(f"{type(callback).__name__}.in_place_of={callback.in_place_of!r}: allowed are None, {allowed}.")
@@ -44,19 +40,14 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     known, kind = set(known), type(plug)
     helpers = called_by_others(kind)
     alike = [name for name in like_hooks(sorted({*dir(kind)} - helpers), known) if callable(getattr(kind, name, None))]
-    former, problems = words_for("hook", alike), []
-    for name in alike:
-        renamed = OTHERS_HOOKS.get(name, f"on_{name}" if f"on_{name}" in known else None)
-        advice = f" Did you mean {renamed!r}?" if renamed else did_you_mean(name, known)
-        if name in former:
-            advice = f" Use {former[name]}."
-        if RENAMED.get(name, name) in set(HOOKS) - known:
-            advice = f" Callbacks have {RENAMED.get(name, name)!r}, and modules have not."
-        problems.append(
-            f"{kind.__name__}.{name} is not a hook, so it would never be called.{advice} "
-            "Every hook, in running order, stands at the top of trainer/callback.py."
-        )
-    return problems
+    advice = {name: did_you_mean(name, known) for name in alike}
+    advice |= {name: f" Use {words}." for name, words in (OTHERS_HOOKS | words_for("hook", alike)).items()}
+    advice |= {name: f" Callbacks have {name!r}, and modules have not." for name in set(HOOKS) - known}
+    return [
+        f"{kind.__name__}.{name} is not a hook, so it would never be called.{advice[name]} "
+        "Every hook, in running order, stands at the top of trainer/callback.py."
+        for name in alike
+    ]
 
 
 def _uncalled_overrides(callback: Callback) -> list[str]:

@@ -1,13 +1,13 @@
-"""Check module, data and checkpoint of a call of `fit` and the like, before any process starts."""
+"""Read and check the arguments of a call of `fit` and the like, before any process starts."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import os
+import logging
 from inspect import getattr_static
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.data.datamodule import DataModule
 from trainer.data.sharded_loader import is_plain
-from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
+from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems, shown
 from trainer.model.optional_methods import METHODS
 from trainer.module import TrainModule
 from trainer.names.misses import words_for
@@ -34,9 +34,25 @@ from trainer.runs.resolved_config import ResolvedConfig, step_config
 from trainer.settings import Settings
 from trainer.strategy import wrapping_problems
 
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
+
+log = logging.getLogger("trainer")
+
 MODULE_HOOKS = [name for name in vars(TrainModule) if name.startswith("on_") or name in ("setup", "teardown")]
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+NEEDED = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("training_step", "configure_optimizers")}
+"""The methods that a module has to define for a stage."""
+
+HOW_TO_DEFINE = {
+    **{step: f"define {step}(self, batch, batch_idx)." for step in STEPS.values()},
+    "predict_step": "define predict_step(self, batch, batch_idx), or forward(self, batch).",
+    "configure_optimizers": "define configure_optimizers(self) and return an optimizer, for example "
+    "torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: optimizer: {class_path: AdamW, lr: "
+    "0.001}, or --optimizer AdamW.",
+}
 
 DATAMODULE_METHODS = (
     "setup",
@@ -52,6 +68,60 @@ DATAMODULE_METHODS = (
 
 DATAMODULE_EQUIVALENTS = {"on_save_checkpoint": "state_dict", "on_load_checkpoint": "load_state_dict"}
 """Methods of data modules that are not called, as in Lightning -> what to define instead."""
+
+
+class Call(NamedTuple):
+    """A call of `fit`, `validate`, `test` or `predict`."""
+
+    stage: str
+    module: Any
+    data: dict[str, Any]
+    """The user's loaders, by stage."""
+    datamodule: Any
+    ckpt_path: Any
+
+
+def read_call(
+    stage: str,
+    module: Any,
+    data: dict[str, Any],
+    datamodule: Any,
+    ckpt_path: str | Path | None,
+    others: dict[str, Any],
+    last: Run | None,
+    best: str,
+) -> Call:
+    """Return the call that the arguments mean.
+
+    Args:
+        others: further arguments: the module as `model=`, as Lightning has it.
+        last: the last run of the trainer.
+        best: path of its best checkpoint; empty without one.
+
+    Raises:
+        ConfigError: an argument is unknown or given twice, or there is no module.
+    """
+    data, unknown = dict(data), [name for name in others if name != "model"]
+    if unknown:
+        known = ["module", "model", "datamodule", "ckpt_path", "dataloaders", "train_dataloaders", "val_dataloaders"]
+        hint = did_you_mean(unknown[0], known)
+        raise ArgumentError(f"{stage}() got an unexpected keyword argument {unknown[0]!r}.{hint}")
+    if module is not None and "model" in others:
+        raise ArgumentError(f"{stage}() got the module twice, by position and as model=: give it once.")
+    module = others.get("model", module)
+    first = next(iter(data))
+    if isinstance(data[first], DataModule) and datamodule is None:
+        datamodule, data[first] = data[first], None
+    if module is None:
+        if stage == "fit" or last is None:
+            raise ConfigError(f"{stage}() needs a module: {stage}(module, ...).")
+        module = last.module
+        if datamodule is None and all(loaders is None for loaders in data.values()):
+            datamodule = last.datamodule
+        if ckpt_path is None and best and last.stage == "fit":
+            log.info("%s() without a module: the best checkpoint of the last fit is used, %s", stage, best)
+            ckpt_path = "best"
+    return Call(stage, module, data, datamodule, ckpt_path)
 
 
 def check_call(
@@ -81,20 +151,18 @@ def check_call(
         raise ConfigError(f"{stage}() was called while {running}() runs: make another Trainer for it.")
     if isinstance(module, type):
         raise ConfigError(f"{stage}() got the class {module.__name__}; give it an object: {module.__name__}(...).")
-    if isinstance(getattr(module, "_orig_mod", None), TrainModule):
+    if hasattr(module, "_orig_mod"):
         fix = "pass the module itself, and Trainer(compile=True), or call module.compile() before"
         raise ConfigError(f"{stage}() got what torch.compile(module) returned: {fix}.")
     if not isinstance(module, TrainModule):
-        fix = "Subclass TrainModule, or hold your model as an attribute of one."
-        if hasattr(module, "_orig_mod"):
-            fix = "Instead of torch.compile(module), call module.compile(), or give Trainer(compile=True)."
-        kind = type(module).__name__
-        raise ConfigError(f"{stage}() takes a trainer.TrainModule as its first argument, and got a {kind}. {fix}")
+        raise ConfigError(
+            f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "
+            "Subclass TrainModule, or hold your model as an attribute of one."
+        )
     problems = module_problems(module, stage) or wrapping_problems(module, config.strategy)
     problems += _wrong_data(stage, data, datamodule)
     if stage == "fit":
         settings = config.settings
-        problems += _deleted_folder()
         unfreezing = next((type(one).__name__ for one in config.callbacks if isinstance(one, AddsGroups)), None)
         steps = step_config(settings, micro_batch_size=_micro_batch_of(data.get("train")), unfreezing=unfreezing)
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
@@ -103,15 +171,11 @@ def check_call(
     problems += [problem for one in config.callbacks for problem in one.problems(config, module, stage)]
     if not isinstance(ckpt_path, (str, Path, type(None))):
         problems.append(f"ckpt_path={shown(ckpt_path)}: give 'last', 'best' or the path of a checkpoint folder.")
-    elif ckpt_path == "":
-        problems.append(
-            "ckpt_path='' is empty, as best_model_path is before a checkpoint is written: give 'last', 'best' or the "
-            "path of a checkpoint folder, or leave ckpt_path out."
-        )
-    elif not checkpoint_may_exist(ckpt_path):
+    elif ckpt_path == "" or not checkpoint_may_exist(ckpt_path):
         guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
-            f"ckpt_path={str(ckpt_path)!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder."
+            f"ckpt_path={str(ckpt_path)!r} does not exist (before the first checkpoint, best_model_path is empty)."
+            f"{guess} Give 'last', 'best' or a checkpoint folder, or leave ckpt_path out."
         )
     problems += allowed_problems(allow_changes)
     if not isinstance(weights, (str, Path, type(None))):
@@ -121,25 +185,13 @@ def check_call(
     raise_problems(problems, f"{stage}({type(module).__name__})")
 
 
-def _deleted_folder() -> list[str]:
-    """Return a message if the working directory was deleted, without which torch makes no optimizer."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return ["the working directory was deleted: change into one that exists (cd, or os.chdir), and start again."]
-    return []
-
-
 def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
     """Return problems such as a data module instead of a loader, or loaders and a data module together."""
     problems = []
     for loaders in data.values():
         if isinstance(loaders, DataModule):
-            problems.append(
-                f"{stage}() got the data module {type(loaders).__name__} as a loader: give it as datamodule=."
-            )
-        elif isinstance(loaders, type):
-            problems.append(f"{stage}() got the class {loaders.__name__} instead of a loader: give an object.")
+            kind = type(loaders).__name__
+            problems.append(f"{stage}() got the data module {kind} as a loader: give it as datamodule=.")
     if isinstance(datamodule, type):
         problems.append(f"datamodule= got the class {datamodule.__name__}; give an object: {datamodule.__name__}(...).")
     elif isinstance(datamodule, DataModule):
@@ -152,18 +204,16 @@ def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
 
 
 def _not_with_manual_optimization(settings: Settings) -> list[str]:
-    problems = []
-    if settings.accumulate_grad_batches != 1:
-        problems.append(
-            "accumulate_grad_batches needs automatic optimization: with automatic_optimization = False your "
-            "training_step decides when to step."
-        )
-    if settings.gradient_clip_val is not None:
-        problems.append(
-            "gradient_clip_val needs automatic optimization: with automatic_optimization = False call "
-            "self.clip_gradients(optimizer, value) in training_step."
-        )
-    return problems
+    needs = "needs automatic optimization: with automatic_optimization = False"
+    given = {
+        f"accumulate_grad_batches {needs} your training_step decides when to step.": (
+            settings.accumulate_grad_batches != 1
+        ),
+        f"gradient_clip_val {needs} call self.clip_gradients(optimizer, value) in training_step.": (
+            settings.gradient_clip_val is not None
+        ),
+    }
+    return [problem for problem, applies in given.items() if applies]
 
 
 def module_problems(module: TrainModule, stage: str) -> list[str]:
@@ -181,16 +231,11 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     ]
     misspelt = _misspelt(module, TrainModule, METHODS)
     problems += misspelt.values()
-    needed = [STEPS[stage], *(["configure_optimizers"] if stage == "fit" else [])]
-    for method in needed:
-        if not module.overrides(method) and method not in misspelt and not _predicts_by_forward(module, method):
-            problems.append(_missing(name, method))
+    predicts = stage == "predict" and type(module).forward is not nn.Module.forward
+    needed = () if predicts else NEEDED[stage]
+    missing = [method for method in needed if not module.overrides(method) and method not in misspelt]
+    problems += [f"{name} has no {method}: {HOW_TO_DEFINE[method]}" for method in missing]
     problems += _check_signatures(module, stage)
-    problems += [
-        f"{name}.{step} contains 'yield', so a call would not run it: use 'return'."
-        for step in (*STEPS.values(), "configure_optimizers")
-        if inspect.isgeneratorfunction(getattr(module, step))
-    ]
     problems += [
         f"{name}.{method} is of type {type(value).__name__}, but TrainModule has a method of that name: call yours "
         f"something else, such as self.my_{method}."
@@ -219,31 +264,6 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
     return [*_misspelt(datamodule, DataModule, DATAMODULE_METHODS).values(), *filter(None, wrong)]
 
 
-def _missing(name: str, method: str) -> str:
-    if method == "configure_optimizers":
-        return (
-            f"{name} has no configure_optimizers: define configure_optimizers(self) and return an optimizer, "
-            "for example torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: "
-            "optimizer: {class_path: AdamW, lr: 0.001}, or --optimizer AdamW."
-        )
-    if method == "predict_step":
-        return f"{name} has neither predict_step(self, batch, batch_idx) nor forward(self, batch): define one of them."
-    return f"{name} has no {method}: define {method}(self, batch, batch_idx)."
-
-
-def _predicts_by_forward(module: TrainModule, method: str) -> bool:
-    return method == "predict_step" and type(module).forward is not nn.Module.forward
-
-
-def _optimizer_idx(module: TrainModule, name: str) -> str | None:
-    """Return the name under which a method takes the number of an optimizer; None if it does not."""
-    try:
-        parameters = inspect.signature(getattr(module, name)).parameters
-    except (TypeError, ValueError):  # written in C, or no function
-        return None
-    return next((one for one in ("optimizer_idx", "optimizer_i", "opt_idx") if one in parameters), None)
-
-
 def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...]) -> dict[str, str]:
     """Return the problems of methods whose names are close to a known method, by that method."""
     own = [name for kind in type(owner).__mro__[: type(owner).__mro__.index(base)] for name in vars(kind)]
@@ -269,22 +289,15 @@ STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("traini
 
 
 def _check_signatures(module: TrainModule, stage: str) -> list[str]:
-    problems: list[str | None] = []
+    problems = []
     for name in (*MODULE_HOOKS, *METHODS):
         if (name in STEPS.values() and name not in STEPS_OF[stage]) or not module.overrides(name):
             continue
-        if index := _optimizer_idx(module, name):
-            problems.append(
-                f"{type(module).__name__}.{name} takes {index}, as in Lightning 1: with several optimizers set "
-                "automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise leave "
-                "the argument out."
-            )
-        else:
-            evaluates = name in STEPS.values() and name != "training_step"
-            expected = EVALUATION_ARGUMENTS if evaluates else parameters_of(getattr(TrainModule, name))
-            expected = ["loss"] if name == "backward" else expected
-            problems.append(check_signature(module, name, expected))
-    return [problem for problem in problems if problem is not None]
+        expected = ["loss"] if name == "backward" else parameters_of(getattr(TrainModule, name))
+        if name in STEPS.values() and name != "training_step":
+            expected = EVALUATION_ARGUMENTS
+        problems.append(check_signature(module, name, expected))
+    return [*filter(None, problems)]
 
 
 def _micro_batch_of(loader: Any) -> int | None:

@@ -130,21 +130,29 @@ def _error_of(attempt: Callable[[], object]) -> list[str]:
 
 
 def _wrong_callbacks(settings: Settings) -> list[str]:
+    loggers = "CSVLogger(), TensorBoardLogger() or WandbLogger(), a list of them, True or False"
+    problems = _not_of_kind("callbacks", _listed(settings.callbacks), Callback, "EarlyStopping(...), or a list of them")
+    return problems + _not_of_kind("logger", _listed(settings.logger), Logger, loggers)
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return the objects in an argument that takes one, several, or a choice: None, True or False."""
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    return [] if given is None or isinstance(given, bool) else [given]
+
+
+def _not_of_kind(where: str, given: list[Any], kind: type, examples: str) -> list[str]:
+    """Return a problem for each object that is not a `kind`; a class is not."""
     problems = []
-    loggers = "CSVLogger(), TensorBoardLogger() or WandbLogger()"
-    for name, kind, example in (("callbacks", Callback, "EarlyStopping(...)"), ("logger", Logger, loggers)):
-        given = getattr(settings, name)
-        several = isinstance(given, (list, tuple))
-        allowed = kind if several else (kind, bool if kind is Logger else type(None))
-        for one in given if several else [given]:
-            if isinstance(one, type):
-                problems.append(f"{name}: {one.__name__} is a class; give an object: {one.__name__}(...).")
-            elif not isinstance(one, allowed):
-                true_or_false = ", True or False" if kind is Logger else ""
-                problems.append(
-                    f"{name}: {one!r} is not a {kind.__name__}. Give an object such as {example}, a list of "
-                    f"them{true_or_false}; your own is a subclass of trainer.{kind.__name__}."
-                )
+    for one in given:
+        if isinstance(one, type):
+            problems.append(f"{where}: {one.__name__} is a class; give an object: {one.__name__}(...).")
+        elif not isinstance(one, kind):
+            problems.append(
+                f"{where}: {one!r} is not a {kind.__name__}. Give an object such as {examples}; your own is a subclass "
+                f"of trainer.{kind.__name__}."
+            )
     return problems
 
 
@@ -240,9 +248,8 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
 
 def _cannot_try_a_batch(settings: Settings, strategy: Strategy, device_type: str) -> list[str]:
     """Return the problem of accumulate_grad_batches="auto" with a strategy or device that cannot."""
-    if settings.accumulate_grad_batches != "auto":
-        return []
-    if not strategy.shards_state and device_type not in ("xla", "tpu"):
+    cannot = strategy.shards_state or device_type in ("xla", "tpu")
+    if settings.accumulate_grad_batches != "auto" or not cannot:
         return []
     return [
         f"accumulate_grad_batches='auto' tries a batch on each process by itself, which strategy {strategy.name!r} "
@@ -264,8 +271,7 @@ def _callbacks(
     settings: Settings, time_limit: Callback | None, problems: list[str]
 ) -> tuple[list[Callback], list[Logger]]:
     """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
-    given = [] if settings.callbacks is None else settings.callbacks
-    callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
+    callbacks = _listed(settings.callbacks)
     for number, callback in enumerate(callbacks):
         problems += callback_problems(callback)
         if any(callback is other for other in callbacks[:number]):
@@ -297,12 +303,8 @@ def _without_writers(settings: Settings, callbacks: Sequence[Callback]) -> list[
 
 
 def _loggers(settings: Settings) -> list[Logger]:
-    if isinstance(settings.logger, Logger):
-        return [settings.logger]
-    if isinstance(settings.logger, (list, tuple)):
-        return list(settings.logger)
-    if not settings.logger:
-        return []
+    if settings.logger is not True:
+        return _listed(settings.logger)
     names = ["TensorBoardLogger", "CSVLogger"] if find_spec("tensorboard") else ["CSVLogger"]
     return [logger for name in names if isinstance(logger := callback_named(name)(), Logger)]
 
@@ -320,11 +322,8 @@ def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Cal
         of_module = [of_module]
     if not isinstance(of_module, (list, tuple)):
         raise ConfigError(f"configure_callbacks gave {of_module!r}: return a list of callbacks, or an empty one.")
-    for callback in of_module:
-        if isinstance(callback, type):
-            raise ConfigError(f"configure_callbacks gave the class {callback.__name__}: give {callback.__name__}(...).")
-        if not isinstance(callback, Callback):
-            raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
+    problems = _not_of_kind("configure_callbacks", [*of_module], Callback, "EarlyStopping(...)")
+    raise_problems(problems, "configure_callbacks")
     of_module = _without_writers(config.settings, of_module)
     kinds = {type(callback) for callback in of_module}
     kept = [c for c in config.callbacks if type(c) not in kinds or c is config.time_limit]
