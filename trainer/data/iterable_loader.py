@@ -25,7 +25,6 @@ from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
 
 log = logging.getLogger("trainer")
 
-_END = object()
 _EMPTY_ROUNDS = 2
 """Times that a stateful loader is iterated again if it yields nothing: torchdata's loader, and then its dataset, first
 finish an epoch that was read to its end."""
@@ -267,32 +266,38 @@ class IterableLoader(BatchLoader):
         with isolated_rng():
             if restored is not None and start == 0:
                 self._end_epoch_before(restored, seed)
-            batches = self._start_epoch(epoch, seed, restored if start else None)
+            opened = self._start_epoch(epoch, seed, restored if start else None)
             # An endless one of which this run has read nothing has given the epochs before, too.
             before = epoch * (self.limit or 0) if self.one_shot and not self._used else 0
-            for _ in islice(batches, start + before if restored is None else 0):
+            for _ in islice(opened, start + before if restored is None else 0):
                 pass
-            head = [next(batches, _END)] if start == 0 else []
-            for _ in range(_EMPTY_ROUNDS if self.stateful else 0):
-                if head and head[0] is _END:
-                    # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
-                    seed_cpu_generators(seed)
-                    batches = self._own_batches()
-                    head = [next(batches, _END)]
-        if head and head[0] is _END:
+            begun = opened if start > 0 else self._with_first(opened, seed)
+        if begun is None:
             self._refuse_nothing()
             return
         self._used = True
         given = itertools.count(start)
-        # Neither a list nor a variable of a loop, which would keep a batch in memory.
-        batches = chain(_popped(head), batches)
         if self.stateful:
             cuts = self._length is None or self.limit is None or self._length > self.limit
             sure = 0 if self._promised is None or self._slack else self._promised - start
-            batches = self._batches = _WithNext(batches, rest if cuts else None, sure)
-        batches = map(self._received, islice(batches, rest), given)
+            begun = self._batches = _WithNext(begun, rest if cuts else None, sure)
+        batches = map(self._received, islice(begun, rest), given)
         yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
         self._report_short_epoch(next(given))
+
+    def _with_first(self, batches: Iterator[Any], seed: int) -> Iterator[Any] | None:
+        """Return the batches of an epoch, of which the first one is drawn with its random numbers; None if it has none.
+
+        If the state of a loader is the end of an epoch, such loaders first finish that epoch, without a batch.
+        """
+        for number in range(1 + _EMPTY_ROUNDS * self.stateful):
+            if number > 0:
+                seed_cpu_generators(seed)
+                batches = self._own_batches()
+            # Neither a list that stays nor a variable of a loop, which would keep a batch in memory.
+            if head := [*islice(batches, 1)]:
+                return chain(_popped(head), batches)
+        return None
 
     def _received(self, data: Any, number: int) -> Batch:
         if data is None:

@@ -343,12 +343,9 @@ def noted_end(run_dir: Path) -> dict[str, int] | None:
 def _make_version(root: Path, number: int) -> Path:
     """Make `root`/version_N with the first free N from `number` on, although other runs may do so at the same time."""
     while True:
-        path = root / f"version_{number}"
-        try:
+        path, number = root / f"version_{number}", number + 1
+        with suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
             sync_directory(root)
             atexit.register(_remove_if_empty, path.absolute(), os.getpid())
             return path
