@@ -69,7 +69,7 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "hook of callbacks only": (
         lambda: fit(net(on_checkpoint_saved=lambda self, path: None)),
-        ["Mine.on_checkpoint_saved", "Callbacks have 'on_checkpoint_saved', and modules have not."],
+        ["Mine.on_checkpoint_saved", "Use a callback, which has this hook."],
     ),
     "hooks of old": (
         lambda: fit(

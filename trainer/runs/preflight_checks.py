@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
-from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from trainer.callback import AddsGroups
+from trainer.callback import HOOKS, AddsGroups
 from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.data.datamodule import DataModule
@@ -23,12 +20,10 @@ from trainer.names.misses import words_for
 from trainer.runs.changes_since_checkpoint import allowed_problems
 from trainer.runs.hook_checks import (
     EVALUATION_ARGUMENTS,
-    called_by_others,
-    check_hooks,
     check_signature,
-    like_hooks,
     methods_beyond,
     parameters_of,
+    uncalled_methods,
 )
 from trainer.runs.resolved_config import ResolvedConfig, step_config
 from trainer.settings import Settings
@@ -40,6 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 MODULE_HOOKS = [name for name in vars(TrainModule) if name.startswith("on_") or name in ("setup", "teardown")]
+
+CALLBACKS_HOOKS = dict.fromkeys({*HOOKS} - {*MODULE_HOOKS}, "a callback, which has this hook")
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
@@ -221,19 +218,13 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     name = type(module).__name__
     if "_modules" not in vars(module):
         return [f"{name}.__init__ does not call super().__init__(): make that its first line."]
-    problems = check_hooks(module, MODULE_HOOKS)
     beyond = methods_beyond(module, TrainModule)
-    others = {*like_hooks(beyond, MODULE_HOOKS), *called_by_others(type(module))}
-    problems += [
-        f"{name}.{method} would never be called. Use {instead}."
-        for method, instead in words_for("hook", beyond).items()
-        if method not in others
-    ]
-    misspelt = _misspelt(module, TrainModule, METHODS)
-    problems += misspelt.values()
+    instead = words_for("hook", beyond) | CALLBACKS_HOOKS
+    open_methods = [method for method in METHODS if not module.overrides(method)]
+    problems = uncalled_methods(module, beyond, instead, MODULE_HOOKS, open_methods)
     predicts = stage == "predict" and type(module).forward is not nn.Module.forward
     needed = () if predicts else NEEDED[stage]
-    missing = [method for method in needed if not module.overrides(method) and method not in misspelt]
+    missing = [method for method in needed if not module.overrides(method)]
     problems += [f"{name} has no {method}: {HOW_TO_DEFINE[method]}" for method in missing]
     problems += _check_signatures(module, stage)
     problems += [
@@ -254,34 +245,11 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
         for method in DATAMODULE_METHODS
         if datamodule.overrides(method)
     ]
-    own = methods_beyond(datamodule, DataModule)
-    former = {hook: words for hook, words in words_for("hook", own).items() if hook.endswith("_dataloader")}
-    wrong += [
-        f"{type(datamodule).__name__}.{method} would never be called: define {instead} instead."
-        for method, instead in {**DATAMODULE_EQUIVALENTS, **former}.items()
-        if method in own
-    ]
-    return [*_misspelt(datamodule, DataModule, DATAMODULE_METHODS).values(), *filter(None, wrong)]
-
-
-def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the problems of methods whose names are close to a known method, by that method."""
-    own = [name for kind in type(owner).__mro__[: type(owner).__mro__.index(base)] for name in vars(kind)]
-    called = called_by_others(type(owner))
-    problems = {}
-    for name in own:
-        is_method = inspect.isfunction(getattr_static(owner, name))
-        if name.startswith("_") or name in called or not is_method or hasattr(base, name):
-            continue
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        # A name around the known one, such as configure_models, is a helper's.
-        misspelt = close and close[0] not in name and not owner.overrides(close[0])
-        if misspelt and not words_for("hook", [name]):  # a former hook is reported as such
-            problems[close[0]] = (
-                f"{type(owner).__name__}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? "
-                "If not, choose a less similar name."
-            )
-    return problems
+    beyond = methods_beyond(datamodule, DataModule)
+    former = words_for("hook", [name for name in beyond if name.endswith("_dataloader")])
+    open_methods = [method for method in DATAMODULE_METHODS if not datamodule.overrides(method)]
+    uncalled = uncalled_methods(datamodule, beyond, DATAMODULE_EQUIVALENTS | former, methods=open_methods)
+    return [*uncalled, *filter(None, wrong)]
 
 
 STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("training_step", "validation_step")}

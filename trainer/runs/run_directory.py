@@ -130,9 +130,10 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
     if ckpt_path == "last" and not full and saves_all and "left_out" not in info:
         log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
         return None
+    nearest = min(full, key=lambda one: abs(_when(one)[1] - _when(path)[1]), default="not beside it")
     raise CheckpointError(
         f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
-        f"which no training can go on. Beside it are, with all: {printable(first_of(full, 1)) or 'none'}. "
+        f"which no training can go on: the nearest from which it can is {printable(str(nearest))}. "
         "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 
