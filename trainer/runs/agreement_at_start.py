@@ -53,7 +53,7 @@ def check_module(run: Run) -> None:
         return
     facts = chain(facts_of_tensors(module, training), facts_of_module(module, run.strategy.precision).items())
     fix = "Build the same module on all processes, in the same order (the order of a set differs)."
-    hooks = compare(processes, facts, fix, also=hooks_of(module))
+    hooks = compare(processes, facts, fix, also=hooks_of(module), in_order=True)
     _warn(processes, hooks, "hooks", "One that changes values has to be on all of them.")
 
 

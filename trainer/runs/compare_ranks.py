@@ -71,14 +71,21 @@ def listed(lines: list[str], most: int = MOST_LINES) -> str:
 # -- between processes -------------------------------------------------------------------------------------------------
 
 
-def compare(processes: SingleProcess, facts: Iterable[tuple[str, object]], fix: str, also: Any = None) -> list[Any]:
-    """Check that `facts`, pairs of a name and a value, are the same on all processes, and in one order. Collective.
+def compare(
+    processes: SingleProcess,
+    facts: Iterable[tuple[str, object]],
+    fix: str,
+    also: Any = None,
+    in_order: bool = False,
+) -> list[Any]:
+    """Check that `facts`, pairs of a name and a value, are the same on all processes. Collective.
 
     What is gathered is a hash; only if the hashes differ, the values that are not rank 0's.
 
     Args:
         fix: the last sentence of the message.
         also: gathered in the same call, and not compared.
+        in_order: the order of the facts has to be the same, too.
 
     Returns:
         Every process's `also`, in the order of ranks.
@@ -89,7 +96,7 @@ def compare(processes: SingleProcess, facts: Iterable[tuple[str, object]], fix: 
     if processes.world_size == 1:
         return [also]
     own = {name: as_text(value) for name, value in facts}
-    digest = hashlib.sha256(repr([*own.items()]).encode()).hexdigest()
+    digest = hashlib.sha256(repr([*own.items()] if in_order else sorted(own.items())).encode()).hexdigest()
     gathered = processes.all_gather_object((digest, also))
     if len({digest for digest, _ in gathered}) == 1:
         return [also for _, also in gathered]
