@@ -49,10 +49,10 @@ class Batch(NamedTuple):
 
 
 class FactsForRanks(NamedTuple):
-    """What processes compare of a loader, by name."""
+    """The facts of a loader that processes compare, by name."""
 
     equal: dict[str, object]
-    """What has to be equal on all."""
+    """Facts that have to be equal on all."""
     orders: dict[str, str] = {}
     """Fingerprints of the orders of samples that have to be equal on all, where each could find them out."""
     contents: dict[str, str] = {}

@@ -57,7 +57,7 @@ class FactGroup(NamedTuple):
     needs_both: bool = False
     """A fact that only the checkpoint or only the run has is not compared."""
     remark: str = ""
-    """What the resumed run does about a difference."""
+    """A sentence on what the resumed run does about a difference."""
 
 
 _of_loader = partial(FactGroup, of_loader=True, needs_both=True)
