@@ -22,7 +22,7 @@ log = logging.getLogger("trainer")
 
 _THEN_AND_NOW = ("in the checkpoint", "here")
 _PER_PROCESS = "on each process"
-"""What a loader's fact says that is of one process alone, so that it depends on the number of processes."""
+"""The words of a loader's fact that is of one process alone, so that it depends on the number of processes."""
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _OTHER_SPLIT = (
     "After another random_split, samples of the validation are trained on. Seed it: "
