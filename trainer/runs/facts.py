@@ -45,7 +45,7 @@ Facts = Mapping[str, Mapping[str, str]]
 
 
 class FactGroup(NamedTuple):
-    """How the facts of one kind are compared with a checkpoint."""
+    """The way in which the facts of one kind are compared with a checkpoint."""
 
     meaning: str
     of_loader: bool = False
