@@ -1,6 +1,6 @@
 """What users are told: every message that a test causes is in one snapshot, tests/messages.json.
 
-A sentence is changed in the product alone; `pytest --rewrite-messages` then writes what is said now, and a reviewer reads
+A sentence is changed in the product alone; `pytest --rewrite-messages` writes what is said now, and a reviewer reads
 the difference. A test asks with `refused(ConfigError)` instead of `pytest.raises(ConfigError, match="...")`.
 """
 

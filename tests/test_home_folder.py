@@ -227,17 +227,6 @@ def test_relative_paths_stay_where_they_were_given(where: str, home: Path) -> No
     assert again.run_dir == moved / "runs" / "version_0"
 
 
-def test_a_working_directory_that_was_deleted_is_an_error_of_fit(home: Path) -> None:
-    Path.cwd().rmdir()
-    trainer = quiet(
-        max_steps=1, callbacks=ModelCheckpoint("ck"), default_root_dir=home / "runs", enable_checkpointing=True
-    )
-    with pytest.raises(ConfigError, match="the working directory was deleted: change into one that exists"):
-        trainer.fit(Toy(), loader(1))
-    os.chdir(home)
-    trainer.fit(Toy(), loader(1))
-
-
 def test_predictions_are_read_from_it(home: Path) -> None:
     quiet(callbacks=PredictionWriter("~/x")).predict(Toy(), loader(1))
     assert len(list(read_predictions("~/x"))) == 4

@@ -58,12 +58,11 @@ from trainer.names.paths import answer_further_names
 from trainer.names.states import TrainerState, state_of
 from trainer.optimizers import SchedulerConfig, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.runs.call_arguments import Call, read_call
 from trainer.runs.compare_ranks import compare
 from trainer.runs.describe import PrintedText, describe
 from trainer.runs.monitors import refuse_missing_monitors
+from trainer.runs.preflight_checks import Call, read_call
 from trainer.runs.resolved_config import resolve_config
-from trainer.runs.run_directory import check_one_folder
 from trainer.runs.terminal import print_text
 from trainer.seed import isolated_rng, seed_generators
 from trainer.settings import ARGUMENTS, Settings, wrong_names
@@ -244,7 +243,7 @@ class Trainer:
                 its last checkpoint.
             weights_only: has no effect, because no checkpoint contains code.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
-                of `trainer.runs.changes_since_checkpoint.CHANGES`, such as "dataset", "shuffle", "optimizers".
+                of `trainer.runs.facts.GROUPS`, such as "dataset", "shuffle", "optimizers".
             weights: pretrained weights to start from, unless a checkpoint is there to resume from: a folder that
                 Hugging Face's `save_pretrained` has written, or a safetensors file. Each process reads its part only.
                 See `TrainModule.key_mapping` and `strict_loading`.
@@ -390,9 +389,7 @@ class Trainer:
         run.check_all_ranks_call("save_checkpoint")
         if self.strategy.shards_state:
             fix = "All processes write their shards into one folder: give the same path everywhere."
-            path = as_storage_path(filepath)
-            compare(self.strategy.processes, iter([("save_checkpoint, path", f"folder {path.name}")]), fix)
-            check_one_folder(self.strategy.processes, "save_checkpoint, path", path.parent)
+            compare(self.strategy.processes, [("save_checkpoint, path", f"folder {filepath}")], fix)
         if self.stage == "fit":
             # Values logged so far belong to this step, not to the first step after a resume.
             run.read_metrics()

@@ -71,7 +71,9 @@ def test_a_folder_that_no_file_system_has_is_refused(argument: str, text: str) -
 
 @pytest.mark.parametrize("kind", FILES)
 def test_two_that_would_write_the_same_files_are_refused(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=f"2 {kind.__name__}s would write the same files: give each a folder"):
+    with pytest.raises(
+        ConfigError, match=f"two {kind.__name__}s would write the same files: give each a separate folder"
+    ):
         quiet(max_epochs=1, logger=[kind(), kind()]).fit(Toy(), loader(2))
     quiet(max_epochs=1, logger=[kind(), kind("other")]).fit(Toy(), loader(2))
 
@@ -88,6 +90,6 @@ SAME: dict[str, Any] = {
 def test_one_folder_under_two_names_is_refused(case: str) -> None:
     Path("real").mkdir()
     Path("link").symlink_to("real")
-    with pytest.raises(ConfigError, match=r"2 .*Loggers would write the same files: give each a folder"):
+    with pytest.raises(ConfigError, match=r"two .*Loggers would write the same files: give each a separate folder"):
         quiet(max_epochs=1, logger=SAME[case](), default_root_dir="runs").fit(Toy(), loader(2))
     assert not list(Path("runs").glob("*"))

@@ -96,7 +96,7 @@ def test_what_is_typed_wins_and_is_said(run: Command, caplog: pytest.LogCaptureF
     assert code == 0, err
     values = dict(line.split() for line in out.splitlines() if line.startswith("  "))
     assert (float(values["scale"]), float(values["width"])) == (0.25, 3)
-    assert "module.scale: 2.0 in the checkpoint; the module keeps its own, 0.25" in caplog.text
+    assert "module.scale: 2.0 in the checkpoint, and 0.25 in the module" in caplog.text
     assert "module.scale is" not in err
 
 
@@ -267,7 +267,7 @@ def test_names_that_only_one_side_has_are_said(needs: Command, caplog: pytest.Lo
     assert code == 0, err
     assert "more ('a', 5) ('z', 8)" in out
     assert "note: module.a is 5, as in the checkpoint, and not 6, as at more.yaml:1" in err
-    assert "module.z: nothing in the checkpoint; the module keeps its own, 8" in caplog.text
+    assert "module.z: missing in the checkpoint, and 8 in the module" in caplog.text
 
 
 def test_another_module_is_refused_as_before(run: Command) -> None:
@@ -314,7 +314,7 @@ def test_a_module_in_python_stays_as_it_is_and_that_is_said(tmp_path: Path, capl
     assert Sized.load_from_checkpoint(tmp_path / "version_0").hparams.size == 3
     caplog.clear()
     assert Trainer(**options).test(Sized(4), data, ckpt_path="last")[0]["size"] == 4
-    assert "module.size: 3 in the checkpoint; the module keeps its own, 4" in caplog.text
+    assert "module.size: 3 in the checkpoint, and 4 in the module" in caplog.text
     caplog.clear()
     assert Trainer(**options).test(Sized(3), data, ckpt_path="last")[0]["size"] == 3
     assert "module.size" not in caplog.text
@@ -323,10 +323,14 @@ def test_a_module_in_python_stays_as_it_is_and_that_is_said(tmp_path: Path, capl
 @pytest.mark.parametrize(
     ("saved", "now", "lines"),
     [
-        ({"a": {"b": 1}}, None, ["a/b: 1 in the checkpoint; the module keeps its own, nothing", "..., None"]),
-        (None, {"a": 1}, ["module.size: None in the checkpoint; the module keeps its own, nothing", "nothing in the"]),
-        ({"a": 1}, {"a": 1, "b": 2}, ["module.size/b: nothing in the checkpoint; the module keeps its own, 2"]),
-        ({"a": 1, "b": {}}, {"a": 2}, ["module.size/a: 1 in the checkpoint; the module keeps its own, 2"]),
+        ({"a": {"b": 1}}, None, ["a/b: 1 in the checkpoint, and missing in the module", "and None in"]),
+        (
+            None,
+            {"a": 1},
+            ["module.size: None in the checkpoint, and missing in the module", "module.size/a: missing in the"],
+        ),
+        ({"a": 1}, {"a": 1, "b": 2}, ["module.size/b: missing in the checkpoint, and 2 in the module"]),
+        ({"a": 1, "b": {}}, {"a": 2}, ["module.size/a: 1 in the checkpoint, and 2 in the module"]),
     ],
 )
 def test_values_of_other_shapes_are_said_too(

@@ -83,7 +83,7 @@ LOADERS: dict[str, tuple[Callable[[int], Any], str]] = {
 
 
 def facts(loader: Any, rank: int) -> dict[str, object]:
-    return make_batch_loader(loader, rank=rank, world_size=2, seed=1, training=True).equal_everywhere()
+    return make_batch_loader(loader, rank=rank, world_size=2, seed=1, training=True).facts_for_ranks().equal
 
 
 @pytest.mark.parametrize("case", LOADERS)

@@ -150,27 +150,6 @@ def test_stop_iteration_of_a_dataset_is_reported(workers: int, sampler: Any) -> 
         given_by(loader)
 
 
-class Ending(Samples):
-    """A dataset that raises an exception of the test's choice, which ends a process."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error = error
-
-    def __getitem__(self, index: Any) -> Any:
-        if index == 9:
-            raise self.error
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_exception_that_ends_a_worker_is_reported(error: type[BaseException]) -> None:
-    with pytest.raises(RuntimeError, match=rf"Ending raised {error.__name__} in a data worker for the indices .*9"):
-        given_by(DataLoader(Ending(error), BATCH, num_workers=1))
-    with pytest.raises(error):
-        given_by(DataLoader(Ending(error), BATCH))
-
-
 class PartOfEach(Stream):
     """A stream of which each worker takes its part."""
 

@@ -429,10 +429,19 @@ def changed(original: Path, folder: Path, change: Callable[[Any], object]) -> Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data["facts"]["optimizers"].update({"AdamW, eps": "1\x1b[2J"}), r"eps: 1\x1b[2J then, 1e-08 now"),
-        (lambda data: data["facts"]["module"].update({"\x1b[2J": ""}), r"module: \x1b[2J:  then, none now"),
+        (
+            lambda data: data["facts"]["optimizers"].update({"AdamW, eps": "1\x1b[2J"}),
+            r"eps: 1\x1b[2J in the checkpoint, and 1e-08 here",
+        ),
+        (
+            lambda data: data["facts"]["module"].update({"\x1b[2J": ""}),
+            r"module: \x1b[2J:  in the checkpoint, and missing here",
+        ),
         (lambda data: data["callbacks"].update({"\x1b[2J": {}}), r"the state of the callback \x1b[2J, which"),
-        (lambda data: data["facts"]["sampler"].update({"": "\x1b[2J"}), r"sampler: \x1b[2J then, each sample once now"),
+        (
+            lambda data: data["facts"]["sampler"].update({"": "\x1b[2J"}),
+            r"sampler: \x1b[2J in the checkpoint, and each sample once here",
+        ),
     ],
     ids=["value", "name", "callback", "error"],
 )

@@ -17,10 +17,8 @@ from trainer import Callback, ConfigError
 from trainer.callbacks import EarlyStopping, ModelCheckpoint
 from trainer.callbacks import checkpoint as checkpoint_module
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.manifest import checkpoints_in, read_manifest
 from trainer.checkpoint.storage import as_storage_path
-from trainer.checkpoint.writing import write_checkpoint
 
 STEPS = 2
 
@@ -102,20 +100,6 @@ def test_two_early_stoppings_of_one_value(tmp_path: Path) -> None:
 
     both(tmp_path / "a", 3, False)
     assert both(tmp_path / "a", 5, True) == both(tmp_path / "b", 5, False) == [(50, 0), (40, 4)]
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    saved = [ModelCheckpoint(tmp_path / "c", save_top_k=2), Counts(3), EarlyStopping("val_loss")]
-    fit(tmp_path, 2, saved)
-    state = read_checkpoint(saved[0].last_model_path)  # type: ignore[attr-defined]
-    del state["callback_identities"]
-    [key] = [key for key in state["callbacks"] if key.startswith("ModelCheckpoint")]
-    state["callbacks"]["ModelCheckpoint"] = {**state["callbacks"].pop(key), "monitor": [None, None]}
-    del state["callbacks"]["ModelCheckpoint"]["owner"]
-    write_checkpoint(saved[0].last_model_path, state, info={"step": 4, "epoch": 1}, overwrite=True)  # type: ignore[attr-defined]
-    keeps, counts = ModelCheckpoint(tmp_path / "c", save_top_k=2), Counts(3)
-    fit(tmp_path, 3, [EarlyStopping("val_loss"), counts, keeps])
-    assert (counts.count, list(keeps.kept)) == (18, ["epoch=1-step=4", "epoch=2-step=6"])
 
 
 # -- checkpoints that are deleted --------------------------------------------------------------------------------------
@@ -201,14 +185,6 @@ def test_objects_among_the_arguments_tell_callbacks_apart(kind: type, tmp_path: 
     swapped = [Kept(other), Kept(one)]
     quiet(callbacks=swapped, max_epochs=1, **run).fit(Toy(), loader(2), ckpt_path="last")
     assert [kept.seen.tolist() for kept in swapped] == [[20, 20], [2, 2]]
-
-
-def test_of_callbacks_alike_with_tensors_one_may_be_missing(tmp_path: Path) -> None:
-    run = {"default_root_dir": tmp_path, "enable_checkpointing": True}
-    quiet(callbacks=[Kept(), Kept()], max_epochs=1, **run).fit(Toy(), loader(2))
-    left = Kept()
-    quiet(callbacks=[left], max_epochs=1, **run).fit(Toy(), loader(2), ckpt_path="last")
-    assert left.seen.tolist() == [2, 2]
 
 
 def test_the_rest_of_a_failed_write_is_not_what_another_callback_has_written(

@@ -30,8 +30,6 @@ from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
 from trainer import ConfigError, TrainModule
 from trainer.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
-from trainer.loop import setup
-from trainer.runs import changes_since_checkpoint
 
 
 class Net(TrainModule):
@@ -89,18 +87,27 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LOADERS: dict[str, tuple[Any, list[str]]] = {
-    "fewer": (lambda: DataLoader(data(48), 4, shuffle=True), ["dataset: TensorDataset, 64 samples then, .* 48 sa"]),
-    "more": (lambda: DataLoader(data(80), 4, shuffle=True), ["dataset: TensorDataset, 64 samples then, .* 80 sa"]),
-    "in order": (lambda: DataLoader(data(), 4), ["shuffle: shuffled then, in order now"]),
+    "fewer": (
+        lambda: DataLoader(data(48), 4, shuffle=True),
+        ["dataset: TensorDataset, 64 samples in the checkpoint, .* 48 sa"],
+    ),
+    "more": (
+        lambda: DataLoader(data(80), 4, shuffle=True),
+        ["dataset: TensorDataset, 64 samples in the checkpoint, .* 80 sa"],
+    ),
+    "in order": (lambda: DataLoader(data(), 4), ["shuffle: shuffled in the checkpoint, and in order here"]),
     "sampler": (
         lambda: DataLoader(data(), 4, sampler=Backwards(64)),
-        ["sampler: each sample once then, Backwards, 64 samples now"],
+        ["sampler: each sample once in the checkpoint, and Backwards, 64 samples here"],
     ),
     "replacement": (
         lambda: DataLoader(data(), 4, sampler=RandomSampler(data(), replacement=True)),
-        ["sampler: each sample once then, RandomSampler, 64 samples now"],
+        ["sampler: each sample once in the checkpoint, and RandomSampler, 64 samples here"],
     ),
-    "list": (lambda: [tuple(data(4).tensors)] * 16, ["loader: DataLoader, split by the trainer then, list now"]),
+    "list": (
+        lambda: [tuple(data(4).tensors)] * 16,
+        ["loader: DataLoader, split by the trainer in the checkpoint, and list here"],
+    ),
     "both": (lambda: DataLoader(data(48), 4), ["dataset: ", "shuffle: "]),
 }
 
@@ -130,27 +137,29 @@ def test_another_order_is_reported_when_all_of_an_epoch_is_used(
 ) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         assert fit(tmp_path, 18, DataLoader(data(), 4), ckpt_path=written / "step=16") == 18
-    assert "shuffle: shuffled then, in order now" in caplog.text
+    assert "shuffle: shuffled in the checkpoint, and in order here" in caplog.text
 
 
 def test_another_seed_is_another_order(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = {"seed": 7}
     with pytest.raises(ConfigError, match="before the end of an epoch") as error:
         fit(tmp_path, 10, DataLoader(data(), 4, shuffle=True), ckpt_path=written / "step=8", **other)
-    assert re.search(r"seed: \d+ then, 7 now\nGive the same data, .*allow_changes=\['seed'\]", str(error.value))
+    assert re.search(
+        r"seed: \d+ in the checkpoint, and 7 here\nGive the same data, .*allow_changes=\['seed'\]", str(error.value)
+    )
     with caplog.at_level(logging.WARNING, "trainer"):
         loader = DataLoader(data(), 4, shuffle=True)
         fit(tmp_path, 10, loader, ckpt_path=written / "step=8", allow_changes=["seed"], **other)
         assert caplog.text == ""
         fit(tmp_path, 18, loader, ckpt_path=written / "epoch=0", **other)
-    assert re.search(r"was written:\n  seed: \d+ then, 7 now", caplog.text)
+    assert re.search(r"was written:\n  seed: \d+ in the checkpoint, and 7 here", caplog.text)
 
 
 def test_another_seed_changes_nothing_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, 3, DataLoader(data(), 4))
     with caplog.at_level(logging.WARNING, "trainer"):
         assert fit(tmp_path, 5, DataLoader(data(), 4), ckpt_path=tmp_path / "step=3", seed=7) == 5
-    assert "7 now" in caplog.text  # the noise of dropout is another
+    assert "and 7 here" in caplog.text  # the noise of dropout is another
 
 
 STRIDE, FACTOR, ITERATED = 1, 0.9, 0
@@ -180,11 +189,11 @@ def test_globals_that_samplers_and_schedules_read_are_compared(
         assert caplog.text == ""
         monkeypatch.setattr(f"{__name__}.FACTOR", 0.5)
         go_on(4, ckpt_path=tmp_path / "step=3")
-    assert "schedulers: LambdaLR, global FACTOR in lr_lambdas: 0.9 then, 0.5 now\n" in caplog.text
+    assert "schedulers: LambdaLR, global FACTOR in lr_lambdas: 0.9 in the checkpoint, and 0.5 here\n" in caplog.text
     monkeypatch.setattr(f"{__name__}.STRIDE", 3)
     with pytest.raises(ConfigError, match="before the end of an epoch") as error:
         go_on(5, ckpt_path=tmp_path / "step=3")
-    assert "sampler: global STRIDE: 1 then, 3 now" in str(error.value)
+    assert "sampler: global STRIDE: 1 in the checkpoint, and 3 here" in str(error.value)
 
 
 class Configured(Net):
@@ -206,7 +215,11 @@ def test_changed_hyperparameters_are_reported(tmp_path: Path, caplog: pytest.Log
         assert caplog.text == ""
         go_on(4, Configured(0.1, sizes=(1, 3), inner={"depth": 4}), ckpt_path=step3)
     (message,) = [one.getMessage() for one in caplog.records]
-    for line in ("margin: 0.5 then, 0.1 now", "sizes: [1, 2] then, [1, 3] now", "inner/depth: 2 then, 4 now"):
+    for line in (
+        "margin: 0.5 in the checkpoint, and 0.1 here",
+        "sizes: [1, 2] in the checkpoint, and [1, 3] here",
+        "inner/depth: 2 in the checkpoint, and 4 here",
+    ):
         assert f"\n  hyperparameters: {line}" in message
 
 
@@ -220,14 +233,19 @@ def test_what_is_no_change_is_not_reported(written: Path, tmp_path: Path, caplog
 @pytest.mark.parametrize(
     ("module", "settings", "name", "line"),
     [
-        ({"lr": 0.2}, {}, "optimizers", "SGD, lr: 0.1 then, 0.2 now (the checkpoint's is used)"),
-        ({"step_size": 5}, {}, "schedulers", "StepLR, step_size: 3 then, 5 now (the checkpoint's is used)"),
-        ({"dropout": 0.3}, {}, "module", "first.1: Dropout(p=0.1, inplace=False) then, Dropout(p=0.3, inplace=F"),
-        ({"frozen": True}, {}, "module", "first.0.weight, frozen: none then, yes now"),
-        ({}, {"accumulate_grad_batches": 2}, "settings", "accumulate_grad_batches: 1 then, 2 now"),
-        ({}, {"limit_train_batches": 12}, "settings", "limit_train_batches: 1.0 then, 12 now"),
-        ({}, {"seed_per_sample": True}, "settings", "seed_per_sample: False then, True now"),
-        ({}, {"precision": "bf16-mixed"}, "settings", "precision: 32-true then, bf16-mixed now"),
+        ({"lr": 0.2}, {}, "optimizers", "SGD, lr: 0.1 in the checkpoint, and 0.2 here"),
+        ({"step_size": 5}, {}, "schedulers", "StepLR, step_size: 3 in the checkpoint, and 5 here"),
+        (
+            {"dropout": 0.3},
+            {},
+            "module",
+            "first.1: Dropout(p=0.1, inplace=False) in the checkpoint, and Dropout(p=0.3, inplace=F",
+        ),
+        ({"frozen": True}, {}, "module", "first.0.weight, frozen: missing in the checkpoint, and yes here"),
+        ({}, {"accumulate_grad_batches": 2}, "settings", "accumulate_grad_batches: 1 in the checkpoint, and 2 here"),
+        ({}, {"limit_train_batches": 12}, "settings", "limit_train_batches: 1.0 in the checkpoint, and 12 here"),
+        ({}, {"seed_per_sample": True}, "settings", "seed_per_sample: False in the checkpoint, and True here"),
+        ({}, {"precision": "bf16-mixed"}, "settings", "precision: 32-true in the checkpoint, and bf16-mixed here"),
     ],
     ids=["lr", "schedule", "dropout", "frozen", "window", "limit", "seeds", "precision"],
 )
@@ -270,9 +288,10 @@ def test_groups_with_other_parameters_are_reported(tmp_path: Path, caplog: pytes
         assert caplog.text == ""
         fit(tmp_path, 3, loader, Groups(True), ckpt_path=tmp_path / "step=2")
     assert (
-        "optimizers: SGD, group 0, parameters: ['first.0.weight', 'last.weight'] then, ['first.0.bias'" in caplog.text
+        "optimizers: SGD, group 0, parameters: ['first.0.weight', 'last.weight'] in the checkpoint, and ['first.0.bias'"
+        in caplog.text
     )
-    assert caplog.text.count("(the checkpoint's is used)") == 2
+    assert caplog.text.count("The checkpoint's options of optimizers are used.") == 1
 
 
 class Pad:
@@ -298,10 +317,18 @@ def accumulating(window: int) -> Any:
 @pytest.mark.parametrize(
     ("then", "now", "line"),
     [
-        ({"add": ema(0.9)}, {"add": ema(0.8)}, "callbacks: EMAWeightAveraging.decay: 0.9 then, 0.8 now"),
-        ({"add": stopping(3)}, {"add": stopping(4)}, "callbacks: EarlyStopping(loss).patience: 3 then, 4 now"),
-        ({"add": accumulating(2)}, {}, "settings: schedule of accumulation: [{8: 2}] then, [] now"),
-        ({}, {"gradient_clip_val": 0.5}, "settings: gradient_clip_val: None then, 0.5 now"),
+        (
+            {"add": ema(0.9)},
+            {"add": ema(0.8)},
+            "callbacks: EMAWeightAveraging.decay: 0.9 in the checkpoint, and 0.8 here",
+        ),
+        (
+            {"add": stopping(3)},
+            {"add": stopping(4)},
+            "callbacks: EarlyStopping(loss).patience: 3 in the checkpoint, and 4 here",
+        ),
+        ({"add": accumulating(2)}, {}, "settings: schedule of accumulation: [{8: 2}] in the checkpoint, and [] here"),
+        ({}, {"gradient_clip_val": 0.5}, "settings: gradient_clip_val: None in the checkpoint, and 0.5 here"),
         ({"collate_fn": Pad(3)}, {"collate_fn": Pad(4)}, "collate_fn: Pad "),
         ({}, {"collate_fn": lambda samples: Pad(1)(samples)}, "collate_fn: default_collate "),
         ({}, {"values": 1.0}, "contents: TensorDataset.tensors: 2 lists "),
@@ -326,7 +353,7 @@ def test_other_callbacks_collate_functions_and_contents_are_reported(
     assert train(3, then, **begin) == ""
     text = train(3, now, **begin)
     assert line in text
-    assert (text.count(" then, "), text.count("was written:")) == (1, 1)
+    assert (text.count(" in the checkpoint, and "), text.count("was written:")) == (1, 1)
     assert train(3, now, allow_changes=[line.split(":")[0]], **begin) == ""
 
 
@@ -388,8 +415,14 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("dtypes", "lines"),
     [
         ({}, []),
-        ({"weights": torch.float64}, ["last.bias, dtype: torch.float32 then, torch.float64 now", "last.weight, dtype"]),
-        ({"buffer": torch.float64}, ["scale, dtype: torch.float32 then, torch.float64 now", "unsaved, dtype: "]),
+        (
+            {"weights": torch.float64},
+            ["last.bias, dtype: torch.float32 in the checkpoint, and torch.float64 here", "last.weight, dtype"],
+        ),
+        (
+            {"buffer": torch.float64},
+            ["scale, dtype: torch.float32 in the checkpoint, and torch.float64 here", "unsaved, dtype: "],
+        ),
     ],
     ids=["none", "weights", "buffer"],
 )
@@ -414,28 +447,11 @@ def test_a_buffer_that_would_cut_off_the_saved_values_is_refused(typed: Path, tm
     loader, module = DataLoader(data(), 4, shuffle=True), Typed(buffer=torch.int64)
     with pytest.raises(
         ConfigError,
-        match=r"would be cut off by the module's dtypes: scale \(torch.float32 then, torch.int64 now\)\. Give",
+        match=r"dtypes: scale \(torch.float32 in the checkpoint, and torch.int64 here\)\. Give",
     ) as e:
         fit(tmp_path, 3, loader, module, ckpt_path=typed)
     assert "allow_changes=['module']" in str(e.value)
     assert fit(tmp_path, 3, loader, module, ckpt_path=typed, allow_changes=["module"]) == 3
-
-
-def test_dtypes_that_an_earlier_version_did_not_save_are_not_compared(
-    typed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts_of_module = changes_since_checkpoint.facts_of_module
-
-    def without_dtypes(*given: Any) -> dict[str, str]:
-        return {name: text for name, text in facts_of_module(*given).items() if not name.endswith(", dtype")}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(setup, "facts_of_module", without_dtypes)
-        fit(tmp_path, 1, DataLoader(data(), 4, shuffle=True), Typed())
-    with caplog.at_level(logging.WARNING, "trainer"):
-        module = Typed(weights=torch.float64)
-        assert fit(tmp_path, 2, DataLoader(data(), 4, shuffle=True), module, ckpt_path=tmp_path / "step=1") == 2
-    assert caplog.text == ""
 
 
 def test_a_batch_of_another_size_is_reported_and_goes_on(
@@ -443,7 +459,7 @@ def test_a_batch_of_another_size_is_reported_and_goes_on(
 ) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         fit(tmp_path, 10, DataLoader(data(), 8, shuffle=True), ckpt_path=written / "step=8")
-    assert "batch_size: 4 over all processes then, 8 over all processes now" in caplog.text
+    assert "batch_size: 4 over all processes in the checkpoint, and 8 over all processes here" in caplog.text
 
 
 def test_nothing_left_is_reported(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -485,7 +501,7 @@ def resume_on_two(written: str, folder: str) -> list[str]:
 def test_another_number_of_processes_is_no_change(written: Path, tmp_path: Path) -> None:
     for done, refused in run_distributed(resume_on_two, 2, str(written), str(tmp_path)):
         assert done == "done"
-        assert "dataset: TensorDataset, 64 samples then, TensorDataset, 48 samples now" in refused
+        assert "dataset: TensorDataset, 64 samples in the checkpoint, and TensorDataset, 48 samples here" in refused
 
 
 # -- what one looks at to see a change ---------------------------------------------------------------------------------
@@ -548,7 +564,7 @@ def loader_of(kind: str, other: bool) -> Any:
         ("files", "dataset: Kept.kept: 64 texts "),
         ("numbers", "dataset: Kept.kept: 64 numbers "),
         ("wrapped", "dataset: indices: 64 numbers "),
-        ("stream", "batch_size: 4 on each process then, 2 on each process now"),
+        ("stream", "batch_size: 4 on each process in the checkpoint, and 2 on each process here"),
     ],
 )
 def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
@@ -623,23 +639,23 @@ def enclosing(options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("then", "now", "message"),
     [
-        (by(WarmUp(9)), by(WarmUp(8)), "LambdaLR, WarmUp.steps: 9 then, 8 now (the checkpoint's is used)\n"),
-        (by(WarmUp(9).at), by(WarmUp(8).at), "LambdaLR, self.steps in lr_lambdas: 9 then, 8 now\n"),
+        (by(WarmUp(9)), by(WarmUp(8)), "LambdaLR, WarmUp.steps: 9 in the checkpoint, and 8 here\n"),
+        (by(WarmUp(9).at), by(WarmUp(8).at), "LambdaLR, self.steps in lr_lambdas: 9 in the checkpoint, and 8 here\n"),
         (
             enclosing({"warm up": [9]}),
             enclosing({"warm up": [8]}),
-            "options in lr_lambdas: {warm up: [9]} then, {warm up: [8]} now\n",
+            "options in lr_lambdas: {warm up: [9]} in the checkpoint, and {warm up: [8]} here\n",
         ),
-        (two_stages(9), two_stages(8), "CosineAnnealingLR.T_max: 9 then, 8 now (the checkpoint's is used)\n"),
+        (two_stages(9), two_stages(8), "CosineAnnealingLR.T_max: 9 in the checkpoint, and 8 here\n"),
         (
             warm_up(9),
             warm_up(8),
-            "{steps: 9}]] then, [warm_up.<locals>.<lambda>.<locals>.<lambda>[1.0, {steps: 8}]] now\n",
+            "{steps: 9}]] in the checkpoint, and [warm_up.<locals>.<lambda>.<locals>.<lambda>[1.0, {steps: 8}]] here\n",
         ),
         (
             lambda optimizer: {"scheduler": StepLR(optimizer, 3), "frequency": 2},
             lambda optimizer: {"scheduler": StepLR(optimizer, 3), "frequency": 1},
-            "StepLR, frequency: 2 then, 1 now\n",
+            "StepLR, frequency: 2 in the checkpoint, and 1 here\n",
         ),
     ],
     ids=["object", "method", "enclosed", "inside", "function", "frequency"],

@@ -204,7 +204,7 @@ def test_a_longer_run_says_what_depends_on_its_length(caplog: pytest.LogCaptureF
         trainer = quiet(max_epochs=epochs, enable_checkpointing=True, callbacks=[swa])
         trainer.fit(Scheduled(), loader(2), ckpt_path="last")
     assert "swa_epoch_start=0.5) was to begin in epoch 1, and begins in epoch 3 now" in caplog.text
-    assert "T_max: 8 then, 16 now (the checkpoint's is used)" in caplog.text
+    assert "T_max: 8 in the checkpoint, and 16 here" in caplog.text
 
 
 def test_a_stopped_run_stays_stopped_until_a_setting_of_what_stopped_it_changes() -> None:

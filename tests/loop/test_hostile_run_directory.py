@@ -21,7 +21,7 @@ from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.manifest import checkpoints_in
 from trainer.fault_tolerance import flight_recorder
-from trainer.fault_tolerance.file_lock import NAME, FolderLock
+from trainer.fault_tolerance.file_lock import NAME
 from trainer.strategies.deepspeed.config import write_config
 
 WRITTEN = (
@@ -141,28 +141,6 @@ def test_a_checkpoint_names_no_run_into_which_an_evaluation_writes(tmp_path: Pat
 
 
 # -- directories of runs -----------------------------------------------------------------------------------------------
-
-
-def age(folder: Path) -> None:
-    os.utime(folder, (0, 0))
-
-
-def test_a_directory_that_a_killed_run_left_empty_is_used_again(tmp_path: Path) -> None:
-    for number, name in enumerate(("empty", "locked", "young", "in use", "with a file")):
-        folder = tmp_path / name / "version_0"
-        folder.mkdir(parents=True)
-        lock = FolderLock(folder)
-        if name == "locked":
-            (folder / NAME).write_text("{}")
-        if name == "in use":
-            assert lock.acquire() is None
-        if name == "with a file":
-            (folder / "notes.txt").write_text("")
-        if name != "young":
-            age(folder)
-        trainer = fit([steps()], default_root_dir=tmp_path / name)
-        assert trainer.run_dir.name == ("version_0" if number < 2 else "version_1"), name
-        lock.release()
 
 
 def test_the_name_of_a_run_directory_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import defines
@@ -15,7 +14,7 @@ from trainer.data.combined_loader import CombinedBatches, CombinedLoader
 from trainer.data.iterable_loader import IterableLoader
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import ShardedDataLoader, is_plain
-from trainer.errors import ConfigError, shown
+from trainer.errors import ConfigError
 from trainer.seed import mix_seed
 
 
@@ -59,11 +58,11 @@ def make_batch_loader(
     label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
     if training and (isinstance(loader, Mapping) or _is_several(loader)):
         loader = CombinedLoader(loader, "max_size_cycle")
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "training": training}
+    options: dict[str, Any] = {"shuffle": shuffle, "seed_per_sample": seed_per_sample, "pad": pad, "split": split}
     if isinstance(loader, CombinedLoader):
-        options = {"rank": rank, "world_size": world_size, "training": training, "shuffle": shuffle, "pad": pad}
-        each: dict[str, Any] = {**options, "seed_per_sample": seed_per_sample, "split": split}
         parts = [
-            make_batch_loader(one, name=f"{name}{number}", seed=mix_seed(seed, number) >> 1, **each)
+            make_batch_loader(one, name=f"{name}{number}", seed=mix_seed(seed, number) >> 1, **place, **options)
             for number, one in enumerate(loader.flattened)
         ]
         return CombinedBatches(loader, parts, label, limit)
@@ -71,20 +70,17 @@ def make_batch_loader(
     _refuse_no_batches(loader, label)
     if not is_plain(loader):
         cut = split and world_size > 1 and repeats_samples(loader)
-        each = {"label": label, "world_size": world_size, "seed": seed, "training": training, "limit": limit}
-        return IterableLoader(loader, **each, every_nth_of=rank if cut else None, reshuffles=shuffle is not False)
-    sampler = DistributedBatchSampler(
-        loader,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        training=training,
-        shuffle=shuffle,
-        seed_per_sample=seed_per_sample,
-        pad=pad,
-        split=split,
-    )
-    return ShardedDataLoader(loader, sampler, label, limit)
+        return IterableLoader(
+            loader,
+            label=label,
+            world_size=world_size,
+            seed=seed,
+            training=training,
+            limit=limit,
+            every_nth_of=rank if cut else None,
+            reshuffles=shuffle is not False,
+        )
+    return ShardedDataLoader(loader, DistributedBatchSampler(loader, seed=seed, **place, **options), label, limit)
 
 
 def repeats_samples(loader: Any) -> bool:
@@ -101,18 +97,12 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
     Args:
         loaders: None: there are none. A dict: loaders by name. A list or tuple of loaders: named "dataloader_idx_0"
             and so on. Anything else, including a list of batches: one loader, named "".
-
-    Raises:
-        ConfigError: a name is neither a str nor an int.
     """
     if loaders is None:
         return {}
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         loaders = loaders.iterables
     if isinstance(loaders, Mapping):
-        for name in loaders:
-            if not isinstance(name, (str, int)):
-                raise ConfigError(f"the loaders are named {shown(name)} among others: name them by texts or numbers.")
         return {str(name): loader for name, loader in loaders.items()}
     if _is_several(loaders):
         return {f"dataloader_idx_{number}": loader for number, loader in enumerate(loaders)}
@@ -131,23 +121,17 @@ def _refuse_several(loader: Any, label: str) -> None:
 
 
 def _refuse_no_batches(loader: Any, label: str) -> None:
-    given = f"{label} is {_described(loader)}"
-    if not defines(loader, "__iter__", "__getitem__") or isinstance(loader, type) or _is_scalar(loader):
+    if not defines(loader, "__iter__", "__getitem__") or isinstance(loader, type):
         raise ConfigError(
-            f"{given}, which cannot be iterated. Give a DataLoader, a list of batches, or any object with __iter__ "
-            "that yields batches."
+            f"{label} is {_described(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
+            "object with __iter__ that yields batches."
         )
     dataset = loader.dataset if is_plain(loader) else ()
-    indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    if not indexed or isinstance(dataset, type) or _is_scalar(dataset):
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or isinstance(dataset, type):
         raise ConfigError(
             f"the dataset of {label} is {_described(dataset)}, which has no samples. Give DataLoader a list, a tensor, "
             "or a Dataset with __len__ and __getitem__."
         )
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0
 
 
 def _described(value: Any) -> str:
@@ -163,21 +147,11 @@ def _is_several(loaders: Any) -> bool:
     return defines(loaders[0], "__iter__") and not _is_batch(loaders[0])
 
 
-_DEEPEST = 100
-"""Maximum depth, because a list may contain itself."""
-
-
 def _is_batch(value: Any) -> bool:
     """Return True for data: a tensor, array, number or text, or a container whose first entry is one."""
-    for _ in range(_DEEPEST):
-        if isinstance(value, Mapping):
-            value = list(value.values())
-        if not isinstance(value, (list, tuple)):
-            break
-        if not value:
-            return True
-        value = value[0]
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float)):
-        return True
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return not value or _is_batch(value[0])
     # A batch class of the user's own knows how to move; a loader does not.
-    return hasattr(value, "to")
+    return isinstance(value, (np.ndarray, np.generic, str, bytes, int, float)) or hasattr(value, "to")

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
-from trainer.data.loader import round_of
+from trainer.data.loader import has_state, round_of
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access, sizes_of
 from trainer.data.seeded_dataset import SeededIndices
@@ -500,11 +500,6 @@ def _nested(sampler: Any) -> list[Any]:
     """Return the sampler, and the one inside it if it is a batch sampler around another."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
-
-
-def has_state(sampler: Any) -> bool:
-    """Return True for a sampler that saves and restores its state itself."""
-    return all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _own_state(sampler: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, islice
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trainer.checkpoint.schema import Integer, require
-from trainer.data.loader import Batch, BatchLoader
+from trainer.data.loader import Batch, BatchLoader, FactsForRanks
 from trainer.errors import ConfigError, unknown_name_error
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -194,21 +194,14 @@ class CombinedBatches(BatchLoader):
         if self._lengths[number] is None:
             self._lengths[number] = next(given)
 
-    def equal_everywhere(self) -> dict[str, object]:
-        each = enumerate(part.equal_everywhere() for part in self.parts)
-        return {"mode": self.mode} | {f"loader {number}, {fact}": one[fact] for number, one in each for fact in one}
-
-    def orders(self) -> dict[str, str]:
-        each = enumerate(part.orders() for part in self.parts)
-        return {f"loader {number}, {what}": one[what] for number, one in each for what in one}
-
-    def contents(self) -> dict[str, str]:
-        each = enumerate(part.contents() for part in self.parts)
-        return {f"loader {number}, {what}": one[what] for number, one in each for what in one}
+    def facts_for_ranks(self) -> FactsForRanks:
+        parts = [part.facts_for_ranks() for part in self.parts]
+        equal, orders, contents = (_numbered(facts) for facts in zip(*parts, strict=True))
+        return FactsForRanks({"mode": self.mode, **equal}, orders, contents)
 
     def identity(self, world_size: int) -> dict[str, str]:
         each = [part.identity(world_size) for part in self.parts]
-        names = {name: None for one in each for name in one}
+        names = dict.fromkeys(name for one in each for name in one)
         return {name: "; ".join(one.get(name, "") for one in each) for name in names} | {
             "loader": f"combined, {self.mode}"
         }
@@ -216,14 +209,7 @@ class CombinedBatches(BatchLoader):
     def numbers(self) -> dict[str, dict[str, str]]:
         each = [part.numbers() for part in self.parts]
         names = dict.fromkeys(name for one in each for name in one)
-        return {
-            name: {
-                f"loader {number}, {fact}": text
-                for number, one in enumerate(each)
-                for fact, text in one.get(name, {}).items()
-            }
-            for name in names
-        }
+        return {name: _numbered([one.get(name, {}) for one in each]) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         return {"loaders": [part.state_dict() for part in self.parts], "lengths": list(self._lengths)}
@@ -252,3 +238,8 @@ class CombinedBatches(BatchLoader):
     def close(self) -> None:
         for part in self.parts:
             part.close()
+
+
+def _numbered(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the facts of several loaders, with the number of the loader in their names."""
+    return {f"loader {number}, {fact}": value for number, facts in enumerate(each) for fact, value in facts.items()}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dis
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -14,15 +15,24 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from trainer.model.reachable import attributes, is_filled
+from trainer.model.reachable import attributes, is_filled, used_globals
 
 _MOST_DATASETS = 10_000
 _MOST_SAMPLES = 5_000_000
-_MOST_FUNCTIONS = 100
 _MOST_ITEMS = 1000
 _MOST_COMPARED = 16
 _PLAIN = (bool, int, float, str, tuple)
+_SCALARS = (type(None), bool, int, float, str)
+_WITH_ITEMS = (list, tuple, range, np.ndarray, torch.Tensor)
 _DEPTH = 6
+
+
+# -- of numbers --------------------------------------------------------------------------------------------------------
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its values in memory, one after the other."""
+    return not tensor.is_meta and tensor.layout == torch.strided
 
 
 def fingerprint(value: Any) -> str | None:
@@ -33,34 +43,41 @@ def fingerprint(value: Any) -> str | None:
     """
     if type(value) in (bool, int):
         return str(value)
-    if isinstance(value, range):
-        value = np.arange(value.start, value.stop, value.step)
-    elif isinstance(value, torch.Tensor):
-        if value.is_meta or value.layout != torch.strided:
-            return None
-        value = value.detach().cpu()
-    elif not isinstance(value, (list, tuple, np.ndarray)):
+    if not isinstance(value, _WITH_ITEMS) or (isinstance(value, torch.Tensor) and not has_values(value)):
         return None
     try:
-        numbers = np.asarray(value)
+        numbers = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     except (ValueError, TypeError, OverflowError, RuntimeError):  # a ragged list, or other objects
         return None
     if numbers.dtype.kind not in "biuf":
         return None
     # The same for a list, an array and a tensor.
     numbers = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)
-    return f"{numbers.size} numbers ({hashlib.sha256(numbers.tobytes()).hexdigest()[:8]})"
+    return f"{numbers.size} numbers ({_hexdigest(numbers.tobytes())})"
+
+
+def sampler_fingerprints(sampler: Any) -> dict[str, str]:
+    """Return fingerprints of the numbers that a sampler holds, by the names of its attributes.
+
+    Without `epoch`, which the trainer sets. Those of a list of indices, or of lists of them, are called "order".
+    """
+    if isinstance(sampler, _WITH_ITEMS):
+        order, batches = fingerprint(sampler), list[Any](sampler)
+        if order is None and all(isinstance(one, (list, tuple)) for one in batches):  # of different sizes
+            order = fingerprint([*map(len, batches), *(index for batch in batches for index in batch)])
+        return {} if order is None else {"order": order}
+    found = {name: fingerprint(value) for name, value in attributes(sampler).items() if name != "epoch"}
+    return {name: numbers for name, numbers in found.items() if numbers is not None}
+
+
+# -- of datasets -------------------------------------------------------------------------------------------------------
 
 
 def indices_fingerprint(dataset: Any) -> str | None:
     """Return a fingerprint of the indices of `Subset`s and the sizes of `ConcatDataset`s in a dataset, or None."""
-    found: list[str] = []
-    for one in _nested(dataset):
-        if isinstance(one, Subset):
-            found.append(fingerprint(one.indices) or "unknown")
-        elif isinstance(one, ConcatDataset):
-            found.append(fingerprint(one.cumulative_sizes) or "unknown")
-    return _joint_fingerprint(found)
+    parts = [one for one in _nested(dataset) if isinstance(one, (Subset, ConcatDataset))]
+    chosen = [one.indices if isinstance(one, Subset) else one.cumulative_sizes for one in parts]
+    return _joint_fingerprint([fingerprint(one) or "unknown" for one in chosen])
 
 
 def samples_fingerprints(dataset: Any) -> dict[str, str]:
@@ -68,13 +85,7 @@ def samples_fingerprints(dataset: Any) -> dict[str, str]:
 
     By class and attribute. File names are compared without the folder that all of them are in.
     """
-    found: dict[str, list[str]] = {}
-    for one in _nested(dataset):
-        if not isinstance(one, (Subset, ConcatDataset)):
-            for name, value in attributes(one).items():
-                if (text := _sample_list_fingerprint(value, one)) is not None:
-                    found.setdefault(f"{type(one).__name__}.{name}", []).append(text)
-    return {name: str(_joint_fingerprint(texts)) for name, texts in found.items()}
+    return _by_attribute(dataset, lambda value, length: filter(None, [_list_fingerprint(value, length)]))
 
 
 def contents_fingerprints(dataset: Any) -> dict[str, str]:
@@ -82,17 +93,49 @@ def contents_fingerprints(dataset: Any) -> dict[str, str]:
 
     Nothing of a dataset is called but its length. Texts do not count, which may be paths.
     """
+    return _by_attribute(
+        dataset, lambda value, length: [_digest(repr(_contents(one, length))) for one in _columns(value, length)]
+    )
+
+
+def _by_attribute(dataset: Any, describe: Callable[[Any, int], Iterable[str]]) -> dict[str, str]:
+    """Return the texts that `describe` gives of each attribute with the length of its dataset, by class and name."""
     found: dict[str, list[str]] = {}
     for one in _nested(dataset):
         length = 0 if isinstance(one, (Subset, ConcatDataset)) else _length(one)
         for name, value in attributes(one).items() if length else ():
             try:
-                texts = [_digest(repr(_contents(column, length))) for column in _columns(value, length)]
+                texts = [*describe(value, length)]
             except Exception:  # a foreign kind of array or tensor
                 continue
             if texts:
                 found.setdefault(f"{type(one).__name__}.{name}", []).extend(texts)
     return {name: str(_joint_fingerprint(texts)) for name, texts in found.items()}
+
+
+def _list_fingerprint(value: Any, length: int) -> str | None:
+    """Return a fingerprint of a list, array or tensor with a whole number or text for each sample; else None."""
+    if length > _MOST_SAMPLES or not isinstance(value, _WITH_ITEMS):
+        return None
+    if getattr(value, "ndim", 1) != 1 or len(value) != length:
+        return None
+    if isinstance(value, np.ndarray) and value.dtype.kind == "U":
+        value = value.tolist()
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return fingerprint(value) if str(value.dtype).removeprefix("torch.").startswith(("int", "uint")) else None
+    kinds = {int} if isinstance(value, range) else set(map(type, value))
+    if kinds == {str}:
+        folder = len(os.path.commonprefix([min(value), max(value)]))  # noqa: RUF071  # of characters
+        return f"{length} texts ({_digest(chr(0).join(text[folder:] for text in value))})"
+    return fingerprint(value) if kinds <= {int, bool} else None
+
+
+def _columns(value: Any, length: int) -> list[Any]:
+    """Return the tensors, arrays and lists with an entry for each sample: the value, or those in it."""
+    if type(value) in (list, tuple) and len(value) == length:
+        return [] if any(one is None for one in value) else [value]  # a cache that is not full yet
+    columns = [value, *_items(value)]
+    return [one for one in columns if isinstance(one, (torch.Tensor, np.ndarray)) and one.ndim and len(one) == length]
 
 
 def _contents(column: Any, length: int) -> list[Any]:
@@ -101,27 +144,21 @@ def _contents(column: Any, length: int) -> list[Any]:
     return [_content(column[position]) for position in sorted(positions)]
 
 
-def _columns(value: Any, length: int) -> list[Any]:
-    """Return the tensors, arrays and lists with an entry for each sample: the value, or those in it."""
-    several = [*value.values()] if type(value) is dict else value if type(value) in (list, tuple) else []
-    if type(value) in (list, tuple) and len(value) == length:
-        return [] if any(one is None for one in value) else [value]  # a cache that is not full yet
-    known = (torch.Tensor, np.ndarray)
-    return [
-        one for one in [value, *several[:_MOST_ITEMS]] if isinstance(one, known) and one.ndim and len(one) == length
-    ]
-
-
 def _content(value: Any, depth: int = 3) -> Any:
     """Return text and lists that are equal for two samples of the same numbers; of an unknown object, its class."""
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and has_values(value):
         value = value.detach().reshape(-1)[:_MOST_ITEMS].resolve_conj().contiguous().view(torch.uint8).numpy()
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return hashlib.sha256(np.asarray(value).reshape(-1)[:_MOST_ITEMS].tobytes()).hexdigest()
     if value is None or type(value) in (bool, int, float, complex):
         return repr(value)
-    inside = [*value.values()] if type(value) is dict else value if type(value) in (list, tuple) else []
-    return [type(value).__name__, *(_content(one, depth - 1) for one in inside[:_MOST_ITEMS] if depth)]
+    return [type(value).__name__, *(_content(one, depth - 1) for one in _items(value) if depth)]
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the first items of a dict, list or tuple; of other values none."""
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return [*items][:_MOST_ITEMS]
 
 
 def _length(dataset: Any) -> int:
@@ -135,10 +172,8 @@ def _length(dataset: Any) -> int:
 def _nested(dataset: Any) -> Iterator[Any]:
     """Yield a dataset and those that it is made of, which it keeps in attributes."""
     waiting, seen = [dataset], set()
-    for _ in range(_MOST_DATASETS):
-        if not waiting:
-            return
-        yield (one := waiting.pop(0))
+    for one in islice(waiting, _MOST_DATASETS):
+        yield one
         if isinstance(one, ConcatDataset):
             waiting += one.datasets
         elif isinstance(one, Subset):
@@ -148,25 +183,6 @@ def _nested(dataset: Any) -> Iterator[Any]:
             waiting += [inner for inner in attributes(one).values() if isinstance(inner, Dataset)]
 
 
-def _sample_list_fingerprint(value: Any, dataset: Any) -> str | None:
-    if not isinstance(value, (list, tuple, range, np.ndarray, torch.Tensor)) or getattr(value, "ndim", 1) != 1:
-        return None
-    return _list_fingerprint(value) if 0 < len(value) == _length(dataset) <= _MOST_SAMPLES else None
-
-
-def _list_fingerprint(value: Any) -> str | None:
-    if isinstance(value, np.ndarray) and value.dtype.kind == "U":
-        value = value.tolist()
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return fingerprint(value) if str(value.dtype).removeprefix("torch.").startswith(("int", "uint")) else None
-    kinds = {int} if isinstance(value, range) else set(map(type, value))
-    if kinds == {str}:
-        first, last = min(value), max(value)
-        folder = next((at for at, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first))
-        return f"{len(value)} texts ({_digest(chr(0).join(text[folder:] for text in value))})"
-    return fingerprint(value) if kinds <= {int, bool} else None
-
-
 def _joint_fingerprint(found: list[str]) -> str | None:
     if len(found) < 2:
         return found[0] if found else None
@@ -174,21 +190,14 @@ def _joint_fingerprint(found: list[str]) -> str | None:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
+    return _hexdigest(text.encode(errors="surrogatepass"))
 
 
-def sampler_fingerprints(sampler: Any) -> dict[str, str]:
-    """Return fingerprints of the numbers that a sampler holds, by the names of its attributes.
+def _hexdigest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
 
-    Without `epoch`, which the trainer sets. Those of a list of indices, or of lists of them, are called "order".
-    """
-    if isinstance(sampler, (list, tuple, range, np.ndarray, torch.Tensor)):
-        order, batches = fingerprint(sampler), list[Any](sampler)
-        if order is None and all(isinstance(one, (list, tuple)) for one in batches):  # of different sizes
-            order = fingerprint([*map(len, batches), *(index for batch in batches for index in batch)])
-        return {} if order is None else {"order": order}
-    found = {name: fingerprint(value) for name, value in attributes(sampler).items() if name != "epoch"}
-    return {name: numbers for name, numbers in found.items() if numbers is not None}
+
+# -- of functions ------------------------------------------------------------------------------------------------------
 
 
 def globals_fingerprints(functions: Iterable[Any]) -> dict[str, str]:
@@ -199,21 +208,23 @@ def globals_fingerprints(functions: Iterable[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     written: set[str] = set()
     waiting = [one for one in functions if isinstance(one, FunctionType)]
-    seen: set[FunctionType] = set()
-    while waiting and len(seen) < _MOST_FUNCTIONS:
-        function = waiting.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        for instruction in _instructions(function.__code__):
-            name, value = instruction.argval, function.__globals__.get(instruction.argval)
-            if instruction.opname == "STORE_GLOBAL":
-                written.add(name)
-            elif instruction.opname == "LOAD_GLOBAL" and type(value) in _PLAIN:
+    for function in waiting:
+        for name, value in used_globals(function).items():
+            if type(value) in _PLAIN:
                 found[f"global {name}"] = repr(value)
-            elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            elif isinstance(value, FunctionType) and value.__module__ == function.__module__ and value not in waiting:
                 waiting.append(value)
+        for code in codes_in(function.__code__):
+            written |= {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
     return {name: text for name, text in found.items() if name.removeprefix("global ") not in written}
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of the functions and comprehensions inside."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from codes_in(inner)
 
 
 def read_values_fingerprints(function: Any) -> dict[str, str]:
@@ -225,18 +236,26 @@ def read_values_fingerprints(function: Any) -> dict[str, str]:
     function, own = getattr(function, "__func__", function), getattr(function, "__self__", None)
     if not isinstance(function, FunctionType):
         return {}
-    codes = [function.__code__, *(one for one in function.__code__.co_consts if isinstance(one, CodeType))]
-    names = {name for code in codes for name in code.co_names}
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    values = {name: cell.cell_contents for name, cell in cells if is_filled(cell)}
-    values |= {} if own is None else {"self": own}
-    values |= {f"global {name}": function.__globals__[name] for name in names if name in function.__globals__}
+    used = used_globals(function)
+    values = {"self": own} | enclosed_values(function) | {f"global {name}": one for name, one in used.items()}
     for _ in range(3):  # objects in objects
         objects = {name: one for name, one in values.items() if hasattr(one, "__dict__")}
-        values |= {
-            f"{name}.{key}": one for name, holder in objects.items() for key, one in _held(holder, names).items()
-        }
+        values |= {f"{name}.{key}": inner for name, one in objects.items() for key, inner in _held(one, used).items()}
     return {name: repr(one) for name, one in values.items() if is_plain(one) and ("." in name or not is_plain(one, 0))}
+
+
+def _held(holder: Any, names: Collection[str]) -> dict[str, Any]:
+    """Return the attributes and hyperparameters of an object that have one of the names."""
+    held = attributes(holder)
+    hparams = held.get("_hparams") if "hparams" in names else None
+    inside = {f"hparams.{name}": one for name, one in hparams.items()} if isinstance(hparams, dict) else {}
+    return {name: one for name, one in {**held, **inside}.items() if name.removeprefix("hparams.") in names}
+
+
+def enclosed_values(function: FunctionType) -> dict[str, Any]:
+    """Return the values that a function encloses, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if is_filled(cell)}
 
 
 def is_plain(value: Any, depth: int = _DEPTH) -> bool:
@@ -245,38 +264,18 @@ def is_plain(value: Any, depth: int = _DEPTH) -> bool:
         value = [*value, *value.values()]
     if type(value) in (list, tuple):
         return depth > 0 and len(value) <= _MOST_ITEMS and all(is_plain(one, depth - 1) for one in value)
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _held(holder: Any, names: set[str]) -> dict[str, Any]:
-    held = attributes(holder)
-    inner = held.get("_hparams") if "hparams" in names else None
-    return {name: held[name] for name in names if name in held} | (
-        {f"hparams.{name}": inner[name] for name in names if name in inner} if isinstance(inner, dict) else {}
-    )
-
-
-def _instructions(code: CodeType) -> Iterable[dis.Instruction]:
-    """Yield the instructions that name globals, also of the functions and comprehensions inside."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
-            yield instruction
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _instructions(inner)
+    return type(value) in _SCALARS
 
 
 def functions_of(value: Any) -> list[Any]:
     """Return the function itself, or the methods of an object's class and of its bases, but for torch's."""
-    if isinstance(value, FunctionType):
-        return [value]
     value = getattr(value, "__func__", getattr(value, "func", value))  # a method, a partial
     if isinstance(value, FunctionType):
         return [value]
-    kinds = [
-        one for one in type(value).__mro__ if not one.__module__.startswith(("torch.", "builtins", "typing", "abc"))
+    foreign = ("torch.", "builtins", "typing", "abc")
+    return [
+        one for kind in type(value).__mro__ if not kind.__module__.startswith(foreign) for one in vars(kind).values()
     ]
-    return [one for kind in kinds for one in vars(kind).values()]
 
 
 def name_of(function: Any) -> str:
@@ -284,8 +283,7 @@ def name_of(function: Any) -> str:
 
     What the function holds or encloses, such as a generator or a rank, does not count.
     """
-    if isinstance(function, partial):
-        return name_of(function.func)
+    function = function.func if isinstance(function, partial) else function
     function = getattr(function, "__func__", function)
     if isinstance(function, FunctionType):
         code = function.__code__
@@ -301,7 +299,7 @@ def function_fingerprint(function: Any) -> str | None:
     if not callable(function):
         return None
     found = [_computed(function, _DEPTH), sorted(globals_fingerprints(functions_of(function)).items())]
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:8]
+    return _hexdigest(repr(found).encode())
 
 
 def describe_function(function: Any) -> str:
@@ -315,13 +313,13 @@ def _computed(value: Any, depth: int) -> Any:
     if depth == 0:
         return "..."
     inner = depth - 1
-    if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.dtype):
+    if type(value) in (*_SCALARS, complex, bytes, torch.dtype):
         return repr(value)
     if isinstance(value, CodeType):
         constants = [_computed(one, depth) for one in value.co_consts]
         return [value.co_code.hex(), value.co_names, constants]
     if isinstance(value, FunctionType):
-        enclosed = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+        enclosed = [*enclosed_values(value).values()]
         return [_computed(one, inner) for one in (value.__code__, enclosed, value.__defaults__, value.__kwdefaults__)]
     if isinstance(value, partial):
         return [_computed(one, inner) for one in (value.func, value.args, value.keywords)]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import defines
 from trainer.data.fingerprints import describe_function
-from trainer.data.loader import Batch, BatchLoader, round_of
+from trainer.data.loader import Batch, BatchLoader, has_state, round_of
 from trainer.data.sampler_state import own_generators
 from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError, restoring
@@ -25,7 +25,6 @@ from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
 
 log = logging.getLogger("trainer")
 
-_END = object()
 _EMPTY_ROUNDS = 2
 """Times that a stateful loader is iterated again if it yields nothing: torchdata's loader, and then its dataset, first
 finish an epoch that was read to its end."""
@@ -93,7 +92,10 @@ class EveryNth:
         return max(0, -(-(length - self.first) // self.every))
 
     def of(self, batches: Iterator[Any], passed: int) -> Iterator[Any]:
-        """Yield this process's batches among those that follow the ones that have `passed`."""
+        """Return this process's batches among those that follow the ones that have `passed`."""
+        return batches if self.every == 1 else self._counted(batches, passed)
+
+    def _counted(self, batches: Iterator[Any], passed: int) -> Iterator[Any]:
         self.passed = passed
         for number, batch in enumerate(batches, passed):
             self.passed = number + 1
@@ -127,7 +129,7 @@ class IterableLoader(BatchLoader):
         reshuffles: bool = True,
     ) -> None:
         self._loader = loader
-        self._share = None if every_nth_of is None else EveryNth(every_nth_of, world_size)
+        self._share = EveryNth(0, 1) if every_nth_of is None else EveryNth(every_nth_of, world_size)
         self._seed = seed
         self._single_process = world_size == 1
         self._training = training
@@ -149,7 +151,8 @@ class IterableLoader(BatchLoader):
         """The object whose state is the place in the data: the loader or its dataset; None: neither has one."""
         self._is_of_nodes = any(kind.__module__.startswith("torchdata.nodes.") for kind in type(loader).__mro__)
         self.stateful = self._keeper is not None
-        self.exact = self.stateful or isinstance(loader, (list, tuple))
+        self._is_list = isinstance(loader, (list, tuple))
+        self.exact = self.stateful or self._is_list
         self._makes_batches = isinstance(loader, DataLoader) and not (
             loader.batch_sampler is None and loader.batch_size is None
         )
@@ -173,9 +176,7 @@ class IterableLoader(BatchLoader):
                 if state is not None and start > 0:
                     self._load(state)
             length = _length(self._loader)
-        if length is not None and self._share is not None:
-            length = self._share.length_of(length)
-        self._length = length
+        self._length = length = None if length is None else self._share.length_of(length)
         self._set_lengths(length, length)
         # Of this process; in training the length may be that of another one.
         self._promised = length if length is None or self.limit is None else min(length, self.limit)
@@ -219,8 +220,8 @@ class IterableLoader(BatchLoader):
 
     def _state(self, ended: bool, goes_on: bool) -> dict[str, Any]:
         """Return the state of now, which `iter()` of a restored loader goes on with if it was left before its end."""
-        passed = 0 if self._share is None else self._share.passed
-        return {"loader": self._keeper.state_dict(), "passed": passed, "ended": ended, "goes_on": goes_on}
+        state = self._keeper.state_dict()
+        return {"loader": state, "passed": self._share.passed, "ended": ended, "goes_on": goes_on}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Loaded when iteration begins, before or after `set_epoch`.
@@ -250,12 +251,12 @@ class IterableLoader(BatchLoader):
 
     def _epoch(self, epoch: int, start: int, again: int) -> Iterator[Iterator[Batch]]:
         """Yield the batches of an epoch as one iterator: no batch passes a frame."""
-        limit = self.limit
+        rest = None if self.limit is None else self.limit - start
         self._restored = self._state_before(start)
         ended = start > 0 and self._restored is not None and self._restored["ended"]
         # After more batches than its length there is one too many.
         complete = start == self._promised and not self._slack
-        if ended or complete or (limit is not None and start >= limit):
+        if ended or complete or (rest is not None and rest <= 0):
             return
         if start == 0 and not self._reshuffles and self.stateful and self._first is None:
             with isolated_rng():
@@ -265,32 +266,38 @@ class IterableLoader(BatchLoader):
         with isolated_rng():
             if restored is not None and start == 0:
                 self._end_epoch_before(restored, seed)
-            batches = self._start_epoch(epoch, seed, restored if start else None)
+            opened = self._start_epoch(epoch, seed, restored if start else None)
             # An endless one of which this run has read nothing has given the epochs before, too.
-            before = epoch * (limit or 0) if self.one_shot and not self._used else 0
-            for _ in islice(batches, start + before if restored is None else 0):
+            before = epoch * (self.limit or 0) if self.one_shot and not self._used else 0
+            for _ in islice(opened, start + before if restored is None else 0):
                 pass
-            head = [next(batches, _END)] if start == 0 else []
-            for _ in range(_EMPTY_ROUNDS if self.stateful else 0):
-                if head and head[0] is _END:
-                    # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
-                    seed_cpu_generators(seed)
-                    batches = self._own_batches()
-                    head = [next(batches, _END)]
-        if head and head[0] is _END:
+            begun = opened if start > 0 else self._with_first(opened, seed)
+        if begun is None:
             self._refuse_nothing()
             return
         self._used = True
         given = itertools.count(start)
-        # Neither a list nor a variable of a loop, which would keep a batch in memory.
-        batches = chain(_popped(head), batches)
         if self.stateful:
-            of_all = limit is None or (self._length is not None and self._length <= limit)
+            cuts = self._length is None or self.limit is None or self._length > self.limit
             sure = 0 if self._promised is None or self._slack else self._promised - start
-            batches = self._batches = _WithNext(batches, None if of_all or limit is None else limit - start, sure)
-        batches = map(self._received, islice(batches, None if limit is None else limit - start), given)
+            begun = self._batches = _WithNext(begun, rest if cuts else None, sure)
+        batches = map(self._received, islice(begun, rest), given)
         yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
         self._report_short_epoch(next(given))
+
+    def _with_first(self, batches: Iterator[Any], seed: int) -> Iterator[Any] | None:
+        """Return the batches of an epoch, of which the first one is drawn with its random numbers; None if it has none.
+
+        If the state of a loader is the end of an epoch, such loaders first finish that epoch, without a batch.
+        """
+        for number in range(1 + _EMPTY_ROUNDS * self.stateful):
+            if number > 0:
+                seed_cpu_generators(seed)
+                batches = self._own_batches()
+            # Neither a list that stays nor a variable of a loop, which would keep a batch in memory.
+            if head := [*islice(batches, 1)]:
+                return chain(_popped(head), batches)
+        return None
 
     def _received(self, data: Any, number: int) -> Batch:
         if data is None:
@@ -384,8 +391,7 @@ class IterableLoader(BatchLoader):
             return self._own_batches(restored["passed"])
 
     def _own_batches(self, passed: int = 0) -> Iterator[Any]:
-        batches = self._begin()
-        return batches if self._share is None else self._share.of(batches, passed)
+        return self._share.of(self._begin(), passed)
 
     def _refuse_nothing(self) -> None:
         if self.one_shot and self._used:
@@ -401,55 +407,61 @@ class IterableLoader(BatchLoader):
         return f"the {type(self._loader).__name__}{dataset}"
 
     def _make_note(self) -> str | None:
-        notes = []
-        if self._share is not None:
+        notes, kind = [], self._kind()
+        if self._share.every > 1:
             notes.append(
-                f"{self._kind()} is a subclass of DataLoader: each process loads all batches and takes one of "
+                f"{kind} is a subclass of DataLoader: each process loads all batches and takes one of "
                 f"{self._share.every}, so that no sample is repeated. Faster: a plain DataLoader with a collate_fn, or "
                 "a sampler with num_replicas and rank"
             )
         elif not self._single_process:
             notes.append(
-                f"each process iterates {self._kind()} itself, because it is not a plain DataLoader over a dataset "
-                f"with indices: it must give each process its own part{_splitting_advice(self._loader)}"
+                f"each process iterates {kind} itself, because it is not a plain DataLoader over a dataset with "
+                "indices: it must give each process its own part (of a Hugging Face dataset: "
+                "datasets.distributed.split_dataset_by_node with self.trainer.reader and self.trainer.readers)"
             )
         if self._training and self.one_shot:
-            notes.append(f"{self._kind()} can be iterated only once: one epoch")
-        if self._training and not self.exact:
-            owner = f"the stream of {self._kind()}" if _has_state(self._loader) else self._kind()
-            notes.append(
-                f"resume will not be exact: {owner} has no state_dict/load_state_dict"
-                f"{_why_its_dataset_does_not_help(self._loader)}, so a resumed run reads the batches already used "
-                "again and skips them"
-            )
-        if self._training and self.stateful and _generators(self._loader):
-            notes.append(
-                f"resume will not be exact: the sampler of {self._kind()} holds a random generator, which is not in "
-                "the loader's state. Give the sampler state_dict and load_state_dict, or use a plain DataLoader"
-            )
-        if self._training and self.stateful and _shuffles_in_a_buffer(getattr(self._loader, "dataset", None)):
-            notes.append(
-                f"resume will not be exact: {self._kind()} shuffles in a buffer, whose samples are not in its state. "
-                "Use a plain DataLoader without workers, which reads the batches already used again and skips them; or "
-                "shuffle a map-style dataset"
-            )
-        workers: Any = getattr(self._loader, "num_workers", 0) > 0
-        if self._training and self.stateful and workers:
-            notes.append(
-                f"{self._kind()} keeps its place, but not the random numbers of its workers: random augmentation is "
-                "not exact after a resume unless it follows from the index"
-            )
+            notes.append(f"{kind} can be iterated only once: one epoch")
+        inexact = _why_not_exact(self._loader, self.stateful) if self._training and not self._is_list else None
+        if inexact is not None:
+            notes.append(f"resume will not be exact: {kind} {inexact}")
         return f"{self.label}: {'; '.join(notes)}." if notes else None
+
+
+def _why_not_exact(loader: Any, stateful: bool) -> str | None:
+    """Return why a resumed run may get other batches, as the end of a sentence; None if it gets the same."""
+    dataset = getattr(loader, "dataset", None)
+    if not stateful:
+        return (
+            "has no state_dict and load_state_dict by which its place is known (torchdata's StatefulDataLoader has "
+            "them), so a resumed run reads the batches already used again and skips them"
+        )
+    if _shuffles_in_a_buffer(dataset):
+        return (
+            "shuffles in a buffer, whose samples are not in its state. Use a plain DataLoader without workers, which "
+            "reads the batches already used again and skips them; or shuffle a map-style dataset"
+        )
+    if _generators(loader):
+        return (
+            "has a sampler with a random generator, which is not in the loader's state. Give the sampler state_dict "
+            "and load_state_dict, or use a plain DataLoader"
+        )
+    if getattr(loader, "num_workers", 0) > 0:
+        return (
+            "keeps its place, but not the random numbers of its workers: random augmentation is the same only if it "
+            "follows from the index"
+        )
+    return None
 
 
 def _keeper_of_place(loader: Any) -> Any:
     """Return the loader if it has a state, else its dataset; None if neither has one from which the rest follows."""
     dataset = getattr(loader, "dataset", None)
-    if _has_state(loader) and not _counts_batches(loader, dataset):
+    if has_state(loader) and not _counts_batches(loader, dataset):
         return loader
     # Without workers a DataLoader has taken the samples of the batches that it has given, and no others.
     plain = type(loader) is DataLoader and loader.num_workers == 0 and isinstance(dataset, IterableDataset)
-    return dataset if plain and _has_state(dataset) and not _shuffles_in_a_buffer(dataset) else None
+    return dataset if plain and has_state(dataset) and not _shuffles_in_a_buffer(dataset) else None
 
 
 def _counts_batches(loader: Any, dataset: Any) -> bool:
@@ -458,23 +470,10 @@ def _counts_batches(loader: Any, dataset: Any) -> bool:
     That number is wrong once it has been restored: torchdata 0.11 counts the batches that it reads again, too.
     """
     of_torchdata = any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__)
-    if not of_torchdata or not isinstance(dataset, IterableDataset) or _has_state(dataset):
+    if not of_torchdata or not isinstance(dataset, IterableDataset) or has_state(dataset):
         return False
     with isolated_rng():
-        return not _has_state(iter(copy(dataset)))
-
-
-def _why_its_dataset_does_not_help(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
-    if not _has_state(dataset):
-        return ""
-    if _shuffles_in_a_buffer(dataset):
-        return " that holds the samples of its shuffle buffer"
-    return ", and its workers hide that of the dataset (torchdata's StatefulDataLoader has one)"
-
-
-def _has_state(one: Any) -> bool:
-    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
+        return not has_state(iter(copy(dataset)))
 
 
 def _shuffles_in_a_buffer(dataset: Any) -> bool:
@@ -485,17 +484,6 @@ def _shuffles_in_a_buffer(dataset: Any) -> bool:
             return True
         source = getattr(source, "ex_iterable", None)
     return False
-
-
-def _splitting_advice(loader: Any) -> str:
-    """Return how to split a Hugging Face dataset; empty for others."""
-    sources = (loader, getattr(loader, "dataset", None))
-    if not any(kind.__module__.startswith("datasets.") for source in sources for kind in type(source).__mro__):
-        return ""
-    return (
-        ". For a Hugging Face dataset: datasets.distributed.split_dataset_by_node(dataset, rank, world_size), with "
-        "self.trainer.reader and self.trainer.readers in train_dataloader"
-    )
 
 
 def _generators(loader: Any) -> list[OwnGenerator]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from trainer.data.packed_dataset import is_sequence
 from trainer.errors import ConfigError, shown
 
 
@@ -32,9 +32,9 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __init__(self, lengths: Sequence[Any], batch_size: int, group_batches: int = 50) -> None:
         for name, value in (("batch_size", batch_size), ("group_batches", group_batches)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"LengthGroupedSampler({name}={value!r}): give a number from 1.")
-        if not hasattr(lengths, "__len__") or not hasattr(lengths, "__getitem__") or len(lengths) == 0:
+        if not is_sequence(lengths) or len(lengths) == 0:
             raise ConfigError("LengthGroupedSampler: give a length for each sample, or a map-style dataset.")
         self.lengths = torch.tensor([_length(lengths[number]) for number in range(len(lengths))])
         self.batch_size, self.group_batches = batch_size, group_batches
@@ -53,15 +53,11 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 def _length(sample: Any) -> int:
-    if isinstance(sample, Mapping):
-        sample = sample.get("input_ids")
-    if isinstance(sample, torch.Tensor) and sample.dim() == 0:
-        sample = sample.item()
-    if isinstance(sample, (int, float)) and not isinstance(sample, bool) and math.isfinite(sample):
-        return int(sample)
-    if not hasattr(sample, "__len__"):
+    tokens: Any = sample.get("input_ids") if isinstance(sample, Mapping) else sample
+    try:
+        return len(tokens) if hasattr(tokens, "__len__") and getattr(tokens, "ndim", True) else int(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"LengthGroupedSampler: a {type(sample).__name__} ({shown(sample)}) has no length: give the lengths as a "
+            f"LengthGroupedSampler: a {type(tokens).__name__} ({shown(tokens)}) has no length: give the lengths as a "
             "list of numbers."
-        )
-    return len(sample)
+        ) from error

@@ -48,6 +48,17 @@ class Batch(NamedTuple):
         return self.samples == 0
 
 
+class FactsForRanks(NamedTuple):
+    """The facts of a loader that processes compare, by name."""
+
+    equal: dict[str, object]
+    """Facts that have to be equal on all."""
+    orders: dict[str, str] = {}
+    """Fingerprints of the orders of samples that have to be equal on all, where each could find them out."""
+    contents: dict[str, str] = {}
+    """Fingerprints of samples in memory, which should be equal on all."""
+
+
 class BatchLoader(ABC):
     """The batches of one loader on one process, from any position on: a `ShardedDataLoader` or an `IterableLoader`,
     made by `adapters.make_batch_loader`.
@@ -136,32 +147,21 @@ class BatchLoader(ABC):
     def pass_by(self, epoch: int, start: int, again: int = 0) -> None:
         """Do as `iterate` in an epoch of which nothing is left: samplers begin it, and no batch is loaded."""
 
-    def equal_everywhere(self) -> dict[str, object]:
-        """Return what has to be equal on all processes, by name; of an iterable only that it is one."""
-        return {"kind": "iterated by each process"}
-
-    def orders(self) -> dict[str, str]:
-        """Return fingerprints of the orders of samples that have to be equal on all processes, where they are known.
-
-        It may take seconds on one process, and fail there.
-        """
-        return {}
-
-    def contents(self) -> dict[str, str]:
-        """Return fingerprints of samples that are in memory, which should be equal on all processes, by name."""
-        return {}
+    def facts_for_ranks(self) -> FactsForRanks:
+        """Return what the processes compare; of an iterable only that it is one. It may take seconds."""
+        return FactsForRanks({"kind": "iterated by each process"})
 
     @abstractmethod
     def identity(self, world_size: int) -> dict[str, str]:
         """Return descriptions that have to be equal to resume inside an epoch.
 
-        By names of `CHANGES` in `runs/changes_since_checkpoint.py`.
+        By names of `GROUPS` in `runs/facts.py`.
 
         A description with "on each process" depends on `world_size`.
         """
 
     def numbers(self) -> dict[str, dict[str, str]]:
-        """Return the numbers that decide which samples are loaded, by a name of `CHANGES` and their own.
+        """Return the numbers that decide which samples are loaded, by a name of `GROUPS` and their own.
 
         Without the numbers that are restored from a checkpoint.
         """
@@ -338,16 +338,22 @@ class Loaders:
     def kept_places(self) -> Iterator[None]:
         """Put all loaders back to their places at the end."""
         with ExitStack() as places:
-            for loader in [*self.evaluated.values(), *([] if self.train is None else [self.train])]:
+            for loader in self._all():
                 places.enter_context(loader.kept_place())
             yield
 
+    def _all(self) -> list[BatchLoader]:
+        return [*self.evaluated.values(), *([] if self.train is None else [self.train])]
+
     def close(self) -> None:
         """End the worker processes of all loaders."""
-        for loader in self.evaluated.values():
+        for loader in self._all():
             loader.close()
-        if self.train is not None:
-            self.train.close()
+
+
+def has_state(one: Any) -> bool:
+    """Whether an object saves and restores its state itself."""
+    return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def round_of(epoch: int, again: int) -> int:
@@ -366,10 +372,10 @@ def _end_workers(iterator: Any) -> None:
 
 def _batches(limit: int | float | None, length: int | None, label: str) -> int | None:
     """Return how many batches a limit allows; None: all."""
-    if limit is None or (isinstance(limit, float) and limit == 1.0):
-        return None
-    if isinstance(limit, int) or limit == 0.0:
-        return int(limit)
+    if limit is None or isinstance(limit, int):
+        return limit
+    if limit in (0.0, 1.0):
+        return 0 if limit == 0.0 else None
     if length is None:
         raise ConfigError(
             f"limit {limit} is a fraction, but {label} has no length. "
@@ -386,6 +392,4 @@ def _batches(limit: int | float | None, length: int | None, label: str) -> int |
 
 
 def _minimum(length: int | None, limit: int | None) -> int | None:
-    if length is None or limit is None:
-        return limit if length is None else length
-    return min(length, limit)
+    return min((one for one in (length, limit) if one is not None), default=None)

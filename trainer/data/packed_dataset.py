@@ -48,9 +48,9 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         pad_token_id: int = 0,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 2:
+        if not isinstance(length, int) or length < 2:
             raise ConfigError(f"PackedDataset(length={length!r}): give the number of tokens in a row, at least 2.")
-        if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__") or isinstance(documents, str):
+        if not is_sequence(documents):
             raise ConfigError(
                 f"PackedDataset packs a sequence of documents by their lengths, and got a {type(documents).__name__}: "
                 "give a list of token lists, or a map-style dataset."
@@ -99,6 +99,11 @@ def attention_mask(document_ids: torch.Tensor) -> torch.Tensor:
     return same & causal.tril()
 
 
+def is_sequence(value: Any) -> bool:
+    """Whether a value has items by number, and is not a text."""
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str)
+
+
 def _tokens(document: Any) -> Any:
     """Return the tokens of a document.
 
@@ -106,7 +111,7 @@ def _tokens(document: Any) -> Any:
         ConfigError: it is something else.
     """
     tokens = document.get("input_ids") if isinstance(document, Mapping) else document
-    if isinstance(tokens, str) or not hasattr(tokens, "__len__") or not hasattr(tokens, "__getitem__"):
+    if not is_sequence(tokens):
         raise ConfigError(
             f"PackedDataset: a document is a {type(document).__name__}: give a sequence of token numbers, or a dict "
             'with "input_ids" (tokenize texts before).'

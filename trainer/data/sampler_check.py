@@ -30,11 +30,9 @@ def resumes_exactly(sampler: DistributedBatchSampler) -> bool | None:
     stay as they are, since it is done in copies of the process. Of a large sampler the first items are compared.
 
     Returns:
-        None if it cannot be found out: there is no fork, or it takes long, or fails, as it will in the run.
+        None if it cannot be found out: it takes long, or fails, as it will in the run.
     """
-    if not hasattr(os, "fork") or sampler.random_access is not None:
-        return None
-    unbroken = _in_forked_process(lambda: _unbroken(sampler))
+    unbroken = None if sampler.random_access is not None else _in_forked_process(lambda: _unbroken(sampler))
     resumed = None if unbroken is None else _in_forked_process(lambda: _resumed(sampler, unbroken["state"]))
     return None if unbroken is None or resumed is None else bool(unbroken["order"] == resumed["order"])
 
@@ -47,7 +45,7 @@ def order_of(sampler: DistributedBatchSampler) -> str | None:
     Returns:
         None as `resumes_exactly`.
     """
-    if not hasattr(os, "fork") or sampler.random_access is not None:
+    if sampler.random_access is not None:
         return None
     found = _in_forked_process(lambda: {"order": _digest(_order(sampler, 0, 0))[:8]})
     return None if found is None else str(found["order"])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
-from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
+from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_scalar
 from trainer.model.reachable import (
     WRAPPERS,
     OwnGenerator,
@@ -178,7 +178,7 @@ def plain_attributes(sampler: Any) -> dict[str, Any]:
 
 def _copy(value: Any) -> Any:
     """Return a copy of a plain value, in a tuple of one because None is a plain value; None for other values."""
-    if is_scalar(value) or is_numpy_number(value):
+    if is_scalar(value):
         return (value,)
     if type(value) is torch.Tensor:
         return (value.clone(),) if value.numel() <= _MAX_NUMBERS and value.layout == torch.strided else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert, get_worker_info
@@ -69,25 +69,13 @@ class SeededDataset(Dataset[Batch]):
 
     def _load(self, request: SeededIndices, fetch: Callable[[SeededIndices], Any]) -> Batch:
         try:
-            if not self._seeds:
+            with self._isolated if self._seeds else nullcontext():
                 fetched = fetch(request)
                 data = self._collate(fetched)
-            else:
-                with self._isolated:
-                    fetched = fetch(request)
-                    data = self._collate(fetched)
         except StopIteration as error:  # which would end the epoch here, as if there were no more data
             raise ConfigError(
                 f"{type(self.dataset).__name__} raised StopIteration for the indices {request.indices}, as a bare "
                 "next() does: write next(iterator, None), and return a sample for each index."
-            ) from error
-        except (KeyboardInterrupt, SystemExit) as error:
-            if get_worker_info() is None:
-                raise
-            # A worker ignores Ctrl-C, so the user's code raised it; the worker would end without a word.
-            raise RuntimeError(
-                f"{type(self.dataset).__name__} raised {type(error).__name__} in a data worker for the indices "
-                f"{request.indices}, and a worker cannot end the run: raise another exception to report an error."
             ) from error
         if not isinstance(request.indices, list):
             return self._batch_of_one_index(data, request)

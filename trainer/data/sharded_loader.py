@@ -19,7 +19,7 @@ from trainer.data.fingerprints import (
     name_of,
     samples_fingerprints,
 )
-from trainer.data.loader import Batch, BatchLoader, round_of
+from trainer.data.loader import Batch, BatchLoader, FactsForRanks, round_of
 from trainer.data.micro_batches import parts_of
 from trainer.data.sampler_check import order_of, resumes_exactly
 from trainer.data.seeded_dataset import SeededDataset, ShowDataset, identity_collate
@@ -140,25 +140,26 @@ class ShardedDataLoader(BatchLoader):
         batches = map(self._received, self._batches(), itertools.count(start))
         yield from self.as_promised(batches, self._promised, start, f"its {type(self.sampler.sampler).__name__}")
 
-    def equal_everywhere(self) -> dict[str, object]:
-        sampler = self.sampler
-        facts: dict[str, object] = {"kind": "split by the trainer", "sampler": type(sampler.sampler)}
-        facts["collate_fn"] = name_of(self._collate)
+    def facts_for_ranks(self) -> FactsForRanks:
+        sampler, kind = self.sampler, type(self.sampler.sampler)
+        equal: dict[str, object] = {
+            "kind": "split by the trainer",
+            "sampler": kind,
+            "collate_fn": name_of(self._collate),
+        }
         if sampler.shards_itself:
-            return facts
-        of_batches = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, "shuffled": sampler.shuffled}
-        lengths = {"samples in an epoch": self.samples_per_epoch, "batches in an epoch": sampler.num_global_batches}
-        numbers = {f"{name} of its {type(sampler.sampler).__name__}": one for name, one in sampler.numbers().items()}
-        dataset_facts = {f"{name} of its dataset": one for name, one in samples_fingerprints(self._dataset).items()}
-        indices = {"indices of its dataset": indices_fingerprint(self._dataset)}
-        return facts | of_batches | lengths | numbers | indices | dataset_facts
+            return FactsForRanks(equal)
+        equal |= {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, "shuffled": sampler.shuffled}
+        equal |= {"samples in an epoch": self.samples_per_epoch, "batches in an epoch": sampler.num_global_batches}
+        equal |= {f"{name} of its {kind.__name__}": one for name, one in sampler.numbers().items()}
+        equal |= {f"{name} of its dataset": one for name, one in self._dataset_facts().items()}
+        order = None if sampler.world_size == 1 else order_of(sampler)
+        orders = {} if order is None else {f"order of its {kind.__name__}": order}
+        return FactsForRanks(equal, orders, contents_fingerprints(self._dataset))
 
-    def orders(self) -> dict[str, str]:
-        order = None if self.sampler.shards_itself or self.sampler.world_size == 1 else order_of(self.sampler)
-        return {} if order is None else {f"order of its {type(self.sampler.sampler).__name__}": order}
-
-    def contents(self) -> dict[str, str]:
-        return {} if self.sampler.shards_itself else contents_fingerprints(self._dataset)
+    def _dataset_facts(self) -> dict[str, str]:
+        indices = indices_fingerprint(self._dataset)
+        return samples_fingerprints(self._dataset) | ({} if indices is None else {"indices": indices})
 
     def keep_indices(self) -> None:
         self.sampler.keep_indices()
@@ -183,11 +184,13 @@ class ShardedDataLoader(BatchLoader):
             yield
 
     def numbers(self) -> dict[str, dict[str, str]]:
-        indices = indices_fingerprint(self._dataset)
-        sampler_facts = {**self.sampler.numbers(), **self.sampler.globals()}
-        dataset_facts = samples_fingerprints(self._dataset) | ({} if indices is None else {"indices": indices})
-        of_samples = {"contents": self.contents(), "collate_fn": {"": describe_function(self._collate)}}
-        return {"sampler": sampler_facts, "dataset": dataset_facts, **of_samples}
+        contents = {} if self.sampler.shards_itself else contents_fingerprints(self._dataset)
+        return {
+            "sampler": {**self.sampler.numbers(), **self.sampler.globals()},
+            "dataset": self._dataset_facts(),
+            "contents": contents,
+            "collate_fn": {"": describe_function(self._collate)},
+        }
 
     def identity(self, world_size: int) -> dict[str, str]:
         sampler, dataset = self.sampler, self._dataset
@@ -244,24 +247,30 @@ def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, 
 
 def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> str | None:
     """Return one line on what was replaced or ignored, or None."""
-    source = sampler.sampler
-    notes = []
-    if type(source) is DistributedSampler:
-        notes.append("its DistributedSampler is replaced: every process gets its part, without repeated samples")
-    if sampler.shards_itself:
-        notes.append(f"its {type(source).__name__} shards by itself (num_replicas, rank) and is used as it is")
-    if sampler.random_access is not None and getattr(source, "generator", None) is not None:
-        notes.append("its generator is not used: the order comes from the trainer's seed and the epoch")
-    if sampler.training and sampler.world_size > 1 and sampler.comes_in_order:
-        notes.append("its samples come in order, also on several processes: to shuffle them, give shuffle=True")
-    if not sampler.reshuffles and not (sampler.random_access is not None and sampler.random_access.sequential):
-        notes.append(f"its {type(source).__name__} gives the order of epoch 0 in every epoch")
-    if not getattr(loader, "in_order", True):
-        notes.append("in_order=False is ignored: a run can be resumed only if batches come in order")
-    if sampler.training and sampler.seed_rank == 0 and resumes_exactly(sampler) is False:
-        notes.append(
-            f"resume will not be exact: {type(source).__name__} keeps state that is not found, so that a resumed run "
-            "gets another order. Have set_epoch(epoch) decide the order, or give it state_dict and load_state_dict, "
-            "or keep its random generator and counters in attributes of its own"
-        )
-    return f"{label}: {'; '.join(notes)}." if notes else None
+    source, known, several = sampler.sampler, sampler.random_access, sampler.training and sampler.world_size > 1
+    kind = type(source).__name__
+    notes = {
+        "its DistributedSampler is replaced: every process gets its part, without repeated samples": (
+            type(source) is DistributedSampler
+        ),
+        f"its {kind} shards by itself (num_replicas, rank) and is used as it is": sampler.shards_itself,
+        "its generator is not used: the order comes from the trainer's seed and the epoch": (
+            known is not None and getattr(source, "generator", None) is not None
+        ),
+        "its samples come in order, also on several processes: to shuffle them, give shuffle=True": (
+            several and sampler.comes_in_order
+        ),
+        f"its {kind} gives the order of epoch 0 in every epoch": (
+            not sampler.reshuffles and (known is None or not known.sequential)
+        ),
+        "in_order=False is ignored: a run can be resumed only if batches come in order": (
+            not getattr(loader, "in_order", True)
+        ),
+        f"resume will not be exact: {kind} keeps state that is not found, so that a resumed run gets another order. "
+        "Have set_epoch(epoch) decide the order, or give it state_dict and load_state_dict, or keep its random "
+        "generator and counters in attributes of its own": (
+            sampler.training and sampler.seed_rank == 0 and resumes_exactly(sampler) is False
+        ),
+    }
+    shown = [note for note, applies in notes.items() if applies]
+    return f"{label}: {'; '.join(shown)}." if shown else None

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.combined_loader import CombinedLoader
+from trainer.data.loader import has_state
 from trainer.data.sampler_state import own_generators
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
@@ -43,29 +44,20 @@ def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterat
         copied = deepcopy_with_functions(loader, {id(one): one for one in _large(loader, 0)} | memo)
     except Exception as error:
         with ExitStack() as cleanup:
-            yield _without_a_copy(loader, memo, is_new, error, cleanup)
+            yield _without_a_copy(loader, is_new, error, cleanup)
         return
     with isolated_rng(generators=own_generators(loader, of_data=True)):  # those that a closure shares
         yield copied
 
 
-def _without_a_copy(loader: Any, memo: dict[int, Any], is_new: bool, error: Exception, cleanup: ExitStack) -> Any:
-    def each(one: Any) -> Any:
-        return cleanup.enter_context(untouched(one, memo, is_new))
-
-    if isinstance(loader, CombinedLoader):
-        return CombinedLoader(each(loader.iterables), loader.mode)
-    if isinstance(loader, Mapping):
-        return {name: each(one) for name, one in loader.items()}
-    if isinstance(loader, (list, tuple)):
-        return [each(one) for one in loader]
+def _without_a_copy(loader: Any, is_new: bool, error: Exception, cleanup: ExitStack) -> Any:
     if is_plain(loader):
         generators = [one for part in (loader, loader.sampler, loader.batch_sampler) for one in own_generators(part)]
         cleanup.enter_context(isolated_rng(generators=generators))
         other = copy.copy(loader)
         other._iterator = None  # of workers that stay with the original
         return other
-    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+    if has_state(loader):
         cleanup.callback(loader.load_state_dict, copy.deepcopy(loader.state_dict()))
         return loader
     if is_new:

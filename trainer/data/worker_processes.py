@@ -104,54 +104,58 @@ class _SpawnContext(contexts.SpawnContext):
     Process = _Spawned
 
 
-_CONTEXTS: dict[str, BaseContext] = {"spawn": _SpawnContext()}
+class _Forked(_DataWorker, contexts.ForkProcess):
+    """A data worker that is a copy of this process."""
 
-if "fork" in multiprocessing.get_all_start_methods():
+    begun: tuple[int, int] | None = None
+    """The ends of the pipe through which the worker says that it has begun."""
 
-    class _Forked(_DataWorker, contexts.ForkProcess):
-        """A data worker that is a copy of this process."""
+    @classmethod
+    def _Popen(cls, process: Any) -> Any:  # noqa: N802
+        for number in range(_TRIES if _FORK_HANGS and dist.is_available() and dist.is_initialized() else 0):
+            process.begun = read, write = os.pipe()
+            popen = super()._Popen(process)
+            os.close(write)
+            begun = wait([read], _BEGIN_S * 2**number)
+            os.close(read)
+            if begun:
+                return popen
+            popen.kill()
+            popen.wait()
+        process.begun = None
+        return super()._Popen(process)
 
-        begun: tuple[int, int] | None = None
-        """The ends of the pipe through which the worker says that it has begun."""
+    def run(self) -> None:
+        if self.begun is not None:
+            read, write = self.begun
+            os.close(read)
+            os.write(write, b"1")
+            os.close(write)
+        # Never collect the parent's garbage here: destroying a copy of a process group or a thread pool, whose
+        # threads do not exist in this process, hangs or crashes.
+        gc.freeze()
+        super().run()
 
-        @classmethod
-        def _Popen(cls, process: Any) -> Any:  # noqa: N802
-            for number in range(_TRIES if _FORK_HANGS and dist.is_available() and dist.is_initialized() else 0):
-                process.begun = read, write = os.pipe()
-                popen = super()._Popen(process)
-                os.close(write)
-                begun = wait([read], _BEGIN_S * 2**number)
-                os.close(read)
-                if begun:
-                    return popen
-                popen.kill()
-                popen.wait()
-            process.begun = None
-            return super()._Popen(process)
 
-        def run(self) -> None:
-            if self.begun is not None:
-                read, write = self.begun
-                os.close(read)
-                os.write(write, b"1")
-                os.close(write)
-            # Never collect the parent's garbage here: destroying a copy of a process group or a thread pool, whose
-            # threads do not exist in this process, hangs or crashes.
-            gc.freeze()
-            super().run()
+class _ForkContext(contexts.ForkContext):
+    Process = _Forked
 
-    class _ForkContext(contexts.ForkContext):
-        Process = _Forked
 
-    class _OfServer(_DataWorker, contexts.ForkServerProcess):
-        """A data worker that multiprocessing's fork server starts."""
+class _OfServer(_DataWorker, contexts.ForkServerProcess):
+    """A data worker that multiprocessing's fork server starts."""
 
-        by_server = True
+    by_server = True
 
-    class _ForkServerContext(contexts.ForkServerContext):
-        Process = _OfServer
 
-    _CONTEXTS |= {"fork": _ForkContext(), "forkserver": _ForkServerContext()}
+class _ForkServerContext(contexts.ForkServerContext):
+    Process = _OfServer
+
+
+_CONTEXTS: dict[str, BaseContext] = {
+    "spawn": _SpawnContext(),
+    "fork": _ForkContext(),
+    "forkserver": _ForkServerContext(),
+}
 
 
 class _UsersContext:
@@ -231,9 +235,8 @@ def leave_signals_to_parent() -> None:
 
     Terminals, torchrun and Slurm send these signals to data workers as well, whose end would break the last step.
     """
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):
-            ignore_in_this_process(getattr(signal, name))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        ignore_in_this_process(number)
 
 
 def _wait_for_parent(parent: int) -> None:

@@ -218,7 +218,7 @@ class Run:
     in_epoch = False
     """True from `on_train_epoch_start` to the end of the epoch."""
     facts: Mapping[str, Mapping[str, str]] = {}
-    """Facts with which a resumed run is compared, see runs/changes_since_checkpoint.py."""
+    """Facts with which a resumed run is compared, see runs/facts.py."""
     identity_of_facts: Mapping[str, str] | None = None
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
     ends = False

@@ -58,12 +58,12 @@ from trainer.runs.agreement_at_start import (
     check_settings,
     check_weights,
 )
-from trainer.runs.changes_since_checkpoint import facts_of_module, facts_of_training, record_data, report_changes
+from trainer.runs.changes_since_checkpoint import record_data, report_changes
 from trainer.runs.describe import cuda_capability, performance_hints, start_line
+from trainer.runs.facts import facts_of_module, facts_of_training
 from trainer.runs.preflight_checks import check_call
 from trainer.runs.resolved_config import ResolvedConfig, step_config
 from trainer.runs.run_directory import (
-    as_seen_here,
     beginning_of,
     check_folders_of_shards,
     choose_logger_folders,
@@ -73,6 +73,7 @@ from trainer.runs.run_directory import (
     find_checkpoint,
     locked_folders,
     noted_end,
+    of_rank_zero,
     refuse_weights_alone,
 )
 from trainer.runs.save_pretrained import gather_to_save
@@ -110,8 +111,7 @@ def start_run(
         data: the user's loaders, by stage.
         adopt: called with the run before any user code, to attach the trainer to modules. Returns the first argument
             of hooks.
-        allow_changes: names of `CHANGES` in `changes_since_checkpoint.py`, which may differ from the run that
-            wrote the checkpoint.
+        allow_changes: names of `GROUPS` in `runs/facts.py`, which may differ from the run that wrote the checkpoint.
         weights: pretrained weights with which `fit` starts, where there is no checkpoint.
     """
     check_call(config, session.stage, stage, module, data, datamodule, ckpt_path, allow_changes, weights)
@@ -196,7 +196,7 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     """Choose the run directory and lock it; find the checkpoint to start from and read it."""
     strategy, session = run.strategy, run.session
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
-    path, run_dir = as_seen_here(run, found[0]), Path(str(as_seen_here(run, found[1])))
+    path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
     run.locate(run_dir, path)
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch.utils._pytree import tree_flatten
-
 from trainer.callback import Callback
-from trainer.checkpoint.shards import in_memory
-
-_UNKNOWN = ""
-"""The fingerprint of a state that may be that of any callback of its class."""
-
 
 OF_CALLBACK = "callback "
 """The beginning of the name of a callback among the owners of random generators."""
@@ -62,15 +52,11 @@ def states_of_generators(
 def identities(callbacks: list[Callback]) -> dict[str, dict[str, str]]:
     """Return for each key of `callbacks_by_state_key` the `state_key`, and a fingerprint of the arguments."""
     by_key = callbacks_by_state_key(callbacks)
-    return {key: _identity(callback) for key, callback in by_key.items()}
-
-
-def _identity(callback: Callback, made_with: str | None = None) -> dict[str, str]:
-    return {"of": callback.state_key, "made_with": _made_with(callback) if made_with is None else made_with}
+    return {key: {"of": one.state_key, "made_with": _made_with(one)} for key, one in by_key.items()}
 
 
 def _made_with(callback: Callback) -> str:
-    return str(vars(callback).get("_made_with", _UNKNOWN))  # missing with a `__new__` of the user's that calls no other
+    return str(vars(callback).get("_made_with", ""))  # missing with a `__new__` of the user's that calls no other
 
 
 def owners_of_states(callbacks: list[Callback], checkpoint: Mapping[str, Any]) -> Restored:
@@ -80,7 +66,7 @@ def owners_of_states(callbacks: list[Callback], checkpoint: Mapping[str, Any]) -
     also if its arguments were changed.
     """
     states: Mapping[str, Any] = checkpoint["callbacks"]
-    saved: Mapping[str, Mapping[str, str]] = checkpoint.get("callback_identities") or _by_class(callbacks, states)
+    saved: Mapping[str, Mapping[str, str]] = checkpoint.get("callback_identities", {})
     owners: dict[str, Callback] = {}
     ambiguous: list[str] = []
     for state_key in dict.fromkeys(callback.state_key for callback in callbacks):
@@ -89,43 +75,12 @@ def owners_of_states(callbacks: list[Callback], checkpoint: Mapping[str, Any]) -
         for made_with in dict.fromkeys(saved[key]["made_with"] for key in keys):
             alike = [key for key in keys if saved[key]["made_with"] == made_with]
             to_give = [callback for callback in mine if _made_with(callback) == made_with]
-            if len(alike) > len(to_give) and not _equal(states.get(key) for key in alike):
-                continue  # fewer callbacks than before, and which of them is missing would be a guess
-            owners |= dict(zip(alike, to_give, strict=False))
-        rest = [callback for callback in mine if not any(callback is one for one in owners.values())]
+            if len(alike) <= len(to_give):  # else which of them is missing would be a guess
+                owners |= dict(zip(alike, to_give, strict=False))
         left = [key for key in keys if key not in owners]
-        if len(mine) == len(keys) == len(rest) == 1 and saved[left[0]]["made_with"] != _UNKNOWN:
-            owners[left[0]] = rest[0]
-        elif rest:
+        if len(mine) == len(keys) == len(left) == 1:
+            owners[left[0]] = mine[0]
+        elif len(keys) - len(left) < len(mine):
             ambiguous += [key for key in left if key in states]
     unused = [key for key in states if key not in owners and key not in ambiguous]
     return Restored(owners, ambiguous, unused)
-
-
-def _by_class(callbacks: list[Callback], states: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the identities in a checkpoint of an earlier version, whose keys are classes and places alone.
-
-    A state that is the only one of its class is that of the only callback of the class; of others nothing is known.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for callback in callbacks:
-        for name in (callback.state_key, type(callback).__qualname__):
-            keys = [key for key in states if re.fullmatch(rf"{re.escape(name)}(-\d+)?", key)]
-            alike = [one for one in callbacks if name in (one.state_key, type(one).__qualname__)]
-            alone = len(keys) == len(alike) == 1
-            found |= {key: _identity(callback, None if alone else _UNKNOWN) for key in keys}
-    return found
-
-
-def _equal(states: Iterable[Any]) -> bool:
-    first, *others = states
-    return all(_same(in_memory(one), in_memory(first)) for one in others)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two states are the same, also where they have tensors or arrays, whose `==` is no truth value."""
-    (leaves, structure), (others, another) = tree_flatten(one), tree_flatten(other)
-    return bool(structure == another) and all(
-        type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, (torch.Tensor, np.ndarray)) else bool(a == b))
-        for a, b in zip(leaves, others, strict=True)
-    )

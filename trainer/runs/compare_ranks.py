@@ -1,11 +1,11 @@
-"""Compare values between processes, and name what differs, and on which ranks."""
+"""Name what differs between processes, or between a run and its checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, timedelta
 from enum import Enum
 from functools import partial
@@ -18,16 +18,66 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from trainer.data.fingerprints import enclosed_values, has_values
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, format_ranks
-from trainer.model.reachable import is_filled
 from trainer.model.weights import AbsentParameter
 
-_MOST_LINES, _MOST_SHOWN, _MOST_SENT, _MOST_NUMBERS = 12, 120, 10_000, 100
+MOST_LINES = 12
+"""Differences that one message lists."""
+_MOST_SHOWN, _MOST_SENT, _MOST_NUMBERS = 120, 10_000, 100
 _MISSING = "missing"
 
 
-def compare(processes: SingleProcess, facts: Iterator[tuple[str, object]], fix: str, also: Any = None) -> list[Any]:
+# -- the differences ---------------------------------------------------------------------------------------------------
+
+
+def differences(facts: Sequence[Mapping[str, str]], holders: Sequence[str] = ()) -> list[str]:
+    """Return a line for each fact that differs: `lr: 0.1 on ranks 0, 2, and 0.2 on rank 1`.
+
+    Args:
+        facts: the facts of each holder, by name.
+        holders: what to call them, as in "0.1 here"; default: ranks.
+    """
+    names = dict.fromkeys(name for of_one in facts for name in of_one)
+    values = {name: [of_one.get(name, _MISSING) for of_one in facts] for name in names}
+    return [f"{name}: {_by_holder(texts, holders)}" for name, texts in values.items() if len(set(texts)) > 1]
+
+
+def _by_holder(values: list[str], holders: Sequence[str]) -> str:
+    """Return the values, each with those who have it."""
+    numbers: dict[str, list[int]] = {}
+    for number, value in enumerate(values):
+        numbers.setdefault(value, []).append(number)
+    position = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
+    return ", and ".join(
+        f"{_short(value, position)} {holders[who[0]] if holders else f'on {format_ranks(who)}'}"
+        for value, who in numbers.items()
+    )
+
+
+def _short(value: str, position: int) -> str:
+    """Return a value, or the part of a long one around `position`."""
+    begin = max(0, position - _MOST_SHOWN // 2) if len(value) > _MOST_SHOWN else 0
+    end = begin + _MOST_SHOWN
+    return f"{'...' if begin else ''}{value[begin:end]}{'...' if end < len(value) else ''}"
+
+
+def listed(lines: list[str], most: int = MOST_LINES) -> str:
+    """Return the first lines, each on a line of its own and indented."""
+    return "".join(f"\n  {line}" for line in [*lines[:most], *["and more"] * (len(lines) > most)])
+
+
+# -- between processes -------------------------------------------------------------------------------------------------
+
+
+def compare(
+    processes: SingleProcess,
+    facts: Iterable[tuple[str, object]],
+    fix: str,
+    also: Any = None,
+    in_order: bool = False,
+) -> list[Any]:
     """Check that `facts`, pairs of a name and a value, are the same on all processes. Collective.
 
     What is gathered is a hash; only if the hashes differ, the values that are not rank 0's.
@@ -35,6 +85,7 @@ def compare(processes: SingleProcess, facts: Iterator[tuple[str, object]], fix: 
     Args:
         fix: the last sentence of the message.
         also: gathered in the same call, and not compared.
+        in_order: the order of the facts has to be the same, too.
 
     Returns:
         Every process's `also`, in the order of ranks.
@@ -45,45 +96,25 @@ def compare(processes: SingleProcess, facts: Iterator[tuple[str, object]], fix: 
     if processes.world_size == 1:
         return [also]
     own = {name: as_text(value) for name, value in facts}
-    digest = hashlib.sha256("\n".join(f"{name}\0{own[name]}" for name in sorted(own)).encode()).hexdigest()
+    digest = hashlib.sha256(repr([*own.items()] if in_order else sorted(own.items())).encode()).hexdigest()
     gathered = processes.all_gather_object((digest, also))
     if len({digest for digest, _ in gathered}) == 1:
         return [also for _, also in gathered]
     first = processes.broadcast_object(own)
-    differing = [name for name in {**first, **own} if own.get(name) != first.get(name)][: _MOST_LINES + 1]
+    differing = [name for name in {**first, **own} if own.get(name) != first.get(name)][: MOST_LINES + 1]
     names = [*dict.fromkeys(name for of_rank in processes.all_gather_object(differing) for name in of_rank)]
-    values = processes.all_gather_object([own.get(name, _MISSING)[:_MOST_SENT] for name in names[:_MOST_LINES]])
-    lines = [f"{name}: {_by_rank(of_ranks)}" for name, *of_ranks in zip(names, *values, strict=False)]
+    if not names:
+        own, names = {"order": ", ".join(own)}, ["order"]
+    lines = differences(processes.all_gather_object({name: own[name][:_MOST_SENT] for name in names if name in own}))
     # What only some have follows from another difference, if there is one: the options of a missing callback.
-    shown = [line for line in lines if _MISSING not in line] or lines
-    more = ["and more"] if len(names) > _MOST_LINES and shown == lines else []
+    others = [line for line in lines if f" {_MISSING} on " not in line]
     raise ConfigError(
-        "\n  ".join(["the processes do not agree:", *shown, *more])
-        + f"\n{fix} Look for what depends on the rank, the time, the machine, or random numbers without a seed."
+        f"the processes do not agree:{listed(others or lines)}\n{fix} "
+        "Look for what depends on the rank, the time, the machine, or random numbers without a seed."
     )
 
 
-def differing(by_rank: list[dict[str, str]]) -> list[str]:
-    """Return a line for each name whose texts differ, with the texts and the ranks that have them."""
-    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
-    values = {name: [of_rank.get(name, _MISSING) for of_rank in by_rank] for name in names}
-    return [f"{name}: {_by_rank(texts)}" for name, texts in values.items() if len(set(texts)) > 1]
-
-
-def _by_rank(values: list[str]) -> str:
-    """Return the values, each with the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    position = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
-    return ", and ".join(f"{_short(value, position)} on {format_ranks(where)}" for value, where in ranks.items())
-
-
-def _short(value: str, position: int) -> str:
-    """Return a value, or the part of a long one around `position`."""
-    begin = max(0, position - _MOST_SHOWN // 2) if len(value) > _MOST_SHOWN else 0
-    end = begin + _MOST_SHOWN
-    return f"{'...' if begin else ''}{value[begin:end]}{'...' if end < len(value) else ''}"
+# -- as texts ----------------------------------------------------------------------------------------------------------
 
 
 def as_text(value: object) -> str:
@@ -104,7 +135,7 @@ def as_text(value: object) -> str:
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(as_text, value))) + "}"
     if isinstance(value, torch.Tensor):
-        return as_text(value.item()) if value.numel() == 1 and not value.is_meta else describe_tensor(value)
+        return describe_tensor(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return f"{type(value).__name__}{as_text(fields)}"
@@ -117,8 +148,8 @@ def as_text(value: object) -> str:
 
 def _is_small(value: np.ndarray[Any, Any] | torch.Tensor) -> bool:
     """Whether an array or plain tensor holds a few numbers, which can be compared one by one."""
-    held = type(value) in (np.ndarray, torch.Tensor) and not getattr(value, "is_meta", False)
-    return held and getattr(value, "layout", torch.strided) == torch.strided and math.prod(value.shape) <= _MOST_NUMBERS
+    held = type(value) is np.ndarray or (type(value) is torch.Tensor and has_values(value))
+    return held and math.prod(value.shape) <= _MOST_NUMBERS
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
@@ -136,11 +167,6 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 def _given_to(function: FunctionType) -> str:
     """Return a description of a function's code, defaults and closure, by which two functions can be compared."""
     numbers = [one for one in function.__code__.co_consts if type(one) in (int, float)]
-    names = function.__code__.co_freevars
-    closure = {
-        name: cell.cell_contents
-        for name, cell in zip(names, function.__closure__ or (), strict=True)
-        if is_filled(cell) and type(cell.cell_contents) in (bool, int, float, str)
-    }
-    found = [*numbers, *(function.__defaults__ or ()), *([closure] if closure else [])]
+    plain = {name: one for name, one in enclosed_values(function).items() if type(one) in (bool, int, float, str)}
+    found = [*numbers, *(function.__defaults__ or ()), *([plain] if plain else [])]
     return as_text(found) if found else ""

@@ -97,12 +97,8 @@ def _global_batch(config: ResolvedConfig, window: int, micro_batch: int | None) 
 
 
 def _length(config: ResolvedConfig) -> str:
-    limits = [
-        f"{config.max_epochs} epochs" if config.max_epochs is not None else "",
-        f"{config.max_steps} steps" if config.max_steps is not None else "",
-        f"{config.settings.max_time}" if config.settings.max_time is not None else "",
-    ]
-    return ", or ".join(limit for limit in limits if limit) or "no limit"
+    limits = {" epochs": config.max_epochs, " steps": config.max_steps, "": config.settings.max_time}
+    return ", or ".join(f"{limit}{unit}" for unit, limit in limits.items() if limit is not None) or "no limit"
 
 
 def _clipping(settings: Settings) -> str:
@@ -167,8 +163,7 @@ def performance_hints(
     if pinned is False:
         hints.append("DataLoader(pin_memory=True) lets batches be copied to the GPU during the computation")
     for optimizer in optimizers:
-        if type(optimizer) in HAVE_FUSED and not any(
-            group.get("fused") or group.get("capturable") for group in optimizer.param_groups
-        ):
+        plain = not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        if type(optimizer) in HAVE_FUSED and plain:
             hints.append(f"{type(optimizer).__name__}(fused=True) updates all parameters in one kernel")
     return hints

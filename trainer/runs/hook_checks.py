@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -26,52 +27,57 @@ EVALUATION_ARGUMENTS = ["batch", "batch_idx", "dataloader_idx=0"]
 def callback_problems(callback: Callback) -> list[str]:
     """Return a problem for each misspelt hook and each hook with wrong parameters."""
     wrong = [check_signature(callback, hook, arguments_of(hook)) for hook in overridden_hooks(callback)]
-    problems = [*check_hooks(callback, HOOKS), *filter(None, wrong)]
+    own = next(one for one in type(callback).__mro__ if one.__module__.startswith("trainer."))
+    names = methods_beyond(callback, own)
+    instead = OTHERS_HOOKS | words_for("hook", [name for name in names if name.startswith("on_")])
     if not isinstance(callback, Logger):
-        problems += _uncalled_overrides(callback)
+        instead |= member_words(type(callback), names)
+    problems = [*uncalled_methods(callback, names, instead, hooks=HOOKS), *filter(None, wrong)]
     if callback.in_place_of not in (None, *DEFAULT_CALLBACKS):
         allowed = ", ".join(map(repr, DEFAULT_CALLBACKS))
         problems.append(f"{type(callback).__name__}.in_place_of={callback.in_place_of!r}: allowed are None, {allowed}.")
     return problems
 
 
-def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
-    """Return a problem for each method of `plug` whose name looks like a hook, but which would never be called."""
-    known, kind = set(known), type(plug)
-    helpers = called_by_others(kind)
-    alike = [name for name in like_hooks(sorted({*dir(kind)} - helpers), known) if callable(getattr(kind, name, None))]
-    equivalents, problems = OTHERS_HOOKS | words_for("hook", alike), []
-    for name in alike:
-        advice = did_you_mean(name, known, equivalents)
-        if name in set(HOOKS) - known:
-            advice = f" Callbacks have {name!r}, and modules have not."
-        problems.append(
-            f"{kind.__name__}.{name} is not a hook, so it would never be called.{advice} "
-            "Every hook, in running order, stands at the top of trainer/callback.py."
-        )
+def uncalled_methods(
+    plug: object,
+    names: Iterable[str],
+    instead: Mapping[str, str],
+    hooks: Collection[str] = (),
+    methods: Collection[str] = (),
+) -> list[str]:
+    """Return a problem for each of a user's methods that looks like one that is called, and is not.
+
+    Args:
+        names: as `methods_beyond` returns them.
+        instead: what to use instead of methods that other trainers call.
+        hooks: the names of the plug's hooks.
+        methods: the names of further methods, which the user has not defined.
+    """
+    kind, helpers, problems = type(plug).__name__, called_by_others(type(plug)), []
+    for name in (one for one in names if one not in helpers):
+        like_a_hook = f"on_{name}" in hooks or (name.startswith("on_") and len(hooks) > 0)
+        close = difflib.get_close_matches(name, methods, n=1, cutoff=0.85)
+        if name in instead:
+            problems.append(f"{kind}.{name} would never be called. Use {instead[name]}.")
+        elif like_a_hook and not name.endswith("_checkpoint"):
+            problems.append(
+                f"{kind}.{name} is not a hook, so it would never be called.{did_you_mean(name, hooks)} "
+                "Every hook, in running order, stands at the top of trainer/callback.py."
+            )
+        # A name around the known one, such as configure_models, is a helper's.
+        elif close and close[0] not in name:
+            problems.append(
+                f"{kind}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? If not, choose a "
+                "less similar name."
+            )
     return problems
-
-
-def _uncalled_overrides(callback: Callback) -> list[str]:
-    """Return a problem for each method of a user's class that overrides one of Lightning's that is not here."""
-    own = next(one for one in type(callback).__mro__ if one.__module__.startswith("trainer."))
-    words = member_words(type(callback), methods_beyond(callback, own))
-    return [
-        f"{type(callback).__name__}.{name} would never be called. Use {instead}."
-        for name, instead in sorted(words.items())
-    ]
 
 
 def methods_beyond(plug: object, own: type) -> list[str]:
     """Return the names of the public methods of a user's class that the class `own` of this package has not."""
     names = [name for name in dir(type(plug)) if not name.startswith("_") and not hasattr(own, name)]
     return [name for name in names if callable(inspect.getattr_static(type(plug), name))]
-
-
-def like_hooks(names: Iterable[str], known: Collection[str]) -> list[str]:
-    """Return those of the names that look like a hook, of which `known` are the names, without being one."""
-    without_on = {hook[3:] for hook in known if hook.startswith("on_") and not hook.endswith("_checkpoint")}
-    return [name for name in names if (name not in known if name.startswith("on_") else name in without_on)]
 
 
 def called_by_others(kind: type) -> set[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable, Collection
+from types import FunctionType
 from typing import TYPE_CHECKING
 
+from trainer.data.fingerprints import codes_in
 from trainer.errors import did_you_mean, raise_problems
 
 if TYPE_CHECKING:
@@ -58,18 +59,8 @@ def _problems(run: Run, logged: Collection[str], missing: Callable[[str], bool])
 
 def _may_be_logged(run: Run, name: str) -> bool:
     """Whether user code has the name as a text, or does something else in the sanity check."""
-    classes = {type(one) for one in (run.module, *run.callbacks)}
-    functions = (f for one in classes for base in one.__mro__ for f in vars(base).values() if type(f) is FunctionType)
-    texts = {text for f in functions if not f.__module__.startswith("trainer.") for text in _texts(f.__code__)}
-    return not texts.isdisjoint({name, name.removesuffix("_step"), name.removesuffix("_epoch"), "sanity_checking"})
-
-
-def _texts(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _texts(constant)
-        elif isinstance(constant, (tuple, frozenset)):
-            yield from (one for one in constant if isinstance(one, str))
-        elif isinstance(constant, str):
-            yield constant
+    kinds = {kind for one in (run.module, *run.callbacks) for kind in type(one).__mro__}
+    methods = [one for kind in kinds for one in vars(kind).values() if type(one) is FunctionType]
+    codes = (code for one in methods if not one.__module__.startswith("trainer.") for code in codes_in(one.__code__))
+    names = {name, name.removesuffix("_step"), name.removesuffix("_epoch"), "sanity_checking"}
+    return any(repr(one) in repr((code.co_names, code.co_consts)) for code in codes for one in names)

@@ -1,42 +1,55 @@
-"""Check module, data and checkpoint of a call of `fit` and the like, before any process starts."""
+"""Read and check the arguments of a call of `fit` and the like, before any process starts."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import os
-from inspect import getattr_static
+import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from trainer.callback import AddsGroups
+from trainer.callback import HOOKS, AddsGroups
 from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.data.datamodule import DataModule
 from trainer.data.sharded_loader import is_plain
-from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
+from trainer.errors import ArgumentError, ConfigError, did_you_mean, first_of, raise_problems, shown
 from trainer.model.optional_methods import METHODS
 from trainer.module import TrainModule
 from trainer.names.misses import words_for
 from trainer.runs.changes_since_checkpoint import allowed_problems
 from trainer.runs.hook_checks import (
     EVALUATION_ARGUMENTS,
-    called_by_others,
-    check_hooks,
     check_signature,
-    like_hooks,
     methods_beyond,
     parameters_of,
+    uncalled_methods,
 )
 from trainer.runs.resolved_config import ResolvedConfig, step_config
 from trainer.settings import Settings
 from trainer.strategy import wrapping_problems
 
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
+
+log = logging.getLogger("trainer")
+
 MODULE_HOOKS = [name for name in vars(TrainModule) if name.startswith("on_") or name in ("setup", "teardown")]
 
+CALLBACKS_HOOKS = dict.fromkeys({*HOOKS} - {*MODULE_HOOKS}, "a callback, which has this hook")
+
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+NEEDED = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("training_step", "configure_optimizers")}
+"""The methods that a module has to define for a stage."""
+
+HOW_TO_DEFINE = {
+    **{step: f"define {step}(self, batch, batch_idx)." for step in STEPS.values()},
+    "predict_step": "define predict_step(self, batch, batch_idx), or forward(self, batch).",
+    "configure_optimizers": "define configure_optimizers(self) and return an optimizer, for example "
+    "torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: optimizer: {class_path: AdamW, lr: "
+    "0.001}, or --optimizer AdamW.",
+}
 
 DATAMODULE_METHODS = (
     "setup",
@@ -52,6 +65,60 @@ DATAMODULE_METHODS = (
 
 DATAMODULE_EQUIVALENTS = {"on_save_checkpoint": "state_dict", "on_load_checkpoint": "load_state_dict"}
 """Methods of data modules that are not called, as in Lightning -> what to define instead."""
+
+
+class Call(NamedTuple):
+    """A call of `fit`, `validate`, `test` or `predict`."""
+
+    stage: str
+    module: Any
+    data: dict[str, Any]
+    """The user's loaders, by stage."""
+    datamodule: Any
+    ckpt_path: Any
+
+
+def read_call(
+    stage: str,
+    module: Any,
+    data: dict[str, Any],
+    datamodule: Any,
+    ckpt_path: str | Path | None,
+    others: dict[str, Any],
+    last: Run | None,
+    best: str,
+) -> Call:
+    """Return the call that the arguments mean.
+
+    Args:
+        others: further arguments: the module as `model=`, as Lightning has it.
+        last: the last run of the trainer.
+        best: path of its best checkpoint; empty without one.
+
+    Raises:
+        ConfigError: an argument is unknown or given twice, or there is no module.
+    """
+    data, unknown = dict(data), [name for name in others if name != "model"]
+    if unknown:
+        known = ["module", "model", "datamodule", "ckpt_path", "dataloaders", "train_dataloaders", "val_dataloaders"]
+        hint = did_you_mean(unknown[0], known)
+        raise ArgumentError(f"{stage}() got an unexpected keyword argument {unknown[0]!r}.{hint}")
+    if module is not None and "model" in others:
+        raise ArgumentError(f"{stage}() got the module twice, by position and as model=: give it once.")
+    module = others.get("model", module)
+    first = next(iter(data))
+    if isinstance(data[first], DataModule) and datamodule is None:
+        datamodule, data[first] = data[first], None
+    if module is None:
+        if stage == "fit" or last is None:
+            raise ConfigError(f"{stage}() needs a module: {stage}(module, ...).")
+        module = last.module
+        if datamodule is None and all(loaders is None for loaders in data.values()):
+            datamodule = last.datamodule
+        if ckpt_path is None and best and last.stage == "fit":
+            log.info("%s() without a module: the best checkpoint of the last fit is used, %s", stage, best)
+            ckpt_path = "best"
+    return Call(stage, module, data, datamodule, ckpt_path)
 
 
 def check_call(
@@ -81,20 +148,18 @@ def check_call(
         raise ConfigError(f"{stage}() was called while {running}() runs: make another Trainer for it.")
     if isinstance(module, type):
         raise ConfigError(f"{stage}() got the class {module.__name__}; give it an object: {module.__name__}(...).")
-    if isinstance(getattr(module, "_orig_mod", None), TrainModule):
+    if hasattr(module, "_orig_mod"):
         fix = "pass the module itself, and Trainer(compile=True), or call module.compile() before"
         raise ConfigError(f"{stage}() got what torch.compile(module) returned: {fix}.")
     if not isinstance(module, TrainModule):
-        fix = "Subclass TrainModule, or hold your model as an attribute of one."
-        if hasattr(module, "_orig_mod"):
-            fix = "Instead of torch.compile(module), call module.compile(), or give Trainer(compile=True)."
-        kind = type(module).__name__
-        raise ConfigError(f"{stage}() takes a trainer.TrainModule as its first argument, and got a {kind}. {fix}")
+        raise ConfigError(
+            f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "
+            "Subclass TrainModule, or hold your model as an attribute of one."
+        )
     problems = module_problems(module, stage) or wrapping_problems(module, config.strategy)
     problems += _wrong_data(stage, data, datamodule)
     if stage == "fit":
         settings = config.settings
-        problems += _deleted_folder()
         unfreezing = next((type(one).__name__ for one in config.callbacks if isinstance(one, AddsGroups)), None)
         steps = step_config(settings, micro_batch_size=_micro_batch_of(data.get("train")), unfreezing=unfreezing)
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
@@ -103,15 +168,11 @@ def check_call(
     problems += [problem for one in config.callbacks for problem in one.problems(config, module, stage)]
     if not isinstance(ckpt_path, (str, Path, type(None))):
         problems.append(f"ckpt_path={shown(ckpt_path)}: give 'last', 'best' or the path of a checkpoint folder.")
-    elif ckpt_path == "":
-        problems.append(
-            "ckpt_path='' is empty, as best_model_path is before a checkpoint is written: give 'last', 'best' or the "
-            "path of a checkpoint folder, or leave ckpt_path out."
-        )
-    elif not checkpoint_may_exist(ckpt_path):
+    elif ckpt_path == "" or not checkpoint_may_exist(ckpt_path):
         guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
-            f"ckpt_path={str(ckpt_path)!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder."
+            f"ckpt_path={str(ckpt_path)!r} does not exist (before the first checkpoint, best_model_path is empty)."
+            f"{guess} Give 'last', 'best' or a checkpoint folder, or leave ckpt_path out."
         )
     problems += allowed_problems(allow_changes)
     if not isinstance(weights, (str, Path, type(None))):
@@ -121,25 +182,13 @@ def check_call(
     raise_problems(problems, f"{stage}({type(module).__name__})")
 
 
-def _deleted_folder() -> list[str]:
-    """Return a message if the working directory was deleted, without which torch makes no optimizer."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return ["the working directory was deleted: change into one that exists (cd, or os.chdir), and start again."]
-    return []
-
-
 def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
     """Return problems such as a data module instead of a loader, or loaders and a data module together."""
     problems = []
     for loaders in data.values():
         if isinstance(loaders, DataModule):
-            problems.append(
-                f"{stage}() got the data module {type(loaders).__name__} as a loader: give it as datamodule=."
-            )
-        elif isinstance(loaders, type):
-            problems.append(f"{stage}() got the class {loaders.__name__} instead of a loader: give an object.")
+            kind = type(loaders).__name__
+            problems.append(f"{stage}() got the data module {kind} as a loader: give it as datamodule=.")
     if isinstance(datamodule, type):
         problems.append(f"datamodule= got the class {datamodule.__name__}; give an object: {datamodule.__name__}(...).")
     elif isinstance(datamodule, DataModule):
@@ -152,18 +201,16 @@ def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
 
 
 def _not_with_manual_optimization(settings: Settings) -> list[str]:
-    problems = []
-    if settings.accumulate_grad_batches != 1:
-        problems.append(
-            "accumulate_grad_batches needs automatic optimization: with automatic_optimization = False your "
-            "training_step decides when to step."
-        )
-    if settings.gradient_clip_val is not None:
-        problems.append(
-            "gradient_clip_val needs automatic optimization: with automatic_optimization = False call "
-            "self.clip_gradients(optimizer, value) in training_step."
-        )
-    return problems
+    needs = "needs automatic optimization: with automatic_optimization = False"
+    given = {
+        f"accumulate_grad_batches {needs} your training_step decides when to step.": (
+            settings.accumulate_grad_batches != 1
+        ),
+        f"gradient_clip_val {needs} call self.clip_gradients(optimizer, value) in training_step.": (
+            settings.gradient_clip_val is not None
+        ),
+    }
+    return [problem for problem, applies in given.items() if applies]
 
 
 def module_problems(module: TrainModule, stage: str) -> list[str]:
@@ -171,26 +218,15 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     name = type(module).__name__
     if "_modules" not in vars(module):
         return [f"{name}.__init__ does not call super().__init__(): make that its first line."]
-    problems = check_hooks(module, MODULE_HOOKS)
     beyond = methods_beyond(module, TrainModule)
-    others = {*like_hooks(beyond, MODULE_HOOKS), *called_by_others(type(module))}
-    problems += [
-        f"{name}.{method} would never be called. Use {instead}."
-        for method, instead in words_for("hook", beyond).items()
-        if method not in others
-    ]
-    misspelt = _misspelt(module, TrainModule, METHODS)
-    problems += misspelt.values()
-    needed = [STEPS[stage], *(["configure_optimizers"] if stage == "fit" else [])]
-    for method in needed:
-        if not module.overrides(method) and method not in misspelt and not _predicts_by_forward(module, method):
-            problems.append(_missing(name, method))
+    instead = words_for("hook", beyond) | CALLBACKS_HOOKS
+    open_methods = [method for method in METHODS if not module.overrides(method)]
+    problems = uncalled_methods(module, beyond, instead, MODULE_HOOKS, open_methods)
+    predicts = stage == "predict" and type(module).forward is not nn.Module.forward
+    needed = () if predicts else NEEDED[stage]
+    missing = [method for method in needed if not module.overrides(method)]
+    problems += [f"{name} has no {method}: {HOW_TO_DEFINE[method]}" for method in missing]
     problems += _check_signatures(module, stage)
-    problems += [
-        f"{name}.{step} contains 'yield', so a call would not run it: use 'return'."
-        for step in (*STEPS.values(), "configure_optimizers")
-        if inspect.isgeneratorfunction(getattr(module, step))
-    ]
     problems += [
         f"{name}.{method} is of type {type(value).__name__}, but TrainModule has a method of that name: call yours "
         f"something else, such as self.my_{method}."
@@ -209,63 +245,19 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
         for method in DATAMODULE_METHODS
         if datamodule.overrides(method)
     ]
-    own = methods_beyond(datamodule, DataModule)
-    former = {hook: words for hook, words in words_for("hook", own).items() if hook.endswith("_dataloader")}
-    wrong += [
-        f"{type(datamodule).__name__}.{method} would never be called: define {instead} instead."
-        for method, instead in {**DATAMODULE_EQUIVALENTS, **former}.items()
-        if method in own
-    ]
-    return [*_misspelt(datamodule, DataModule, DATAMODULE_METHODS).values(), *filter(None, wrong)]
-
-
-def _missing(name: str, method: str) -> str:
-    if method == "configure_optimizers":
-        return (
-            f"{name} has no configure_optimizers: define configure_optimizers(self) and return an optimizer, "
-            "for example torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: "
-            "optimizer: {class_path: AdamW, lr: 0.001}, or --optimizer AdamW."
-        )
-    if method == "predict_step":
-        return f"{name} has neither predict_step(self, batch, batch_idx) nor forward(self, batch): define one of them."
-    return f"{name} has no {method}: define {method}(self, batch, batch_idx)."
-
-
-def _predicts_by_forward(module: TrainModule, method: str) -> bool:
-    return method == "predict_step" and type(module).forward is not nn.Module.forward
-
-
-def _optimizer_idx(module: TrainModule, name: str) -> str | None:
-    """Return the name under which a method takes the number of an optimizer; None if it does not."""
-    try:
-        parameters = inspect.signature(getattr(module, name)).parameters
-    except (TypeError, ValueError):  # written in C, or no function
-        return None
-    return next((one for one in ("optimizer_idx", "optimizer_i", "opt_idx") if one in parameters), None)
-
-
-def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the problems of methods whose names are close to a known method, by that method."""
-    own = [name for kind in type(owner).__mro__[: type(owner).__mro__.index(base)] for name in vars(kind)]
-    called = called_by_others(type(owner))
-    problems = {}
-    for name in own:
-        is_method = inspect.isfunction(getattr_static(owner, name))
-        if name.startswith("_") or name in called or not is_method or hasattr(base, name):
-            continue
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        # A name around the known one, such as configure_models, is a helper's.
-        misspelt = close and close[0] not in name and not owner.overrides(close[0])
-        if misspelt and not words_for("hook", [name]):  # a former hook is reported as such
-            problems[close[0]] = (
-                f"{type(owner).__name__}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? "
-                "If not, choose a less similar name."
-            )
-    return problems
+    beyond = methods_beyond(datamodule, DataModule)
+    former = words_for("hook", [name for name in beyond if name.endswith("_dataloader")])
+    open_methods = [method for method in DATAMODULE_METHODS if not datamodule.overrides(method)]
+    uncalled = uncalled_methods(datamodule, beyond, DATAMODULE_EQUIVALENTS | former, methods=open_methods)
+    return [*uncalled, *filter(None, wrong)]
 
 
 STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("training_step", "validation_step")}
 """The step methods that a stage calls."""
+
+
+OPTIMIZER_NUMBERS = frozenset({"optimizer_idx", "optimizer_i", "opt_idx"})
+"""Arguments for the number of an optimizer in Lightning 1."""
 
 
 def _check_signatures(module: TrainModule, stage: str) -> list[str]:
@@ -273,18 +265,20 @@ def _check_signatures(module: TrainModule, stage: str) -> list[str]:
     for name in (*MODULE_HOOKS, *METHODS):
         if (name in STEPS.values() and name not in STEPS_OF[stage]) or not module.overrides(name):
             continue
-        if index := _optimizer_idx(module, name):
+        code = getattr(getattr(module, name), "__code__", None)
+        numbers = OPTIMIZER_NUMBERS.intersection(() if code is None else code.co_varnames[: code.co_argcount])
+        if numbers:  # by position, another argument could be taken for it
             problems.append(
-                f"{type(module).__name__}.{name} takes {index}, as in Lightning 1: with several optimizers set "
-                "automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise leave "
-                "the argument out."
+                f"{type(module).__name__}.{name} takes {first_of(numbers)}, as in Lightning 1: with several optimizers "
+                "set automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise "
+                "leave the argument out."
             )
-        else:
-            evaluates = name in STEPS.values() and name != "training_step"
-            expected = EVALUATION_ARGUMENTS if evaluates else parameters_of(getattr(TrainModule, name))
-            expected = ["loss"] if name == "backward" else expected
-            problems.append(check_signature(module, name, expected))
-    return [problem for problem in problems if problem is not None]
+            continue
+        expected = ["loss"] if name == "backward" else parameters_of(getattr(TrainModule, name))
+        if name in STEPS.values() and name != "training_step":
+            expected = EVALUATION_ARGUMENTS
+        problems.append(check_signature(module, name, expected))
+    return [*filter(None, problems)]
 
 
 def _micro_batch_of(loader: Any) -> int | None:

@@ -232,9 +232,8 @@ def _launch_problems(settings: Settings, environment: Environment, device_type: 
 
 def _cannot_try_a_batch(settings: Settings, strategy: Strategy, device_type: str) -> list[str]:
     """Return the problem of accumulate_grad_batches="auto" with a strategy or device that cannot."""
-    if settings.accumulate_grad_batches != "auto":
-        return []
-    if not strategy.shards_state and device_type not in ("xla", "tpu"):
+    cannot = strategy.shards_state or device_type in ("xla", "tpu")
+    if settings.accumulate_grad_batches != "auto" or not cannot:
         return []
     return [
         f"accumulate_grad_batches='auto' tries a batch on each process by itself, which strategy {strategy.name!r} "

@@ -7,22 +7,22 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.arguments import kept_path, local_path
+from trainer.arguments import local_path
 from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
-from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory, temporary_path_for
+from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest, read_metadata
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, real_path
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
-from trainer.fault_tolerance.file_lock import NAME, FolderLock
+from trainer.fault_tolerance.file_lock import FolderLock
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.runs.compare_ranks import compare
 from trainer.settings import Settings
@@ -30,10 +30,7 @@ from trainer.settings import Settings
 if TYPE_CHECKING:
     from trainer.loop.run import Run
 
-_YOUNG_S = 60.0
 _ENDED = ".ended"
-_SEEN_S = 5.0
-"""For a network file system to show on one machine what another has written."""
 log = logging.getLogger("trainer")
 
 
@@ -48,41 +45,70 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
     """
     if ckpt_path is None:
         return None
-    if ckpt_path not in ("last", "best"):
-        given = as_storage_path(ckpt_path)
-        found = locate(given)
-        if found.parent == given / CHECKPOINTS:
-            log.info("%s is a run directory: its last checkpoint is %s", printable(str(given)), printable(found.name))
-        return found
-    folders = checkpoint_dirs(run, best=ckpt_path == "best")
+    if ckpt_path == "last":
+        return _find_last(run)
+    if ckpt_path == "best":
+        return _find_best(run)
+    given = as_storage_path(ckpt_path)
+    found = locate(given)
+    if found.parent == given / CHECKPOINTS:
+        log.info("%s is a run directory: its last checkpoint is %s", printable(str(given)), printable(found.name))
+    return found
+
+
+def _find_last(run: Run) -> StoragePath | None:
+    """Return the newest checkpoint of the latest run; None if `fit` finds none.
+
+    Where checkpoints are damaged, neither an older run nor a new training takes their place.
+    """
+    last, folders = run.session.argument("ckpt_path", "last"), checkpoint_dirs(run)
     for folder in folders:
-        try:
-            found = CheckpointDirectory(folder).resolve(ckpt_path)
-            return _newest_of_run(run, _of_latest_run(run, found)) if ckpt_path == "last" else _said(run, found)
-        except ReadError:
-            raise
-        except CheckpointError as error:
-            if ckpt_path == "last" and (corruption_report := CheckpointDirectory(folder).corruption_report()):
-                # Do not fall back to an older run or a new training.
-                last = run.session.argument("ckpt_path", "last")
-                raise CheckpointError(
-                    f"{last}: {error}, but there was one: {'; '.join(corruption_report)}. "
-                    f"To start anew, leave out {last} or remove that folder."
-                ) from None
-    if ckpt_path == "last" and run.stage == "fit":
-        where = printable(str(run.session.named_run or run.settings.root))
-        last = run.session.argument("ckpt_path", "last")
-        log.info("%s: there is no checkpoint in %s yet, and the training begins anew", last, where)
-        return None
-    for callback in run.checkpoint_callbacks if run.session.has_fit else ():
-        if path := callback.best_model_path if ckpt_path == "best" else callback.last_model_path:
-            return locate(as_storage_path(path))
-    named = run.session.argument("ckpt_path", str(ckpt_path))
-    for folder in folders if ckpt_path == "best" else ():
-        with suppress(CheckpointError):
-            found = CheckpointDirectory(folder).resolve("last")
-            log.info("%s: no ModelCheckpoint(monitor=...) has chosen one, so the last is taken", named)
+        if (found := _resolve(folder, "last")) is not None:
+            return _newest_of_latest_run(run, found)
+        if damage := CheckpointDirectory(folder).corruption_report():
+            raise CheckpointError(
+                f"{last}: there is no intact checkpoint in {folder}, but there was one: {'; '.join(damage)}. "
+                f"To start anew, leave out {last} or remove that folder."
+            )
+    if run.stage != "fit":
+        return _known_to_callbacks(run, [one.last_model_path for one in run.checkpoint_callbacks], last, folders)
+    where = printable(str(run.session.named_run or run.settings.root))
+    log.info("%s: there is no checkpoint in %s yet, and the training begins anew", last, where)
+    return None
+
+
+def _find_best(run: Run) -> StoragePath:
+    """Return the checkpoint that a ModelCheckpoint has chosen; else the last one."""
+    best, folders = run.session.argument("ckpt_path", "best"), checkpoint_dirs(run, best=True)
+    for folder in folders:
+        if (found := _resolve(folder, "best")) is not None:
+            monitors = [one.monitor for one in run.checkpoint_callbacks if one.monitor is not None]
+            if len(monitors) > 1:
+                log.info("best: %s, of %s, the first of %s", printable(str(found)), monitors[0], ", ".join(monitors))
             return found
+    known = [one.best_model_path for one in run.checkpoint_callbacks]
+    if not any(known) or not run.session.has_fit:
+        for folder in folders:
+            if (found := _resolve(folder, "last")) is not None:
+                log.info("%s: no ModelCheckpoint(monitor=...) has chosen one, so the last is taken", best)
+                return found
+    return _known_to_callbacks(run, known, best, folders)
+
+
+def _resolve(folder: StoragePath, wanted: str) -> StoragePath | None:
+    """Return "last" or "best" of a folder; None if it has none. Raises ReadError if the storage does not answer."""
+    try:
+        return CheckpointDirectory(folder).resolve(wanted)
+    except ReadError:
+        raise
+    except CheckpointError:
+        return None
+
+
+def _known_to_callbacks(run: Run, paths: list[str], named: str, folders: list[StoragePath]) -> StoragePath:
+    """Return the first checkpoint that the callbacks of this trainer's `fit` name; else raise CheckpointError."""
+    for path in filter(None, paths) if run.session.has_fit else ():
+        return locate(as_storage_path(path))
     looked = [str(folder) for folder in folders] or [str(run.settings.root)]
     raise CheckpointError(
         f"{named}: no such checkpoint. Looked in: {first_of(looked)}. "
@@ -94,47 +120,31 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
     """Refuse a checkpoint from which no training can go on; None: the run was killed before it had another.
 
     Raises:
-        CheckpointError: the message names the nearest from which one can.
+        CheckpointError: the message names those beside it from which one can.
     """
     info = read_manifest(path).info
     if not info.get("weights_only"):
         return path
-    infos = {str(one): read_manifest(one).info for one in checkpoints_in(path.parent)}
-    full = [one for one, about in infos.items() if not about.get("weights_only")]
+    full = [one for one in checkpoints_in(path.parent) if not read_manifest(one).info.get("weights_only")]
     saves_all = not all(one.save_weights_only for one in run.checkpoint_callbacks)
     if ckpt_path == "last" and not full and saves_all and "left_out" not in info:
         log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
         return None
-    nearest = min(full, key=lambda one: abs(_number(infos[one].get("step")) - _number(info.get("step"))), default=None)
-    fix = "there is no other beside it" if nearest is None else f"the nearest from which it can is {printable(nearest)}"
+    nearest = min(full, key=lambda one: abs(_when(one)[1] - _when(path)[1]), default="not beside it")
     raise CheckpointError(
         f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
-        f"which no training can go on: {fix}. "
+        f"which no training can go on: the nearest from which it can is {printable(str(nearest))}. "
         "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 
 
-def _said(run: Run, best: StoragePath) -> StoragePath:
-    """Return the best checkpoint; where several ModelCheckpoints choose one, log which was taken."""
-    monitors = [one.monitor for one in run.checkpoint_callbacks if one.monitor is not None]
-    if len(monitors) > 1:
-        log.info("best: %s, of %s, the first of %s", printable(str(best)), monitors[0], ", ".join(monitors))
-    return best
-
-
 def find_after_restart(run: Run, former: str) -> StoragePath | None:
     """Return the newest checkpoint of an earlier attempt at this run, whose run directory is `former`; or None."""
-    folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
-    for folder in [*folders, Path(former) / CHECKPOINTS]:
-        try:
-            found = CheckpointDirectory(folder).resolve("last")
-        except ReadError:
-            raise
-        except CheckpointError:
-            continue
+    for folder in [*_dirpaths(run), Path(former) / CHECKPOINTS]:
+        found = _resolve(folder, "last")
         # A dirpath may contain checkpoints of older runs.
-        if _absolute(saved_run_dir(found) or "", run.settings) == Path(former):
-            return _newest_of_run(run, found)
+        if found is not None and _absolute(saved_run_dir(found) or "", run.settings) == Path(former):
+            return _newest_of_latest_run(run, found, of_this_run=True)
     return None
 
 
@@ -146,106 +156,57 @@ def find_again(run: Run, ckpt_path: str | Path | None, found: StoragePath | None
     wanted: Any = ckpt_path or "last"
     if found is None or run.stage != "fit" or wanted not in ("last", "best"):
         return found
-    path = found
     if run.strategy.processes.is_global_zero:
         folder = CheckpointDirectory(found.parent)
-        same = folder.pointer(wanted) in (found, None) and is_committed(found)
-        path = found if same else folder.resolve(wanted)
-    return as_seen_here(run, path)
+        if folder.pointer(wanted) not in (found, None) or not is_committed(found):
+            found = folder.resolve(wanted)
+    return of_rank_zero(run.strategy.processes, found)
 
 
-def as_seen_here(run: Run, path: StoragePath | None) -> StoragePath | None:
-    """Return rank 0's path; elsewhere as this process finds it, whose machine may have mounted a disk elsewhere.
-
-    That is tried for what is below `default_root_dir` or a `dirpath`. Collective.
-    """
-    own = [str(kept_path(run.settings.root)), *(str(one.dirpath) for one in run.checkpoint_callbacks if one.dirpath)]
-    named, roots = run.strategy.processes.broadcast_object((None if path is None else str(path), own))
-    if named is None:
-        return None
-    found = as_storage_path(named)
-    if isinstance(found, Path) and not os.path.exists(found):  # without an error of a server
-        inside = [
-            Path(mine, found.relative_to(one))
-            for one, mine in zip(roots, own, strict=False)
-            if found.is_relative_to(one)
-        ]
-        return next((one for one in inside if os.path.exists(one)), found)
-    return found
+def of_rank_zero(processes: SingleProcess, path: StoragePath | None) -> StoragePath | None:
+    """Return rank 0's path on all processes. Collective."""
+    named = processes.broadcast_object(None if path is None else str(path))
+    return None if named is None else as_storage_path(named)
 
 
 def check_folders_of_shards(run: Run) -> None:
-    """Check that the `dirpath` of each ModelCheckpoint that writes shards is one folder; see `check_one_folder`."""
-    for callback in run.checkpoint_callbacks if run.strategy.shards_state else ():
-        folder = None if callback.dirpath is None else as_storage_path(callback.dirpath)
-        check_one_folder(run.strategy.processes, f"{type(callback).__name__}.dirpath", folder)
-
-
-def check_one_folder(processes: SingleProcess, what: str, folder: StoragePath | None) -> None:
-    """Check that all processes see one folder under their paths of it. Collective.
-
-    Equal paths are believed. Of others, as of a disk that machines have mounted in different places, rank 0 makes a
-    file in its folder, which all have to see.
+    """Check that the `dirpath` of each ModelCheckpoint that writes shards is one folder. Collective.
 
     Raises:
         ConfigError: as `compare`.
     """
-    named = None if folder is None else f"folder {folder}"
-    if len(set(processes.all_gather_object(named))) == 1:
-        return
-    name = None
-    if processes.is_global_zero and isinstance(folder, Path):
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = temporary_path_for(folder / "one-folder")
-            probe.touch()
-            name = probe.name
-    name = processes.broadcast_object(name)
-    ends = time.monotonic() + _SEEN_S
-    while not (seen := isinstance(folder, Path) and name is not None and (folder / name).exists()):
-        if name is None or time.monotonic() > ends:
-            break
-        time.sleep(0.1)
-    one = all(processes.all_gather_object(seen))
-    if processes.is_global_zero and name is not None and isinstance(folder, Path):
-        (folder / name).unlink(missing_ok=True)
-    if not one:
-        fix = "All processes write their shards into it, so it has to be one folder, on a disk that they share."
-        compare(processes, iter([(what, named)]), fix)
+    if run.strategy.shards_state:
+        folders = [(f"{type(one).__name__}.dirpath", f"folder {one.dirpath}") for one in run.checkpoint_callbacks]
+        fix = "All processes write their shards into it: give the same path everywhere, on a disk that they share."
+        compare(run.strategy.processes, folders, fix)
 
 
-def _of_latest_run(run: Run, found: StoragePath) -> StoragePath:
-    """Return the last checkpoint, captured latest, of the folders that the ModelCheckpoints write in; or `found`.
+def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = False) -> StoragePath:
+    """Return the newest checkpoint of the run that was captured latest, in which several ModelCheckpoints may write.
 
-    A run that began from the path of a checkpoint may have ended when only one of them had written.
+    A run that began from the path of a checkpoint may have ended when only one of them had written. Of several
+    checkpoints of one step it is the one captured last, because only its state lists the others.
+
+    Args:
+        of_this_run: `found` is of the run that is meant.
     """
     if len(run.checkpoint_callbacks) < 2:
         return found
-    folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
-    lasts = [CheckpointDirectory(folder).pointer("last") for folder in dict.fromkeys(folders)]
-    if len(folders) < len(run.checkpoint_callbacks):
-        elsewhere = (CheckpointDirectory(folder).pointer("last") for folder in checkpoint_dirs(run)[len(folders) :])
-        lasts.append(next((one for one in elsewhere if one is not None), None))
-    latest = max((found, *(one for one in lasts if one is not None)), key=lambda one: (_when(one)[0], _when(one)[2]))
-    return found if latest == found else CheckpointDirectory(latest.parent).resolve("last")
+    latest, dirpaths = found, _dirpaths(run)
+    if not of_this_run:
+        others = checkpoint_dirs(run)[len(dirpaths) :] if len(dirpaths) < len(run.checkpoint_callbacks) else []
+        candidates = [found, *_lasts(dirpaths), *islice(_lasts(others), 1)]
+        latest = max(candidates, key=lambda one: (_when(one)[0], _when(one)[2]))
+    run_dir = saved_run_dir(latest)
+    folders = [*dirpaths, _absolute(str(run_dir), run.settings) / CHECKPOINTS]
+    newest = max([latest, *(one for one in _lasts(folders) if saved_run_dir(one) == run_dir)], key=_when)
+    return found if newest == found else CheckpointDirectory(newest.parent).resolve("last")
 
 
-def _newest_of_run(run: Run, found: StoragePath) -> StoragePath:
-    """Return the newest checkpoint of the run that wrote `found`, in which several ModelCheckpoints may have written.
-
-    Of several checkpoints of one step it is the one captured last, because only its state lists the others.
-    """
-    if len(run.checkpoint_callbacks) < 2:
-        return found
-    run_dir = saved_run_dir(found)
-    folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
-    candidates = [found]
-    for folder in dict.fromkeys([*folders, _absolute(str(run_dir), run.settings) / CHECKPOINTS]):
-        other = CheckpointDirectory(folder).pointer("last") if folder != found.parent else None
-        if other is not None and saved_run_dir(other) == run_dir:
-            candidates.append(other)
-    newest = max(candidates, key=_when)
-    return found if newest is found else CheckpointDirectory(newest.parent).resolve("last")
+def _lasts(folders: Iterable[StoragePath]) -> Iterator[StoragePath]:
+    """Yield the last checkpoint of each folder that has one."""
+    pointers = (CheckpointDirectory(folder).pointer("last") for folder in folders)
+    return (one for one in pointers if one is not None)
 
 
 def _when(checkpoint: StoragePath) -> tuple[bool, float, float]:
@@ -256,6 +217,11 @@ def _when(checkpoint: StoragePath) -> tuple[bool, float, float]:
 
 def _number(value: Any) -> float:
     return value if isinstance(value, (int, float)) and value == value else -1
+
+
+def _dirpaths(run: Run) -> list[StoragePath]:
+    """Return the folders that the ModelCheckpoints were given."""
+    return [as_storage_path(one.dirpath) for one in run.checkpoint_callbacks if one.dirpath is not None]
 
 
 def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
@@ -269,12 +235,11 @@ def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
         of_run = [run.session.named_run / CHECKPOINTS]
     else:
         of_run = [run / CHECKPOINTS for run in reversed(versions(run.settings.root))]
-    own = [[] if c.dirpath is None else [as_storage_path(c.dirpath)] for c in run.checkpoint_callbacks]
-    if best:
-        choosing = [c.monitor is not None for c in run.checkpoint_callbacks]
-        first = [folder or of_run for folder, chooses in zip(own, choosing, strict=True) if chooses]
-        return [*dict.fromkeys(chain(*first, *own, of_run))]
-    return [*chain(*own, of_run)]
+    if not best:
+        return [*_dirpaths(run), *of_run]
+    choosing = [one.dirpath for one in run.checkpoint_callbacks if one.monitor is not None]
+    first = [of_run if dirpath is None else [as_storage_path(dirpath)] for dirpath in choosing]
+    return [*dict.fromkeys(chain(*first, _dirpaths(run), of_run))]
 
 
 def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePath | None) -> Path:
@@ -288,18 +253,18 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
         ConfigError: no directory can be made below `default_root_dir`.
     """
     root, given = run.settings.root, run.settings.default_root_dir
-    goes_on = checkpoint is not None and (ckpt_path == "last" or run.stage != "fit")
-    if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint, run.settings)) is not None:
-        elsewhere = str(given) != Settings.default_root_dir and root.resolve() != known.parent.resolve()
-        if run.stage == "fit" or not elsewhere:
+    trains = run.stage == "fit"
+    if checkpoint is not None and (ckpt_path == "last" or not trains):
+        known = _run_dir_of(checkpoint, run.settings)
+        if known is not None and (
+            trains or str(given) == Settings.default_root_dir or root.resolve() == known.parent.resolve()
+        ):
             return known
-    if run.session.has_fit and run.stage != "fit":
+    if run.session.has_fit and not trains:
         return run.session.run_dir
     taken = versions(root)
-    if taken and _is_left_empty(taken[-1]) and run.stage == "fit" and not run.settings.fast_dev_run:
-        return taken[-1]
     number = int(taken[-1].name.removeprefix("version_")) + 1 if taken else 0
-    if run.settings.fast_dev_run or not run.strategy.processes.is_global_zero or run.stage != "fit":
+    if run.settings.fast_dev_run or not trains:
         return root / f"version_{number}"
     if taken:
         _delete_leftovers(taken[-1])
@@ -315,13 +280,13 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
 
 def beginning_of(run: Run, checkpoint: StoragePath | None) -> int:
     """Return when the first `fit` began in the run directory, in nanoseconds since 1970, as the checkpoint has it."""
+    directory, now = None, time.time_ns()
     if checkpoint is not None and run.strategy.processes.is_global_zero:
         directory = _run_dir_of(checkpoint, run.settings)
-        if directory is not None and directory.absolute() == run.session.run_dir.absolute():
-            info = read_manifest(checkpoint).info
-            known = [info[name] for name in ("began", "captured") if type(info.get(name)) is int and info[name] >= 0]
-            return min(known, default=time.time_ns())
-    return time.time_ns()
+    if checkpoint is None or directory is None or directory.absolute() != run.session.run_dir.absolute():
+        return now
+    began = read_manifest(checkpoint).info.get("began")
+    return began if type(began) is int and 0 <= began < now else now
 
 
 def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
@@ -334,31 +299,31 @@ def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
         ConfigError: two would write the same files.
     """
     goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit")
-    folders: dict[str, LoggerFolder] = {}
+    folders: dict[tuple[str, int], LoggerFolder] = {}
     of_class: Counter[str] = Counter()
     for logger in run.loggers:
         name = type(logger).__qualname__
         of_class[name] += 1
         if logger.place is not None:
-            folders[f"{name} {of_class[name]}"] = logger.place
+            folders[name, of_class[name]] = logger.place
             logger.place.goes_on = goes_on
-    numbers: dict[str, int | None] = {}
-    places: dict[Any, list[str]] = {}
+    numbers: dict[tuple[str, int], int | None] = {}
+    problem = None
     if run.strategy.processes.is_global_zero:
-        for name, folder in folders.items():
+        taken: set[tuple[str, str]] = set()
+        for (kind, number), folder in folders.items():
             if not goes_on and folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
                 folder.begin(run.session.run_dir)
-            numbers[name] = folder.number
-            place = os.path.realpath(folder.log_dir(run.session.run_dir) or "")
-            places.setdefault((folder.files, place), []).append(name)
-    numbers, places = run.strategy.processes.broadcast_object((numbers, places))
-    for twins in places.values():
-        if len(twins) > 1:
-            kind = twins[0].split()[0]
-            fix = f"give each a folder of its own, {kind}(save_dir=...)."
-            raise ConfigError(f"{len(twins)} {kind}s would write the same files: {fix}")
-    for name, folder in () if goes_on else folders.items():
-        folder.number, folder.chosen = numbers.get(name), True
+            numbers[kind, number] = folder.number
+            place = folder.files, os.path.realpath(folder.log_dir(run.session.run_dir) or "")
+            if place in taken:
+                problem = f"two {kind}s would write the same files: give each a separate folder, {kind}(save_dir=...)."
+            taken.add(place)
+    numbers, problem = run.strategy.processes.broadcast_object((numbers, problem))
+    if problem is not None:
+        raise ConfigError(problem)
+    for key, folder in () if goes_on else folders.items():
+        folder.number, folder.chosen = numbers.get(key), True
 
 
 def note_end(run: Run) -> None:
@@ -379,12 +344,9 @@ def noted_end(run_dir: Path) -> dict[str, int] | None:
 def _make_version(root: Path, number: int) -> Path:
     """Make `root`/version_N with the first free N from `number` on, although other runs may do so at the same time."""
     while True:
-        path = root / f"version_{number}"
-        try:
+        path, number = root / f"version_{number}", number + 1
+        with suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
             sync_directory(root)
             atexit.register(_remove_if_empty, path.absolute(), os.getpid())
             return path
@@ -403,20 +365,6 @@ def _delete_leftovers(run_dir: Path) -> None:
     with suppress(CheckpointError, OSError):
         if not folder.is_symlink():
             CheckpointDirectory(folder).clean()
-
-
-def _is_left_empty(folder: Path) -> bool:
-    """Whether a directory is that of a run killed before it wrote anything; a directory just made may be in use."""
-    try:
-        if time.time() - folder.stat().st_mtime < _YOUNG_S or {path.name for path in folder.iterdir()} - {NAME}:
-            return False
-        lock = FolderLock(folder)
-        if lock.acquire(timeout=0) is not None:
-            return False
-        lock.release()
-        return True
-    except OSError:
-        return False
 
 
 def _run_dir_of(checkpoint: StoragePath, settings: Settings) -> Path | None:
@@ -453,8 +401,7 @@ def locked_folders(run: Run) -> Iterator[None]:
         with ExitStack() as locks:
             problem = None
             if trains and not run.settings.fast_dev_run:
-                own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
-                folders = [run.session.run_dir, *(folder for folder in own if isinstance(folder, Path))]
+                folders = [run.session.run_dir, *(one for one in _dirpaths(run) if isinstance(one, Path))]
                 for folder in {real_path(folder): folder for folder in folders}.values():
                     problem = problem or _lock(folder, locks, run.session.argument("ckpt_path", "last"))
             problem = run.strategy.processes.broadcast_object(problem)
