@@ -147,6 +147,19 @@ MEMBERS: dict[str, dict[str, str]] = {
 }
 """Class -> attributes, beside hooks."""
 
+HOOKS = {
+    "on_post_move_to_device": "__init__ or configure_model, in which to tie weights: the strategies keep them tied",
+    "training_end": "the end of training_step: each process has its own batch and loss",
+    **dict.fromkeys(("on_init_start", "on_init_end", "on_configure_sharded_model"), "setup"),
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+    **{f"on_{one}_dataloader": f"{one}_dataloader" for one in ("train", "val", "test", "predict")},
+    **dict.fromkeys(("configure_apex", "amp_scale_loss"), "Trainer(precision='16-mixed')"),
+    **dict.fromkeys(("configure_ddp", "init_ddp_connection"), "a subclass of trainer.strategies.DDPStrategy"),
+    "get_tqdm_dict": "self.log(..., prog_bar=True)",
+}
+"""Methods of modules, beside those that a run refuses."""
+
 ARGUMENTS: dict[str, dict[str, str]] = {
     "LightningDataModule": {
         one: f"super().__init__() without it, and self.{one} = {one} in your constructor: Lightning 1 only kept it"
