@@ -82,17 +82,12 @@ def curves_of(paths: list[str]) -> Curves:
     found: dict[Path, dict[str, list[tuple[int, float]]]] = {}
     for text in paths:
         path = local_path(text)
-        if path.name in METRIC_FILES and path.is_file():
-            runs = [path]
-        else:
-            runs = sorted(run_directories(path), key=by_numbers) if path.is_dir() else []
-        here = {one.parent if one.is_file() else one: m for one in runs if (m := read_metrics(one))}
+        if not path.exists():
+            close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
+            raise ConfigError(f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below.")
+        runs = [path] if path.is_file() else sorted(run_directories(path), key=by_numbers)
+        here = {one.parent if one.is_file() else one: metrics for one in runs if (metrics := read_metrics(one))}
         if not here:
-            if not path.exists():
-                close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
-                raise ConfigError(
-                    f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below."
-                )
             raise ConfigError(
                 f"{text} has no values: give the directory of a run, or its {' or '.join(METRIC_FILES)}. CSVLogger or "
                 "JSONLLogger writes one: Trainer(logger=[CSVLogger()])."
@@ -122,11 +117,9 @@ def chosen(curves: Curves, patterns: list[str] | None) -> Curves:
         return lines or curves
     for pattern in patterns:
         if not fnmatch.filter(curves, pattern):
-            names = ", ".join(curves)
             close = did_you_mean(pattern, list(curves))
-            raise ConfigError(f"--metric {pattern}: no run has it.{close} There are: {names}.")
-    names_wanted = {name for pattern in patterns for name in fnmatch.filter(curves, pattern)}
-    return {name: runs for name, runs in curves.items() if name in names_wanted}
+            raise ConfigError(f"--metric {pattern}: no run has it.{close} There are: {', '.join(curves)}.")
+    return {name: runs for name, runs in curves.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
 
 
 def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None:

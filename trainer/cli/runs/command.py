@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from itertools import compress
 from typing import Any
 
 from trainer.arguments import local_path
@@ -48,48 +49,41 @@ def run(arguments: list[str]) -> int:
     if not found:
         print(f"no runs below {printable(' '.join(options.folder))}", file=sys.stderr)
         return 1
-    rows = [(one, values_of(one)) for one in found]
-    known = list(dict.fromkeys(name for _, values in rows for name in values))
-    every = [values for _, values in rows]
+    rows = [values_of(one) for one in found]
+    known = list(dict.fromkeys(name for values in rows for name in values))
+    kept = [True] * len(rows)
     for text in options.filter:
-        name, compare, wanted = _condition(text, known, every)
-        rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
-    shown = [one for one, _ in rows]
-    metrics = [_require_known(name, known) for name in options.metric or _main_metrics(shown)]
-    parameters = [
-        _require_known(name, known) for name in options.hparam or differing([one.hyperparameters for one in shown])
-    ]
+        name, compare, wanted = _condition(text, known, rows)
+        kept = [keep and _holds(compare, values.get(name), wanted) for keep, values in zip(kept, rows, strict=True)]
+    found, rows = [*compress(found, kept)], [*compress(rows, kept)]
+    metrics = [_require_known(name, known) for name in options.metric or _main_metrics(found)]
+    varied = options.hparam or differing([one.hyperparameters for one in found])
+    parameters = [_require_known(name, known) for name in varied]
     if options.sort:
         name = _require_known(options.sort.removeprefix("-"), known)
-        rows.sort(key=lambda row: _sortable(row[1].get(name)), reverse=options.sort.startswith("-"))
-        rows.sort(key=lambda row: not _has_order(row[1].get(name)))  # which come last in both orders
+        with_value = [values for values in rows if _has_order(values.get(name))]
+        with_value.sort(key=lambda values: _sortable(values[name]), reverse=options.sort.startswith("-"))
+        rows = with_value + [values for values in rows if not _has_order(values.get(name))]
     head = [*COLUMNS, *metrics, *parameters]
-    titles = [_plain(name) for name in head]
     if options.json:
-        found_values = [{name: _json_ready(values.get(name)) for name in head} for _, values in rows]
-        print(json.dumps(found_values, indent=1, default=str))
+        print(json.dumps([{name: _json_ready(values.get(name)) for name in head} for values in rows], indent=1))
     elif options.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(titles)
-        writer.writerows([_plain(values.get(name)) for name in head] for _, values in rows)
+        writer.writerows(
+            [_plain(cell) for cell in row] for row in [head, *([v.get(name) for name in head] for v in rows)]
+        )
     else:
-        cells = [titles, *([_cell(name, values.get(name)) for name in head] for _, values in rows)]
-        named = {*(options.metric or ()), *(options.hparam or ()), (options.sort or "").removeprefix("-")}
-        first_to_go = sorted(_first_to_go(len(metrics), len(parameters)), key=lambda number: head[number] in named)
+        cells = [[str(_plain(name)) for name in head], *([_cell(name, v.get(name)) for name in head] for v in rows)]
         right = range(2, len(COLUMNS) + len(metrics))
+        first_to_go = _first_to_go(len(metrics), len(parameters))
         print("\n".join(fitted_lines(cells, right, first_to_go, "--csv or --json")))
     return 0
 
 
 def _first_to_go(metrics: int, parameters: int) -> list[int]:
-    """Return the numbers of the columns that a narrow terminal leaves out, in that order; the name stays.
-
-    Of the metrics and of the hyperparameters the first one stays longer than the state.
-    """
+    """Return the numbers of the columns that a narrow terminal leaves out, in that order; the name stays."""
     _, state, step, epoch, began, time, *others = range(len(COLUMNS) + metrics + parameters)
-    first = [*others[:metrics][:1], *others[metrics:][:1]]
-    rest = [number for number in others if number not in first]
-    return [began, time, epoch, *reversed(rest), state, *reversed(first), step]
+    return [began, time, epoch, *reversed(others[1:]), state, *others[:1], step]
 
 
 def _parser() -> CommandParser:
@@ -137,22 +131,14 @@ def _condition(text: str, known: list[str], rows: list[dict[str, Any]]) -> tuple
     Raises:
         ConfigError: it is no condition, no run has the name, or numbers are to be smaller or larger than a text.
     """
-    match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==|<|>|=)\s*(.*?)\s*", text)
-    if match is None or (match[3] == "" and match[2] not in ("=", "==", "!=")):
+    match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==?|<|>)\s*(.*?)\s*", text)
+    if match is None:
         raise ConfigError(f"--filter {text!r}: write NAME>VALUE, with one of <, <=, >, >=, =, !=.")
     name, sign, wanted = _require_known(match[1], known), match[2].replace("==", "="), match[3]
     has_text = any(isinstance(values.get(name), str) for values in rows)
-    if sign not in ("=", "!=") and not has_text and not _is_number(wanted):
+    if sign not in ("=", "!=") and not has_text and _number(wanted) is None:
         raise ConfigError(f"--filter {text!r}: {name} is a number: give one after {sign}, and not {wanted!r}.")
     return name, COMPARISONS[sign], wanted
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _require_known(name: str, known: list[str]) -> str:
@@ -162,12 +148,17 @@ def _require_known(name: str, known: list[str]) -> str:
 
 
 def _holds(compare: Callable[[Any, Any], bool], value: Any, wanted: str) -> bool:
-    if value is None:
-        return False
+    one, other = _number(value), _number(wanted)
+    if one is None or other is None:
+        return value is not None and compare(str(value).lower(), wanted.lower())
+    return compare(one, other)
+
+
+def _number(value: Any) -> float | None:
     try:
-        return compare(float(value), float(wanted))
+        return float(value)
     except (TypeError, ValueError):
-        return compare(str(value).lower(), wanted.lower())
+        return None
 
 
 def _has_order(value: Any) -> bool:
@@ -182,8 +173,6 @@ def _json_ready(value: Any) -> Any:
 
 def _sortable(value: Any) -> tuple[int, Any]:
     """Return a key that sorts numbers before texts."""
-    if not _has_order(value):
-        return (1, "")
     return (0, value) if isinstance(value, (int, float)) else (1, str(value))
 
 
