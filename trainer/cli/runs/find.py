@@ -70,12 +70,11 @@ def run_directories(folder: Path) -> Iterator[Path]:
     A folder with the files of a run may be a project with results of its own, so what is below it is looked at, too.
     """
     for path, folders, files in os.walk(folder):
-        names = {*folders, *files}
-        project = bool(names & PROJECT) or any(name.endswith(".py") for name in files)
+        project = bool({*folders, *files} & PROJECT) or any(name.endswith(".py") for name in files)
         keeps = CHECKPOINTS in folders and _keeps_checkpoints(Path(path, CHECKPOINTS), or_nothing=not project)
-        if keeps or (not project and names & LOGGED):
+        if keeps or (not project and LOGGED & {*files}):
             yield Path(path)
-        left_out = {"__pycache__", *([CHECKPOINTS] if keeps else [])}
+        left_out = ("__pycache__", CHECKPOINTS if keeps else "")
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
 
 
@@ -110,17 +109,11 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     """Return what the files of a run directory say; files that are missing or damaged say nothing."""
     place = str(path.relative_to(folder)) if path != folder else path.absolute().name
     one = RunSummary(path, with_name(place, path), "no checkpoint")
-    with suppress(OSError):
-        times = [entry.stat().st_mtime for entry in os.scandir(path)]
-        one.began, one.seconds = min(times), max(times) - min(times)
     checkpoints = path / CHECKPOINTS
     manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
     infos = {name: entry["info"] for name, entry in manifests.items() if isinstance(entry.get("info"), dict)}
+    _fill_in_times(one, infos)
     last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
-    # A run that is resumed writes its files again, so their times may be those of its latest start.
-    counts = (_count(info, name) for info in infos.values() for name in ("began", "captured"))
-    starts = [count / 1e9 for count in counts if count is not None]
-    one.began = min([*starts, *([] if one.began is None else [one.began])], default=None)
     last = last or max(infos.values(), key=lambda info: _count(info, "step") or 0, default=None)
     if last is not None:
         one.step, one.epoch = _count(last, "step"), _count(last, "epoch")
@@ -130,14 +123,24 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
         if (captured := _count(last, "captured")) is not None and one.began is not None:
             one.seconds = max(0.0, captured / 1e9 - one.began)  # a validation may have written to the folder since
     else:
-        rows = read_metrics(path)
-        one.metrics = {name: points[-1][1] for name, points in rows.items() if points}
-        one.step = max((points[-1][0] for points in rows.values() if points), default=None)
+        ends = {name: points[-1] for name, points in read_metrics(path).items()}
+        one.metrics = {name: value for name, (_, value) in ends.items()}
+        one.step = max((step for step, _ in ends.values()), default=None)
     if is_locked(path) or is_locked(checkpoints):
         one.state = "running"
         one.seconds = None if one.began is None else time.time() - one.began
     one.hyperparameters = flat(read_json(path / "hparams.json") or _saved_hyperparameters(checkpoints, infos))
     return one
+
+
+def _fill_in_times(one: RunSummary, infos: dict[str, dict[str, Any]]) -> None:
+    """Fill in when a run began, and how long it took, by its files and checkpoints."""
+    with suppress(OSError):
+        times = [entry.stat().st_mtime for entry in os.scandir(one.path)]
+        one.began, one.seconds = min(times), max(times) - min(times)
+        # A run that is resumed writes its files again, so their times may be those of its latest start.
+        counts = (_count(info, name) for info in infos.values() for name in ("began", "captured"))
+        one.began = min([one.began, *(count / 1e9 for count in counts if count is not None)])
 
 
 def _count(info: dict[str, Any], name: str) -> int | None:
@@ -209,13 +212,15 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None:
-    with suppress(TypeError, ValueError):
-        step = int(row["step"]) if "step" in row else -1
+    """Add the numbers of a row, each with its step; anything may stand in a file of a stranger."""
+    with suppress(TypeError, ValueError, KeyError):
+        step = int(row["step"])
         for name, value in row.items():
-            if name not in ("step", "epoch", None) and value not in ("", None) and step >= 0:
-                with suppress(TypeError, ValueError):
-                    point = step, float(value)
-                    found.setdefault(name, []).append(point)
+            with suppress(TypeError, ValueError):
+                point = step, float(value)
+                found.setdefault(name, []).append(point)
+        for name in ("step", "epoch", None):
+            found.pop(name, None)
 
 
 def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:
