@@ -315,7 +315,7 @@ def _memory(
     where = f"{name}, stage {memory.stage}" if layout.pipeline > 1 else name
     kept = "not counted" if memory.activations is None else f"about {gib(memory.activations)}"
     text = f"{where}: {gib(memory.device)}, at times {gib(memory.temporary)} more, activations {kept}"
-    text += f"; {gib(memory.host)} on the host for each process"
+    text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
     limit = given.device_memory or math.inf
     typed = ["--config", *given.config] if given.config else []
     typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]

@@ -276,9 +276,8 @@ def _number_of_processes(given: str | None) -> int:
     gpus = torch.cuda.device_count()
     if given == "gpu" and not gpus:
         raise ConfigError("--nproc-per-node gpu, but no CUDA device is found. Give a number, or cpu.")
-    if given == "cpu" or (given == "auto" and not gpus):
-        return os.cpu_count() or 1
-    return gpus or 1
+    cores = os.cpu_count() or 1 if given in ("cpu", "auto") else 1
+    return cores if given == "cpu" else gpus or cores
 
 
 def _slurm(options: argparse.Namespace) -> int:

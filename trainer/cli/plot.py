@@ -136,7 +136,6 @@ def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(name for runs in curves.values() for name in runs))
     styles = {name: style_of(number) for number, name in enumerate(names)}
-    explained: set[str] = set() if len(names) > 1 else {*names}
     for number, (metric, runs) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(rows, columns, number)
         lines = {name: _draw_curve(axes, points, smooth, styles[name]) for name, points in runs.items()}
@@ -145,8 +144,8 @@ def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None
         if logarithmic:
             axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        _explain(axes, {name: line for name, line in lines.items() if name not in explained})
-        explained |= lines.keys()
+        if len(names) > 1:
+            _explain(axes, lines)
     _write(figure, output, ", ".join(curves))
 
 
@@ -192,14 +191,10 @@ def _draw_curve(axes: Any, points: list[tuple[int, float]], smooth: float, style
 
 
 def _explain(axes: Any, lines: dict[str, Any]) -> None:
-    """Say whose the lines are that have not been explained yet."""
-    names = list(lines)[:MOST_NAMES]
-    if not names:
-        return
-    more = len(lines) - len(names)
-    last = names[-1] if not more else f"{names[-1]}, and {more} more"
-    place = "upper right" if more else "best"  # which takes minutes to find among many lines
-    legend = axes.legend([lines[name] for name in names], [*names[:-1], last], fontsize="small", loc=place)
+    """Say whose the lines are; of many lines, whose the first are."""
+    shown = list(lines)[:MOST_NAMES]
+    place = "best" if len(lines) <= MOST_NAMES else "upper right"  # to find the best takes minutes among many lines
+    legend = axes.legend([lines[name] for name in shown], shown, fontsize="small", loc=place)
     for text in legend.get_texts():
         text.set_parse_math(False)
 

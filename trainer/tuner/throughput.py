@@ -141,11 +141,11 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
     Raises:
         ConfigError: the loader is no plain DataLoader, has the options already, or has no batch size to change.
     """
-    if all(getattr(loader, name, None) == value for name, value in changes.items()):
+    if "batch_size" not in changes and all(getattr(loader, name, None) == value for name, value in changes.items()):
         raise ConfigError("the loader has it already")
-    if "batch_size" not in changes:
-        return loader_like(loader, **changes)
-    return loader_like(loader, batch_size=(getattr(loader, "batch_size", None) or 1) * changes["batch_size"])
+    if "batch_size" in changes:
+        changes = {**changes, "batch_size": changes["batch_size"] * (getattr(loader, "batch_size", None) or 1)}
+    return loader_like(loader, **changes)
 
 
 def fused(optimizers: Any) -> Any:
