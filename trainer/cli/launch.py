@@ -78,11 +78,16 @@ def _logs(options: argparse.Namespace, number: int) -> Logs:
     """Return where the output of the processes goes."""
     from trainer.launchers.logs import Logs
 
-    shown = frozenset(map(whole, filter(None, options.local_ranks_filter.split(","))))
-    if any(rank >= number for rank in shown):
-        raise ConfigError(f"--local-ranks-filter {options.local_ranks_filter}: give ranks from 0 to {number - 1}.")
+    shown = options.local_ranks_filter
+    if max(shown, default=0) >= number:
+        raise ConfigError(f"--local-ranks-filter: rank {max(shown)} is not on this machine: give 0 to {number - 1}.")
     log_dir = options.log_dir and str(local_path(options.log_dir, "--log-dir"))
     return Logs(log_dir, options.redirects, options.tee, shown or None)
+
+
+def _ranks(text: str) -> frozenset[int]:
+    """Return the value of `--local-ranks-filter`."""
+    return frozenset(whole(rank) for rank in text.split(",") if rank)
 
 
 def _streams(text: str) -> str:
@@ -150,7 +155,7 @@ def _quiet_torch() -> Iterator[None]:
     del os.environ[name]
 
 
-def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser(environ: Mapping[str, str]) -> CommandParser:
     parser = CommandParser(
         prog="trainer launch",
         usage="trainer launch [OPTIONS] SCRIPT.py [ARGUMENTS] | -m MODULE [ARGUMENTS] | trainer COMMAND [ARGUMENTS]",
@@ -201,7 +206,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     option("--redirects", words, "0", metavar="STD", type=_streams)
     words = "the same, and into this terminal too, with the rank before each line"
     option("--tee", words, "0", metavar="STD", type=_streams)
-    option("--local-ranks-filter", "show the output of these local ranks only: 0,1", "", metavar="RANKS")
+    option("--local-ranks-filter", "show the output of these local ranks only: 0,1", "", metavar="RANKS", type=_ranks)
     parser.add_argument("--standalone", action="store_true", help="one machine, which is the default")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module")
     slurm = parser.add_argument_group("for Slurm")
@@ -262,7 +267,8 @@ def _machines(options: argparse.Namespace) -> Machines | None:
         raise ConfigError(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1}.")
     if maximum == 1:
         return None
-    return Machines(minimum, maximum, *options.rdzv, options.node_rank, options.rdzv_id, options.rdzv_conf)
+    host, port = options.rdzv
+    return Machines(minimum, maximum, host, port, options.node_rank, options.rdzv_id, options.rdzv_conf)
 
 
 def _number_of_processes(given: str | None) -> int:

@@ -72,11 +72,15 @@ def newest_of(folders: list[StoragePath]) -> StoragePath:
 
 def _time_of(checkpoint: StoragePath) -> float:
     """Return the time at which a checkpoint's state was captured, or else written; -1: it is not known."""
-    summary = summarize(checkpoint, [], contents=False)
-    captured = summary.info.get("captured")
+    try:
+        captured = read_manifest(checkpoint).info.get("captured")
+    except ReadError:
+        raise
+    except CheckpointError:
+        captured = None
     if type(captured) is int and 0 <= captured < 2**63:
         return captured / 1e9
-    return summary.written or -1.0
+    return written_at(checkpoint) or -1.0
 
 
 def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
@@ -89,7 +93,7 @@ def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
     paths = [*checkpoints_in(folder), *_half_written(folder)]
     found = []
     for path in paths:
-        names = [name for name, target in pointed.items() if target is not None and target.name == path.name]
+        names: list[str] = [name for name, target in pointed.items() if target is not None and target.name == path.name]
         found.append(summarize(path, names, contents))
     return sorted(found, key=lambda one: (one.step, one.path.name))
 
@@ -139,13 +143,15 @@ def choose(path: str, wanted: str | None) -> StoragePath:
     folder = newest_of(checkpoint_folders(path))
     store = CheckpointDirectory(folder)
     names = [one.name for one in checkpoints_in(folder)]
-    target = folder / str(wanted) if wanted in names else None
+    target: StoragePath | None = folder / str(wanted) if wanted in names else None
     if wanted in (None, *POINTERS):
         of_pointers = (store.pointer(name) for name in dict.fromkeys((wanted or "last", "last")))
-        target = next(filter(None, of_pointers), None) or next(reversed(store.list()), None)
+        target = next((one for one in of_pointers if one is not None), None) or next(reversed(store.list()), None)
     if target is None:
         guess = did_you_mean(str(wanted), [*names, *POINTERS])
-        raise CheckpointError(f"there is no checkpoint {wanted!r} in {folder}.{guess} There are: {', '.join(names)}.")
+        raise CheckpointError(
+            f"there is no checkpoint {wanted or 'last'!r} in {folder}.{guess} There are: {', '.join(names) or 'none'}."
+        )
     return target
 
 
@@ -166,7 +172,7 @@ def written_at(path: StoragePath) -> float | None:
 def _half_written(folder: StoragePath) -> list[StoragePath]:
     """Return the folders that hold files of a checkpoint, but no manifest."""
     with reading(folder):
-        inside = list(folder.iterdir()) if folder.is_dir() else []
+        inside: list[StoragePath] = [*folder.iterdir()] if folder.is_dir() else []
         folders = [
             path for path in inside if not path.name.startswith(".") and path.is_dir() and not is_committed(path)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,7 @@ def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float 
         yield f"{name:<15} {cell(value)}"
     given = {name: value for name, value in mapping(data.get("hyperparameters")).items() if name != "kinds"}
     for title, content in (("metrics", mapping(manifest.info.get("metrics"))), ("hyperparameters", given)):
-        yield f"\n{title}:"
+        yield f"\n{title}:{'' if content else ' none'}"
         yield from (f"  {line}" for line in in_columns([(plain(one), cell(value)) for one, value in flat(content)], []))
     for key, content in data.items():
         tensors = list({info.name: info for info in tensors_in(content)}.values())
@@ -112,7 +113,9 @@ def json_ready(value: Any) -> Any:
         return [json_ready(item) for item in value]
     if is_numpy_number(value):
         value = value.item()
-    if type(value) in (int, float) and not abs(value) < 2**64:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if type(value) is int and value.bit_length() > 64:
         return text_of(value)
     if is_scalar(value):
         return value

@@ -126,7 +126,8 @@ def count(
     blocks = [list(block.parameters()) for block in find_blocks(module).values()]
     inside = {p for block in blocks for p in block}
     before: dict[nn.Parameter, None] = {}
-    after, tied = [], []
+    after: list[nn.Parameter] = []
+    tied: list[nn.Parameter] = []
     begun = False
     for _, p in module.named_parameters(remove_duplicate=False):
         begun = begun or p in inside

@@ -69,9 +69,8 @@ def run(arguments: list[str]) -> int:
         print(json.dumps([{name: _json_ready(values.get(name)) for name in head} for values in rows], indent=1))
     elif options.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerows(
-            [_plain(cell) for cell in row] for row in [head, *([v.get(name) for name in head] for v in rows)]
-        )
+        writer.writerow(map(_plain, head))
+        writer.writerows([_plain(values.get(name)) for name in head] for values in rows)
     else:
         cells = [[str(_plain(name)) for name in head], *([_cell(name, v.get(name)) for name in head] for v in rows)]
         right = range(2, len(COLUMNS) + len(metrics))

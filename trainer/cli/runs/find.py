@@ -215,12 +215,10 @@ def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None
     """Add the numbers of a row, each with its step; anything may stand in a file of a stranger."""
     with suppress(TypeError, ValueError, KeyError):
         step = int(row["step"])
-        for name, value in row.items():
+        for name in [name for name in row if name not in ("step", "epoch", None)]:
             with suppress(TypeError, ValueError):
-                point = step, float(value)
+                point = step, float(row[name])
                 found.setdefault(name, []).append(point)
-        for name in ("step", "epoch", None):
-            found.pop(name, None)
 
 
 def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:
