@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,21 +125,19 @@ def count(
     weights = {p: _weight(p, id(p) in optimized, experts) for p in parameters}
     blocks = [list(block.parameters()) for block in find_blocks(module).values()]
     inside = {p for block in blocks for p in block}
-    before: dict[nn.Parameter, None] = {}
-    after: list[nn.Parameter] = []
-    tied: list[nn.Parameter] = []
-    begun = False
-    for _, p in module.named_parameters(remove_duplicate=False):
-        begun = begun or p in inside
-        if not begun:
-            before[p] = None
-        elif p not in inside:
-            (tied if p in before else after).append(p)
     dtype_of = precision.stored_dtypes(module)
     buffers = sum(buffer.numel() * dtype_of(buffer).itemsize for buffer in module.buffers())
-    parts = [[weights[p] for p in dict.fromkeys(part)] for part in (before, after, tied)]
+    before, after, tied = ([weights[p] for p in part] for part in _around(module, inside))
     in_blocks = [[weights[p] for p in block] for block in blocks if block]
-    return ModelSize(parts[0], in_blocks, parts[1], parts[2], states, buffers)
+    return ModelSize(before, in_blocks, after, tied, states, buffers)
+
+
+def _around(module: nn.Module, inside: Collection[nn.Parameter]) -> tuple[Iterable[nn.Parameter], ...]:
+    """Return the parameters before the blocks, those after them, and those that are used again after them."""
+    named = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    start = next((number for number, p in enumerate(named) if p in inside), len(named))
+    before, later = dict.fromkeys(named[:start]), dict.fromkeys(p for p in named[start:] if p not in inside)
+    return before, [p for p in later if p not in before], [p for p in later if p in before]
 
 
 def _weight(p: nn.Parameter, optimized: bool, experts: Collection[int]) -> Weight:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
-from itertools import compress
+from pathlib import Path
 from typing import Any
 
 from trainer.arguments import local_path
@@ -49,34 +49,50 @@ def run(arguments: list[str]) -> int:
     if not found:
         print(f"no runs below {printable(' '.join(options.folder))}", file=sys.stderr)
         return 1
-    rows = [values_of(one) for one in found]
-    known = list(dict.fromkeys(name for values in rows for name in values))
-    kept = [True] * len(rows)
-    for text in options.filter:
-        name, compare, wanted = _condition(text, known, rows)
-        kept = [keep and _holds(compare, values.get(name), wanted) for keep, values in zip(kept, rows, strict=True)]
-    found, rows = [*compress(found, kept)], [*compress(rows, kept)]
-    metrics = [_require_known(name, known) for name in options.metric or _main_metrics(found)]
-    varied = options.hparam or differing([one.hyperparameters for one in found])
+    rows = {one.path: values_of(one) for one in found}
+    known = list(dict.fromkeys(name for values in rows.values() for name in values))
+    shown = _filtered(found, rows, options.filter, known)
+    metrics = [_require_known(name, known) for name in options.metric or _main_metrics(shown)]
+    varied = options.hparam or differing([one.hyperparameters for one in shown])
     parameters = [_require_known(name, known) for name in varied]
     if options.sort:
-        name = _require_known(options.sort.removeprefix("-"), known)
-        with_value = [values for values in rows if _has_order(values.get(name))]
-        with_value.sort(key=lambda values: _sortable(values[name]), reverse=options.sort.startswith("-"))
-        rows = with_value + [values for values in rows if not _has_order(values.get(name))]
+        shown = _sorted(shown, rows, _require_known(options.sort.removeprefix("-"), known), options.sort[0] == "-")
     head = [*COLUMNS, *metrics, *parameters]
+    table: list[list[Any]] = [[rows[one.path].get(name) for name in head] for one in shown]
     if options.json:
-        print(json.dumps([{name: _json_ready(values.get(name)) for name in head} for values in rows], indent=1))
+        print(json.dumps([dict(zip(head, map(_json_ready, row), strict=True)) for row in table], indent=1))
     elif options.csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(map(_plain, head))
-        writer.writerows([_plain(values.get(name)) for name in head] for values in rows)
+        csv.writer(sys.stdout, lineterminator="\n").writerows(map(_plain, row) for row in (head, *table))
     else:
-        cells = [[str(_plain(name)) for name in head], *([_cell(name, v.get(name)) for name in head] for v in rows)]
-        right = range(2, len(COLUMNS) + len(metrics))
-        first_to_go = _first_to_go(len(metrics), len(parameters))
-        print("\n".join(fitted_lines(cells, right, first_to_go, "--csv or --json")))
+        _print_table(head, table, len(metrics), len(parameters))
     return 0
+
+
+def _print_table(head: list[str], table: list[list[Any]], metrics: int, parameters: int) -> None:
+    cells = [[str(_plain(name)) for name in head], *([*map(_cell, head, row)] for row in table)]
+    first_to_go = _first_to_go(metrics, parameters)
+    print("\n".join(fitted_lines(cells, range(2, len(COLUMNS) + metrics), first_to_go, "--csv or --json")))
+
+
+Rows = dict[Path, dict[str, Any]]
+"""What is known of each run, by its directory and by names."""
+
+
+def _filtered(found: list[RunSummary], rows: Rows, filters: list[str], known: list[str]) -> list[RunSummary]:
+    """Return the runs for which all conditions hold."""
+    conditions = [_condition(text, known, [*rows.values()]) for text in filters]
+    return [
+        one
+        for one in found
+        if all(_holds(compare, rows[one.path].get(name), wanted) for name, compare, wanted in conditions)
+    ]
+
+
+def _sorted(found: list[RunSummary], rows: Rows, name: str, largest_first: bool) -> list[RunSummary]:
+    """Return the runs by a value; those without one are last in both orders."""
+    with_value = [one for one in found if _has_order(rows[one.path].get(name))]
+    ordered = sorted(with_value, key=lambda one: _sortable(rows[one.path][name]), reverse=largest_first)
+    return ordered + [one for one in found if not _has_order(rows[one.path].get(name))]
 
 
 def _first_to_go(metrics: int, parameters: int) -> list[int]:
