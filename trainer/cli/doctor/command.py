@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,5 +126,6 @@ def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
         return CheckResult("OK", "one step", "a batch of training, and of validation where there is one, went through")
     lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it printed nothing"]
     said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
-    found = f"trainer fit ended with exit code {done.returncode}: {' '.join(said)}"
+    end = f"was killed by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
+    found = f"trainer fit {end}: {' '.join(said)}"
     return CheckResult("FAIL", "one step", found, f"To see all of it: python {' '.join(command[1:])}")

@@ -147,10 +147,16 @@ def _limits() -> Iterator[CheckResult]:
         use = "for DataLoader workers, which hand batches over in it; when it is full, 'Bus error'"
         fix = "Start the container with --shm-size=8g or --ipc=host."
         yield check_result("WARN", free < ENOUGH_SHM, "/dev/shm", f"{gib(free)} are free {use}", fix)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES
     found = f"{soft} at once; many DataLoader workers may need more ('Too many open files')"
-    yield check_result("WARN", few, "open files", found if few else "enough at once", "ulimit -n 65536")
+    yield check_result(
+        "WARN",
+        few,
+        "open files",
+        found if few else "enough at once",
+        f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
+    )
 
 
 def _network() -> Iterator[CheckResult]:
