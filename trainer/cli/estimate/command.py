@@ -162,11 +162,16 @@ def _check(given: argparse.Namespace, has_configuration: bool) -> None:
 
 def _fill_in(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
     """Fill in what the command line leaves open, from the arguments of a trainer."""
-    given.devices = given.devices or planned_devices(planned) or 8
-    given.num_nodes = given.num_nodes or planned.get("num_nodes", 1)
-    given.accumulate = given.accumulate or planned_window(planned)
-    given.precision = given.precision or planned.get("precision", "bf16-mixed" if given.gpus else "32-true")
-    given.checkpointing = given.checkpointing or bool(planned.get("activation_checkpointing"))
+    defaults = {
+        "devices": planned_devices(planned) or 8,
+        "num_nodes": planned.get("num_nodes", 1),
+        "accumulate": planned_window(planned),
+        "precision": planned.get("precision", "bf16-mixed" if given.gpus else "32-true"),
+    }
+    for name, value in defaults.items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    given.checkpointing |= bool(planned.get("activation_checkpointing"))
 
 
 def _layouts(

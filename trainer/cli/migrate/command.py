@@ -197,11 +197,11 @@ def _show(file: Path, old: bytes, new: bytes) -> None:
     before, after = (text.decode("utf-8", errors="replace").splitlines(keepends=True) for text in (old, new))
     name = file.as_posix().lstrip("/")
     for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
-        print(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n", end="")
+        print(line.rstrip("\n"))
 
 
 def _report(files: int, changed: int, places: list[str], write: bool) -> None:
     if places:
         print("\nTo decide by hand:", *(f"  {printable(place)}" for place in places), sep="\n")
-    done = "changed" if write else "would change (--write changes them)" if changed else "would change"
+    done = "changed" if write else "would change with --write"
     print(f"\nfiles that name Lightning or this package: {files}; {done}: {changed}; to decide by hand: {len(places)}")

@@ -19,9 +19,6 @@ from trainer.config.tree import KEYS
 CLASS_KEYS = ("class_path", "_target_")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
 CLASSES = ("model", "data", "trainer", "optimizer", "lr_scheduler")
-SECTIONS = ("fit", "validate", "test", "predict")
-"""Keys of a file of LightningCLI that has a section for each command."""
-SECTION = "no sections of commands here: give each command a file with the content of its section at the top"
 SEED = "use 'seed:' under 'trainer:', with a number"
 MODULE = "use 'module:' for 'trainer fit', with the class as 'class_path:'"
 DOTS = "no key with dots here: write NAME: {NAME: ...}"
@@ -79,16 +76,14 @@ def _documents(text: str) -> list[yaml.Node]:
 def _is_of_cli(document: yaml.Node) -> bool:
     """Whether a document is a file of LightningCLI, whole or with what another one changes, and none of Hydra."""
     entries = _entries(document)
-    inside = {name: _entries(entries[name][1]) for name in (*CLASSES, *SECTIONS) if name in entries}
+    inside = {name: _entries(entries[name][1]) for name in CLASSES if name in entries}
     if "_target_" in inside.get("trainer", ()):
         return False
     if "seed_everything" in entries or (inside.get("trainer") and entries.keys() <= {*KEYS, "model"}):
         return True
     if any("." in name and name.partition(".")[0] in CLASSES for name in entries):
         return True
-    if any({"class_path", *ARGUMENTS_KEYS} & one.keys() for one in inside.values()):
-        return True
-    return any(_is_of_cli(entries[name][1]) for name in inside if name in SECTIONS)
+    return any({"class_path", *ARGUMENTS_KEYS} & one.keys() for one in inside.values())
 
 
 class _Rewriter:
@@ -119,10 +114,14 @@ class _Rewriter:
 
     def rewrite_class(self, entries: Entries, mapping: yaml.Node) -> None:
         """Rewrite a class that is written with its arguments."""
-        if "class_path" in entries and "dict_kwargs" in entries:
-            self._join_arguments(entries)
-        for key in CLASS_KEYS:
-            _, path = entries.get(key, (None, None))
+        if "class_path" in entries and "dict_kwargs" in entries:  # jsonargparse keeps the arguments of **kwargs apart
+            key = entries["dict_kwargs"][0]
+            if "init_args" in entries:
+                self._add(key, "dict_kwargs", "write these arguments among those of init_args")
+            else:
+                self._replace(key, "init_args")
+        for name_of_key in CLASS_KEYS:
+            _, path = entries.get(name_of_key, (None, None))
             if not isinstance(path, yaml.ScalarNode):
                 continue
             module, _, name = path.value.rpartition(".")
@@ -132,29 +131,14 @@ class _Rewriter:
                     self._replace(path, place.path)
                 else:
                     self._add(path, path.value, f"use {place.instead}")
-            elif key == "class_path" and not module and ":" not in name and name not in _known_classes():
+            elif name_of_key == "class_path" and not module and ":" not in name and name not in _known_classes():
                 todo = f"give it with its module, package.module.{name}, or as file.py:{name}"
                 self._add(path, f"class_path: {name}", todo)
             if lightning_root(path.value) or module.startswith("trainer"):
-                arguments = (
-                    [mapping] if key == "_target_" else [entries[one][1] for one in entries.keys() & ARGUMENTS_KEYS]
-                )
+                inside = [entries[one][1] for one in entries.keys() & ARGUMENTS_KEYS]
+                arguments = [mapping] if name_of_key == "_target_" else inside
                 for node in arguments:
                     self._rewrite_arguments(name, node)
-
-    def _join_arguments(self, entries: Entries) -> None:
-        """Have the arguments of a class's `**kwargs`, which jsonargparse keeps apart, be among the others."""
-        key, value = entries["dict_kwargs"]
-        names = [*entries]
-        above = names[names.index("dict_kwargs") - 1]
-        others = entries[above][1]
-        columns = {one.start_mark.column for node in (others, value) for one, _ in _entries(node).values()}
-        if "init_args" not in entries:
-            self._replace(key, "init_args")
-        elif above == "init_args" and len(columns) == 1 and not _in_braces(value) and not _in_braces(others):
-            self._remove_line(key)  # the lines below it go on with those above it
-        else:
-            self._add(key, "dict_kwargs", "write these arguments among those of init_args")
 
     def rewrite_keys(self, entries: Entries, document: yaml.Node) -> None:
         """Rewrite the arguments of the trainer, and the other keys at the top of a file of LightningCLI."""
@@ -170,11 +154,8 @@ class _Rewriter:
                 self._replace(key, "module")
             elif "_target_" not in _entries(value):
                 self._add(key, "model", MODULE)
-        for name, (key, section) in entries.items():
-            if name in SECTIONS:
-                self._add(key, name, SECTION)
-                self.rewrite_keys(_entries(section), section)
-            elif name not in (*KEYS, "model", "seed_everything"):
+        for name, (key, _) in entries.items():
+            if name not in (*KEYS, "model", "seed_everything"):
                 self._add(key, name, DOTS if "." in name else UNKNOWN)
 
     def _rewrite_arguments(self, kind: str, arguments: yaml.Node) -> None:

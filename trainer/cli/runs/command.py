@@ -90,9 +90,9 @@ def _filtered(found: list[RunSummary], rows: Rows, filters: list[str], known: li
 
 def _sorted(found: list[RunSummary], rows: Rows, name: str, largest_first: bool) -> list[RunSummary]:
     """Return the runs by a value; those without one are last in both orders."""
-    with_value = [one for one in found if _has_order(rows[one.path].get(name))]
-    ordered = sorted(with_value, key=lambda one: _sortable(rows[one.path][name]), reverse=largest_first)
-    return ordered + [one for one in found if not _has_order(rows[one.path].get(name))]
+    keys = {one.path: _sortable(rows[one.path].get(name)) for one in found}
+    ordered = sorted(found, key=lambda one: keys[one.path], reverse=largest_first)
+    return sorted(ordered, key=lambda one: keys[one.path] == WITHOUT)
 
 
 def _first_to_go(metrics: int, parameters: int) -> list[int]:
@@ -176,18 +176,19 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _has_order(value: Any) -> bool:
-    """Whether a value has a place in an order: a missing one and nan have none."""
-    return value is not None and not (isinstance(value, float) and math.isnan(value))
-
-
 def _json_ready(value: Any) -> Any:
     """Return nan and infinities as text, as `trainer checkpoint show --json` does: JSON has no numbers for them."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+WITHOUT = (2, "")
+"""The place in an order of what has none: a missing value, and nan."""
+
+
 def _sortable(value: Any) -> tuple[int, Any]:
     """Return a key that sorts numbers before texts."""
+    if value is None or value != value:
+        return WITHOUT
     return (0, value) if isinstance(value, (int, float)) else (1, str(value))
 
 
