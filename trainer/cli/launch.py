@@ -209,6 +209,12 @@ def _parser(environ: Mapping[str, str]) -> CommandParser:
     option("--local-ranks-filter", "show the output of these local ranks only: 0,1", "", metavar="RANKS", type=_ranks)
     parser.add_argument("--standalone", action="store_true", help="one machine, which is the default")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module")
+    _add_slurm_options(parser)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_slurm_options(parser: CommandParser) -> None:
     slurm = parser.add_argument_group("for Slurm")
     slurm.add_argument("--slurm", action="store_true", help="with --print: write a file for sbatch, start nothing")
     slurm.add_argument("--print", action="store_true", help="to the standard output")
@@ -218,8 +224,6 @@ def _parser(environ: Mapping[str, str]) -> CommandParser:
     slurm.add_argument("--ntasks-per-node", metavar="N", type=positive, help=words)
     for name, metavar in SBATCHS_OWN.items():
         slurm.add_argument(f"--{name}", metavar=metavar, help=f"as sbatch's --{name}")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def _command(options: argparse.Namespace) -> list[str]:

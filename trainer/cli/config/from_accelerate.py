@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.arguments import local_path
 from trainer.cli.config.draft import strategy_name
-from trainer.cli.config.from_deepspeed import OFFLOAD, from_deepspeed
+from trainer.cli.config.from_deepspeed import COPIES, OFFLOAD, STAGE, from_deepspeed
 from trainer.cli.config.translation import (
     BY_HAND,
     LEFT_OUT,
@@ -27,14 +27,14 @@ from trainer.cli.config.translation import (
 )
 from trainer.errors import did_you_mean
 
-STRATEGIES = {"NO": "single_device", "FSDP": "fsdp", "MEGATRON_LM": "fsdp", "XLA": "xla", "TPU": "xla"}
-"""Strategies by `distributed_type`; for others ddp, and for DEEPSPEED that of the stage."""
+SHARDS, ONE, TPU = strategy_name("shards"), strategy_name("one"), strategy_name("tpu")
+STRATEGIES = {"NO": ONE, "FSDP": SHARDS, "MEGATRON_LM": SHARDS, "XLA": TPU, "TPU": TPU}
+"""Strategies by `distributed_type`; for others copies, and for DEEPSPEED that of the stage."""
 SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Sections that only one `distributed_type` reads."""
 _AUTO = one_of(true="auto", full="auto", selective="auto")
 _TRUE = one_of(true=True)
 _SHARDING = one_of(shard_grad_op="SHARD_GRAD_OP", _2="SHARD_GRAD_OP", hybrid_shard="HYBRID_SHARD", _4="HYBRID_SHARD")
-_STAGE = one_of(_0="ddp", _1="deepspeed_stage_1", _2="deepspeed_stage_2", _3="deepspeed_stage_3")
 SETTINGS: dict[str, tuple[str, Reader]] = {
     "mixed_precision": ("precision", one_of(no="32-true", fp16="16-mixed", bf16="bf16-mixed", fp8="fp8")),
     "use_cpu": ("accelerator", one_of(true="cpu")),
@@ -44,7 +44,7 @@ SETTINGS: dict[str, tuple[str, Reader]] = {
     "fsdp_config.fsdp_offload_params": ("strategy.cpu_offload", _TRUE),
     "fsdp_config.fsdp_min_num_params": ("strategy.auto_wrap_policy", whole),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": ("strategy.auto_wrap_policy", names),
-    "deepspeed_config.zero_stage": ("strategy", _STAGE),
+    "deepspeed_config.zero_stage": ("strategy", STAGE),
     "deepspeed_config.gradient_accumulation_steps": ("accumulate_grad_batches", whole),
     "deepspeed_config.gradient_clipping": ("gradient_clip_val", number),
     "deepspeed_config.offload_optimizer_device": ("strategy.offload_optimizer", OFFLOAD),
@@ -121,7 +121,7 @@ def from_accelerate(done: Translation, given: Mapping[str, Any]) -> None:
     _take_processes(done, flat, kind)
     _take_strategy(done, flat, kind)
     unread = {section for section, reader in SECTIONS.items() if reader != kind}
-    unread |= {"fsdp_config"} if done.draft.get("strategy") == "ddp" else set()
+    unread |= {"fsdp_config"} if done.draft.get("strategy") == COPIES else set()
     unread |= {"dynamo_config"} if is_off(flat.get("dynamo_config.dynamo_backend")) else set()
     for key, value in flat.items():
         if key.partition(".")[0] in unread:
@@ -173,13 +173,13 @@ def _take_strategy(done: Translation, flat: dict[str, Any], kind: str) -> None:
     section = "parallelism_config.parallelism_config_"
     degrees = {name: whole(flat.get(f"{section}{name}_size")) or 1 for name in ("tp", "cp", "sp", "dp_shard")}
     replicas, shards = whole(flat.get(f"{section}dp_replicate_size")) or 1, degrees["dp_shard"]
-    strategy = STRATEGIES.get(kind, "ddp")
+    strategy = STRATEGIES.get(kind, COPIES)
     if max(degrees.values()) > 1:
-        strategy = "fsdp"
+        strategy = SHARDS
     if str(flat.get("fsdp_config.fsdp_sharding_strategy")).lower() in ("no_shard", "3"):
-        strategy = "ddp"
-    if strategy == "single_device" and done.draft.get("devices") != 1:
-        strategy = "ddp"
+        strategy = COPIES
+    if strategy == ONE and done.draft.get("devices") != 1:
+        strategy = COPIES
     value = flat.pop("distributed_type", None)
     if kind == "DEEPSPEED":
         done.add("distributed_type", value, TAKEN, "strategy: deepspeed_stage_..., see deepspeed_config")

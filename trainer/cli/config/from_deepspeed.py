@@ -21,6 +21,8 @@ from trainer.cli.config.translation import (
     whole,
 )
 
+COPIES = strategy_name("copies")
+STAGE = one_of(_0=COPIES, **{f"_{number}": strategy_name(f"zero{number}") for number in (1, 2, 3)})
 OFFLOAD = one_of(cpu="cpu", nvme="nvme")
 SETTINGS: dict[str, tuple[str, Reader]] = {
     "fp16.enabled": ("precision", one_of(true="16-mixed")),
@@ -29,10 +31,7 @@ SETTINGS: dict[str, tuple[str, Reader]] = {
     "wall_clock_breakdown": ("profiler", one_of(true="simple")),
     "gradient_accumulation_steps": ("accumulate_grad_batches", whole),
     "gradient_clipping": ("gradient_clip_val", number),
-    "zero_optimization.stage": (
-        "strategy",
-        one_of(_0="ddp", _1="deepspeed_stage_1", _2="deepspeed_stage_2", _3="deepspeed_stage_3"),
-    ),
+    "zero_optimization.stage": ("strategy", STAGE),
     "zero_optimization.offload_optimizer.device": ("strategy.offload_optimizer", OFFLOAD),
     "zero_optimization.offload_param.device": ("strategy.offload_parameters", OFFLOAD),
     "zero_optimization.offload_optimizer.nvme_path": ("strategy.nvme_path", text),
@@ -82,11 +81,10 @@ def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "")
             part[last] = value
             done.add(shown + key, value, TAKEN, "DeepSpeed reads it (strategy.config)")
     _leave_out_what_is_off(given, read)
-    copies = strategy_name("copies")
     if done.draft.get("strategy") is None:
         words = ", as DeepSpeed's stage is 0 where none is given"
-        done.take(f"{shown}zero_optimization.stage", None, {"strategy": copies}, words)
-    if done.draft.get("strategy") == copies:
+        done.take(f"{shown}zero_optimization.stage", None, {"strategy": COPIES}, words)
+    if done.draft.get("strategy") == COPIES:
         done.draft.arguments.clear()
     elif known := _known_to_deepspeed(done, read, shown):
         done.draft.set("strategy.config", known)

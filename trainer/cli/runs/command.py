@@ -75,7 +75,7 @@ def _print_table(head: list[str], table: list[list[Any]], metrics: int, paramete
 
 
 Rows = dict[Path, dict[str, Any]]
-"""What is known of each run, by its directory and by names."""
+"""Values of each run, by its directory and by names."""
 
 
 def _filtered(found: list[RunSummary], rows: Rows, filters: list[str], known: list[str]) -> list[RunSummary]:
