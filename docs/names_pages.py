@@ -17,9 +17,10 @@ HEAD = """# Lightning's names
 Lightning's public names and what became of them here, from the table in `trainer/compat/names.py`. Replace
 `lightning` (also `lightning.pytorch`, `pytorch_lightning`) by `trainer` in imports: `import trainer as pl`, `from
 trainer.loggers import CSVLogger`, `from trainer.callbacks.model_checkpoint import ModelCheckpoint`. `LightningModule`
-is `TrainModule`, `LightningDataModule` is `DataModule`. A name that is not in a table below is here under the same
-name. A name that is not here is answered by an error that says what the table says; `hasattr` and `getattr` with a
-default work, and `dir` shows no such name. The names are those of Lightning 2; `trainer migrate` knows older ones.
+is `TrainModule`, `LightningDataModule` is `DataModule`. Of the modules, the data modules and the Trainer every public
+name is here, or in a table below; of other classes and of Lightning's packages those that scripts use. A name in a
+table is answered by an error that says what the table says; `hasattr` and `getattr` with a default work, and `dir`
+shows no such name. The names are those of Lightning 2; `trainer migrate` knows older ones.
 What differs in meaning stands on the page [Coming from Lightning](migrating.md).
 
 Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails with "Is a directory". Use
@@ -29,10 +30,10 @@ Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails
 
 ACCELERATE_HEAD = """# Accelerate's names
 
-Accelerate's public names and what to use here, from the tables in `trainer/compat/accelerate.py`. A name that is not
-here is answered by an error that says what the table says: an argument of `Accelerator` given to `Trainer` or `Engine`,
-a member of it read from an `Engine`, an option of a plugin given to a strategy, an option of `accelerate launch` given
-to `trainer launch`. `trainer config --from FILE` translates configuration files. [Scripts of Accelerate, before and
+Accelerate's names that scripts use and what to use here, from the tables in `trainer/compat/accelerate.py`. A name that
+is not here is answered by an error that says what the table says: an argument of `Accelerator` given to `Trainer` or
+`Engine`, a member of it read from an `Engine`, an option of a plugin given to a strategy, an option of
+`accelerate launch` given to `trainer launch`. `trainer config --from FILE` translates configuration files. [Scripts of Accelerate, before and
 after](from-accelerate.md) shows how a script changes.
 """
 ACCELERATE_TABLES = {

@@ -256,7 +256,7 @@ def test_a_training_that_does_not_map_is_reported(tmp_path: Path) -> None:
     ("entry", "value", "words"),
     [
         ("state_dict", {"weight": [1.0]}, "the weight 'weight' in 'state_dict' is a list"),
-        ("state_dict", {1: torch.ones(1)}, "called 1, which is not a text"),
+        ("state_dict", {1: torch.ones(1)}, "its 'state_dict'"),
         (
             "state_dict",
             {"a": torch.eye(2).to_sparse()},

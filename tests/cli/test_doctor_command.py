@@ -109,8 +109,8 @@ def test_small_shared_memory_and_few_files_are_reported(monkeypatch: pytest.Monk
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     results = list(doctor_machine._limits())
     assert of(results, "/dev/shm").line() == (
-        "WARN  /dev/shm      64 MiB are free: DataLoader workers hand batches over in it; when it is full, 'Bus "
-        "error'. Start the container with --shm-size=8g or --ipc=host."
+        "WARN  /dev/shm      64 MiB are free for DataLoader workers, which hand batches over in it; when it is full, "
+        "'Bus error'. Start the container with --shm-size=8g or --ipc=host."
     )
     assert of(results, "open files").fix == "ulimit -n 4096"
 
@@ -173,5 +173,5 @@ def test_an_interface_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPa
     result = doctor_ranks.collectives(2)
     assert result.status == "FAIL"
     assert "cannot exchange tensors" in result.found
-    assert "nowhere0" in result.fix
+    assert "GLOO_SOCKET_IFNAME" in result.fix
     assert os.environ["GLOO_SOCKET_IFNAME"] == "nowhere0"

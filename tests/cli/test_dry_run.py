@@ -110,7 +110,7 @@ def test_replicas_on_a_thousand_processes(dry: Command) -> None:
     assert code == 0
     assert printed(out, "processes") == ["OK 1024: 128 machines x 8 processes on cuda"]
     assert printed(out, "strategy") == ["OK ddp (auto: 1024 processes), precision 32-true"]
-    assert printed(out, "global batch") == ["OK 4 samples x 2 micro-batches x 1024 processes = 8,192 samples"]
+    assert printed(out, "global batch") == ["OK 4 samples x 2 micro-batches x 1024 data-parallel ranks = 8,192 samples"]
     (epoch,) = printed(out, "epoch")
     assert epoch.startswith("WARN 9,000 samples in 2 steps; the last one has 808 of 8,192 samples, in 1 of 2 micro-")
     assert printed(out, "steps") == ["OK 6 in all"]
@@ -202,7 +202,7 @@ def test_a_json_whose_batch_cannot_be_split(dry: Command) -> None:
         (["--world-size", "0"], "'0': give a number from 1"),
         (["--world-size", "x"], "--world-size: 'x': give a number from 1"),
         (["--worldsize", "8"], "Did you mean '--world-size'?"),
-        (["--world-size", "12", "--nproc-per-node", "8"], "Give --nproc-per-node 4, or --world-size 16."),
+        (["--world-size", "12", "--nproc-per-node", "8"], "give --nproc-per-node, or another --world-size."),
         (["--world-size", "12", "--trainer.devices", "5"], "cannot be divided into machines of 5 processes"),
         (["--world-size", "8", "--trainer.max_epoch", "3", "--module.widht", "3"], "Did you mean 'max_epochs'?"),
         (["--world-size", "8", "--module.widht", "3", "--module.manuel", "true"], "2 problems in the configuration"),
@@ -232,7 +232,7 @@ def test_the_memory_of_a_device(dry: Command) -> None:
     assert code == 1
     assert memory.startswith("FAIL fsdp: 12.0 GiB, at times ")
     typed = "--config run.yaml --devices 8 --num-nodes 2 --module.width=65536"
-    assert memory.endswith(f"more than 40 GiB. Compare the strategies: trainer estimate {typed}")
+    assert memory.endswith(f"more than 40 GiB: compare the strategies, trainer estimate {typed}")
     code, out, _ = dry("--world-size", "1024", *large[2:], "--device-memory", "50")
     assert code == 0
     assert printed(out, "memory")[0].startswith("OK fsdp: 0.2 GiB, at times 48.0 GiB more")

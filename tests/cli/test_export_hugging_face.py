@@ -208,7 +208,7 @@ def test_several_adapters_and_wrong_words(tmp_path: Path, capsys: pytest.Capture
         assert all(torch.equal(ours[name], theirs[name].bfloat16()) for name in theirs | ours)
     for words, says in {
         ("ours", "--peft"): "ours exists: give another name",
-        ("new", "--peft", "--hf"): "--peft and --hf exclude each other",
+        ("new", "--peft", "--hf"): "--peft goes without --hf and --max-shard-size",
         ("new", "--peft", "--ema"): "--ema: the checkpoint has no average",
         ("new", "--peft", "--prefix", "teacher."): "--peft: give --prefix and one of: net.",
         ("new", "--hf"): "Its adapters are written by --peft",

@@ -83,9 +83,9 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--template NAME is missing: trainer init --template digits my_digits"),
-        (["new"], "--template NAME is missing"),
-        (["--template", "digits"], "DIR, the folder to make is missing"),
+        ([], "give both: trainer init --template digits my_digits"),
+        (["new"], "give both"),
+        (["--template", "digits"], "give both"),
         (["--template", "digit", "new"], "Did you mean 'digits'?"),
         (["--template", "../digits", "new"], "unknown template"),
         (["--template", "gpt", "mymodel.py"], "mymodel.py cannot be written"),

@@ -211,7 +211,7 @@ def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
         (["ls", "runs", "--metric", "scor"], 2, "Did you mean 'score'?"),
         (["ls", "runs", "--hparam", "module.rl"], 2, "Did you mean 'module.lr'?"),
         (["ls", "runs", "--sort"], 2, "--sort: expected one argument"),
-        (["ls", "runs", "--filter", "score>"], 2, "write NAME>VALUE"),
+        (["ls", "runs", "--filter", "score>"], 2, "score is a number: give one after >"),
         (["list"], 2, "invalid choice: 'list'. Did you mean 'ls'?"),
     ],
 )
@@ -337,7 +337,7 @@ def test_a_run_has_one_colour_and_is_named_whatever_its_name(command: Command, p
     assert "$x_{" in out
     first, second = re.split(r'<g id="axes_\d+">', Path("curves.svg").read_text())[1:]
     explained = [re.findall("<!-- (.*?) -->", one.partition('<g id="legend_')[2]) for one in (first, second)]
-    assert explained == [["_a", "$b$"], ["c"]]
+    assert explained == [["_a", "$b$"], ["$b$", "c"]]
     colours = [set(re.findall("stroke: (#1f77b4|#ff7f0e|#2ca02c)", one)) for one in (first, second)]
     assert colours == [{"#1f77b4", "#ff7f0e"}, {"#ff7f0e", "#2ca02c"}]  # of _a and $b$, and of $b$ and c
 

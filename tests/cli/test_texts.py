@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -91,21 +90,6 @@ def test_choices_are_typed_as_they_are(arguments: object, text: str) -> None:
     assert typed == {"chosen": text, "choice": text, "raw": text}
     Path("run.yaml").write_text(to_yaml({"module": {"by": {text: "1e3"}, "by_choice": {text: "0042"}}}))
     assert arguments("--config", "run.yaml") == {"by": {text: "1e3"}, "by_choice": {text: "0042"}}  # type: ignore[operator]
-
-
-def test_a_list_that_is_added_is_named(arguments: object, command: Command) -> None:
-    """`[MASK]` may be a text; the note says what to type for it."""
-    assert arguments("--module.users+=&a", "--module.users+='q'", "--module.users+=[a]: b") == {
-        "users": ["&a", "'q'", "[a]: b"]
-    }  # type: ignore[operator]
-    for text, element in (("[MASK]", "'MASK'"), ("- a", "'a'"), ("[]", "none")):
-        code, _, err = command("fit", "--module", "model.py:Model", f"--module.tags+={text}", "--print-config")
-        assert (code, f"--module.tags+={text} is a list, whose elements are added: {element}. To add" in err) == (
-            0,
-            True,
-        )
-        (word,) = shlex.split(err.split("itself, write ")[1].splitlines()[0].removesuffix("."))
-        assert arguments(word) == {"tags": [text]}  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if "\0" not in text])
@@ -212,9 +196,3 @@ def test_keys_may_be_numbers_where_a_text_is_all_there_is(words: tuple[str, ...]
     code, _, err = command("fit", "--config", words[0], "--module.steps.a", "7")
     assert code == 2
     assert 'given "a", allowed: an integer' in err
-
-
-def test_the_seed_of_another_program_is_named(command: Command) -> None:
-    code, _, err = command("fit", "--module", "model.py:Model", "--seed_everything", "3")
-    assert code == 2
-    assert "unknown option '--seed_everything'. Did you mean --seed?" in err

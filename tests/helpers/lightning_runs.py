@@ -1,7 +1,7 @@
 """Run one scenario through Lightning and through this package, and record what happened.
 
 A scenario is written once, for the classes of a `Library`. What the two runs did is compared piece by piece
-(`PIECES`); where they differ on purpose, the scenario names a row of `trainer.compat.differences`.
+(`PIECES`); where they differ on purpose, the scenario names a row of `docs/migrating.md`.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_the_suggestion_trains(name: str, seed: int) -> None:
     finder = Tuner(quiet(seed=seed if seed % 2 else None)).lr_find(module, loader)
     low, high = good_range(task, module.net, data, seed)
     suggested = finder.suggestion()
-    assert suggested is not None, finder.lack()
+    assert suggested is not None, finder.stopped
     assert low <= suggested <= high, finder.falls
     assert module.lr == suggested
 
@@ -168,7 +168,7 @@ def test_where_nothing_descends_no_number_is_suggested(name: str, seed: int, cap
     loader = DataLoader(TensorDataset(data, data), 8, shuffle=True)
     finder = Tuner(quiet(seed=seed if seed % 2 else None)).lr_find(module, loader)
     assert finder.suggestion() is None
-    assert finder.lack().startswith("no descent seen: ")
+    assert finder.stopped.startswith("no descent seen: ")
     assert "lr_find: no descent seen: " in caplog.text
     assert module.lr == 1e-3
 
@@ -197,7 +197,7 @@ def test_the_level_of_the_loss_does_not_matter(level: float) -> None:
 
 
 def test_a_rate_at_the_end_of_the_range_is_told() -> None:
-    assert searched(0.0, 10.0).lack() == ""
+    assert searched(0.0, 10.0).stopped == ""
     low = searched(0.0, 1e-3)
     assert low.suggestion() is not None
-    assert low.lack().endswith("where the range ends: try a higher max_lr")
+    assert low.stopped.endswith("where the range ends: try a higher max_lr")

@@ -108,7 +108,7 @@ def test_the_learning_rate_is_that_of_each_step_and_the_search_ends_when_the_los
     assert rates == pytest.approx(seen[50 : 50 + len(rates)])
     assert all(map(math.isfinite, finder.results["loss"]))
     assert finder.suggestion() is None
-    assert finder.lack().startswith("no descent seen: at no learning rate from 1 to 100 the loss falls")
+    assert finder.stopped.startswith("no descent seen: at no learning rate from 1 to 100 the loss falls")
 
 
 @pytest.mark.parametrize("first", [1, 4])
@@ -141,7 +141,7 @@ def test_batches_that_the_module_skips(skips: Any) -> None:
 
     finder = Tuner(quiet()).lr_find(Skips(), loader(20), num_training=40)
     if skips(0):
-        assert (finder.suggestion(), finder.lack()) == (None, "no descent seen: all steps skip their batches")
+        assert (finder.suggestion(), finder.stopped) == (None, "no descent seen: all steps skip their batches")
     else:
         assert 0.01 < (finder.suggestion() or 0) < 1
 
@@ -246,12 +246,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no trainer": (lambda: Tuner(3), "Tuner.3.: give a Trainer"),  # type: ignore[arg-type]
     "range": (lambda: Tuner(quiet()).lr_find(Toy(), min_lr=1, max_lr=0.1), "give 0 < min_lr < max_lr"),
     "steps": (lambda: Tuner(quiet()).lr_find(Toy(), num_training=1), "num_training=1.: give an integer from 2"),
-    "mode": (lambda: Tuner(quiet()).lr_find(Toy(), mode="log"), "'exponential' and 'linear'"),  # type: ignore[arg-type]
+    "mode": (lambda: Tuner(quiet()).lr_find(Toy(), mode="log"), "'exponential' or 'linear'"),  # type: ignore[arg-type]
     "attribute": (lambda: Tuner(quiet()).lr_find(Tuned(), attr_name="learnrate"), "neither Tuned nor its hparams has"),
     "method": (lambda: Tuner(quiet()).lr_find(Toy(), method="test"), "a range test trains"),  # type: ignore[arg-type]
     "size": (lambda: Tuner(quiet()).scale_batch_size(Toy()), "neither the module nor the data module"),
-    "search": (lambda: Tuner(quiet()).scale_batch_size(Toy(), mode="bin"), "'power' and 'binsearch'"),  # type: ignore[arg-type]
-    "loader": (lambda: Tuner(quiet()).scale_batch_size(Toy(), [1]), "cannot change the batch size of a list"),
+    "search": (lambda: Tuner(quiet()).scale_batch_size(Toy(), mode="bin"), "'power' or 'binsearch'"),  # type: ignore[arg-type]
+    "loader": (lambda: Tuner(quiet()).scale_batch_size(Toy(), [1]), "the loader is a list"),
     "shards": (
         lambda: Tuner(quiet(devices=2, strategy="fsdp")).scale_batch_size(Toy(), loader(2)),
         "by itself, which strategy 'fsdp' cannot",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import textwrap
 from typing import Any
 
@@ -22,8 +23,9 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
     """
     text = inspect.getdoc(cls) or ""
     described = argument_texts(text)
-    about = text.partition("\n\n")[0].split() if _is_own_text(cls) else []
-    lines = [cls.__qualname__, "", *(["\n".join(textwrap.wrap(" ".join(about), width)), ""] if about else [])]
+    lines = [cls.__qualname__, ""]
+    if _is_own_text(cls):
+        lines += [textwrap.fill(" ".join(text.partition("\n\n")[0].split()), width), ""]
     parameters = {name: p for name, p in constructor_parameters(cls).named.items() if (place, name) not in PROVIDED}
     option = f", or --{place}.NAME" if place else ""
     lines.append(f"arguments (init_args in a file{option}):" if parameters else "It takes no arguments.")
@@ -53,12 +55,10 @@ def argument_texts(docstring: str) -> dict[str, str]:
 
 
 def _is_own_text(cls: type) -> bool:
-    """Whether the docstring is about the class: its own, or that of a base of the same package."""
-    owner = next((base for base in cls.__mro__ if vars(base).get("__doc__")), cls)
-    return owner is cls or owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
+    """Whether the docstring is about the class, or about a base of the same package."""
+    owner = next((base for base in cls.__mro__ if vars(base).get("__doc__")), object)
+    return owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
 
 
 def _shown(default: Any) -> str:
-    if default is None:
-        return "null"
-    return str(default).lower() if isinstance(default, bool) else repr(default)
+    return json.dumps(default) if default is None or isinstance(default, bool) else repr(default)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import sysconfig
 from itertools import takewhile
@@ -40,26 +39,16 @@ def other_distribution() -> Path | None:
     return None
 
 
-def own_file(folders: list[Path]) -> str | None:
-    """Return a sentence about the user's file of this name in one of the folders."""
-    own = shadow(folders)
-    if own is None:
-        return None
-    name, folder = (own.name, own.parent) if own.name == "trainer.py" else ("the folder trainer", own.parents[1])
-    who = "scripts, spawned workers and `python -m trainer` in this folder"
-    return f"{name} in {os.path.abspath(folder)}: {who} import it in place of this package: give it another name."
-
-
-def searched_before() -> list[Path]:
-    """Return the current folder, and the folders that Python searches before the one of this package."""
-    entries = (Path(entry) for entry in sys.path if entry)
-    return [Path.cwd(), *takewhile(lambda folder: (folder / "trainer/__init__.py").resolve() != _OURS, entries)]
-
-
 def collisions(folders: list[Path] | None = None) -> list[str]:
-    """Return a sentence for each collision, in `folders` or those that Python searches."""
-    own = own_file(searched_before() if folders is None else folders)
-    found = [own] if own is not None else []
+    """Return a sentence for each collision, in `folders` or in those that Python searches before this package's."""
+    if folders is None:
+        entries = (Path(entry) for entry in sys.path if entry)
+        searched = takewhile(lambda folder: (folder / "trainer/__init__.py").resolve() != _OURS, entries)
+        folders = [Path.cwd(), *searched]
+    found = []
+    if (own := shadow(folders)) is not None:
+        who = "scripts, spawned workers and `python -m trainer` in this folder"
+        found.append(f"{own.absolute()}: {who} import it in place of this package: give it another name.")
     if (other := other_distribution()) is not None:
         words = "it has the import name of this package, and their files are mixed."
         package = other.name.partition("-")[0].replace("_", "-")

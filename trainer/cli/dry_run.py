@@ -109,9 +109,8 @@ def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int
     per_machine = min(per_machine or 8, given.world_size)
     if given.world_size % per_machine:
         raise ConfigError(
-            f"--world-size {given.world_size} cannot be divided into machines of {per_machine} processes. Give "
-            f"--nproc-per-node {math.gcd(given.world_size, per_machine)}, or --world-size "
-            f"{math.ceil(given.world_size / per_machine) * per_machine}."
+            f"--world-size {given.world_size} cannot be divided into machines of {per_machine} processes: give "
+            "--nproc-per-node, or another --world-size."
         )
     return per_machine
 
@@ -278,28 +277,21 @@ def _bare(configuration: Configuration) -> Any:
 def steps(loader: BatchLoader, window: int, processes: SingleProcess) -> Iterator[CheckResult]:
     """Report the global batch, and how full the last step of an epoch is."""
     size, samples, batches = loader.batch_size, loader.samples_per_epoch, loader.length
-    if size is None:
-        yield CheckResult("WARN", "global batch", "not known: the loader has no batch size.")
+    if size is None or samples is None or not batches:
+        yield CheckResult("WARN", "global batch", "not known: the loader has no batch size or no length.")
         return
     readers = processes.readers
     global_batch = size * window * readers
-    who = "processes" if readers == processes.world_size else "readers"
-    factors = f"{size} samples x {window} micro-batch{'es' if window > 1 else ''} x {readers} {who}"
+    factors = f"{size} samples x {window} micro-batches x {readers} data-parallel ranks"
     yield CheckResult("OK", "global batch", f"{factors} = {global_batch:,} samples")
-    if samples is None or not batches:
-        yield CheckResult("WARN", "epoch", "not known: the loader has no length.")
-        return
     number = math.ceil(batches / window)
     last_window, last = batches - (number - 1) * window, samples - (number - 1) * global_batch
-    words = f"{samples:,} samples in {number:,} step{'s' if number > 1 else ''}"
-    if last == global_batch:
-        yield CheckResult("OK", "epoch", f"{words}, all of them full")
-        return
+    words = f"{samples:,} samples in {number:,} steps"
     words += f"; the last one has {last:,} of {global_batch:,} samples, in {last_window} of {window} micro-batches"
     fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
     if number == 1:
         fix = "Fewer processes, smaller micro-batches or a smaller window do the same with less."
-    yield check_result("WARN", number == 1 or last * 2 < global_batch, "epoch", words, fix)
+    yield check_result("WARN", last < global_batch and (number == 1 or last * 2 < global_batch), "epoch", words, fix)
 
 
 def _memory(
@@ -321,14 +313,12 @@ def _memory(
         yield CheckResult("FAIL", "memory", str(error))
         return
     where = f"{name}, stage {memory.stage}" if layout.pipeline > 1 else name
-    kept = memory.activations
-    words = "activations not counted" if kept is None else f"about {gib(kept)} of activations"
-    text = f"{where}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
+    kept = "not counted" if memory.activations is None else f"about {gib(memory.activations)}"
+    text = f"{where}: {gib(memory.device)}, at times {gib(memory.temporary)} more, activations {kept}"
     text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
-    too_much = given.device_memory is not None and memory.total > given.device_memory * 2**30
-    text += f": more than {given.device_memory:g} GiB" if too_much else ""
+    limit = given.device_memory or math.inf
     typed = ["--config", *given.config] if given.config else []
     typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]
-    fix = f"Compare the strategies: trainer estimate {shlex.join(typed)}"
-    yield check_result("FAIL", too_much, "memory", text, fix)
+    fix = f"It is more than {limit:g} GiB: compare the strategies, trainer estimate {shlex.join(typed)}"
+    yield check_result("FAIL", memory.total > limit * 2**30, "memory", text, fix)
     yield from (CheckResult("OK", "module", note) for note in found.notes)

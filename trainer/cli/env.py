@@ -56,10 +56,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse(arguments)
     found = {"versions": versions(), "machine": machine(), "devices": devices(), **environment()}
-    if options.json:
-        text = json.dumps(found, indent=2)
-    else:
-        text = "\n".join(_lines(found))
+    text = json.dumps(found, indent=2) if options.json else "\n".join(_lines(found))
     # One call of print, since several processes may print at once.
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -112,53 +109,43 @@ def environment() -> dict[str, Any]:
     """Return the detected environment and, for each launcher, the variables that are set and their meaning."""
     from trainer.distributed.environment import SOURCES, detect_environment
 
-    sources, decided, problem = [], "", ""
+    sources = []
     for source in SOURCES:
         seen = {name: os.environ[name] for name in source.variables if name in os.environ}
         try:
             found = source.read(os.environ)
         except ConfigError as error:
             found = f"contradiction: {error}"
-        if not decided and isinstance(found, str):
-            answer = f"no: {found}"
-        elif not decided:
-            answer, decided = "decides", source.name
-        else:
-            answer = f"not asked: {decided} comes first"
+        answer = f"no: {found}" if isinstance(found, str) else "yes"
         sources.append({"name": source.name, "decides_when": source.decides, "seen": seen, "answer": answer})
+    process, problem = {}, ""
     try:
         process = vars(detect_environment())
     except ConfigError as error:
-        process, problem = {}, str(error)
+        problem = str(error)
     others = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     return {"started_by": process, "problem": problem, "sources": sources, "variables": others}
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
     process, here, seen = found["started_by"], found["machine"], found["devices"]
-    lines = ["started by:"]
+    started = "no launcher: a single process (Trainer(devices=...) starts more)"
     if found["problem"]:
-        lines.append(f"  error: {found['problem']}")
-    elif process["source"] == "single process":
-        lines.append("  no launcher: a single process (Trainer(devices=...) starts more)")
-    else:
-        lines.append(
-            f"  {process['source']}: rank {process['rank']} of {process['world_size']}, on this machine "
+        started = f"error: {found['problem']}"
+    elif process["source"] != "single process":
+        started = (
+            f"{process['source']}: rank {process['rank']} of {process['world_size']}, on this machine "
             f"{process['local_rank']} of {process['local_world_size']}, machine {process['node_rank']} of "
             f"{process['num_nodes']}, rendezvous at {process['master_addr']}:{process['master_port']}"
         )
-    lines.append("why (asked in this order):")
+    lines = ["started by:", f"  {started}", "why (the first yes decides):"]
     for source in found["sources"]:
         lines.append(f"  {source['name']:<12}{source['answer']}")
-        if source["seen"]:
-            lines.append(f"  {'':<12}  {' '.join(f'{name}={value}' for name, value in source['seen'].items())}")
-    known = {name: number for name, number in found["versions"].items() if number is not None}
-    lines += ["versions:", "  " + ", ".join(f"{name} {number}" for name, number in known.items())]
-    lines.append(f"  not installed: {', '.join(n for n, number in found['versions'].items() if number is None)}")
-    memory = f", {here['memory_gib']} GiB of memory"
-    lines += ["machine:", f"  {here['host']}: {here['system']}, {here['cores']} cores for this process{memory}"]
+        lines += [f"  {'':<12}  {name}={value}" for name, value in source["seen"].items()]
+    lines += ["versions:", *(f"  {name} {number or 'is not installed'}" for name, number in found["versions"].items())]
+    cores = f"{here['cores']} cores for this process, {here['memory_gib']} GiB of memory"
+    lines += ["machine:", f"  {here['host']}: {here['system']}, {cores}"]
     lines += ["devices:", f"  torch is built for {seen['built_for']}; collectives: {', '.join(seen['backends'])}"]
-    gpus = [f"cuda:{i} {gpu['name']}, {gpu['memory_gib']} GiB" for i, gpu in enumerate(seen["cuda"])]
-    lines += [f"  {gpu}" for gpu in [*gpus, *["mps"] * seen["mps"]] or ["no GPU is seen"]]
-    lines += ["other variables that matter:"] if found["variables"] else []
-    return lines + [f"  {name}={value}" for name, value in found["variables"].items()]
+    lines += [f"  cuda:{number} {gpu['name']}, {gpu['memory_gib']} GiB" for number, gpu in enumerate(seen["cuda"])]
+    lines += ["  mps"] if seen["mps"] else []
+    return [*lines, "other variables:", *(f"  {name}={value}" for name, value in found["variables"].items())]

@@ -68,10 +68,7 @@ def _parser() -> CommandParser:
 
 def _write(template: str | None, folder: str | None) -> None:
     if template is None or folder is None:
-        missing = "--template NAME" if template is None else "DIR, the folder to make"
-        raise ConfigError(
-            f"{missing} is missing: trainer init --template digits my_digits. Templates: {', '.join(TEMPLATES)}."
-        )
+        raise ConfigError("give both: trainer init --template digits my_digits. See trainer init --list.")
     if template not in TEMPLATES:
         raise unknown_name_error("template", template, TEMPLATES)
     target = local_path(folder)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.arguments import local_path, whole_number
 from trainer.cli.collisions import collisions, shadow
 from trainer.cli.options import CommandParser, positive, reports_errors, whole
-from trainer.errors import ConfigError, did_you_mean, printable, raise_problems
+from trainer.errors import ConfigError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from trainer.launchers.logs import Logs
@@ -47,15 +47,7 @@ SBATCHS_OWN = {
 SLURM_ONLY = ("print", "gpus-per-node", "ntasks-per-node", *SBATCHS_OWN)
 EQUIVALENTS = {
     **dict.fromkeys(("--master-addr", "--master-port"), "--rdzv HOST:PORT, the same on all machines"),
-    **dict.fromkeys(("--no-python", "--module-name"), "a script, -m MODULE or a trainer command"),
-    **dict.fromkeys(
-        ("--nprocs", "--nproc", "--num-gpus", "--gpus", "--num-devices", "--devices"),
-        "--nproc-per-node N: processes on this machine, not on all of them",
-    ),
-    **{
-        f"--{name}": f"Trainer({name}=...) in the program, or `trainer fit --trainer.{name} ...`"
-        for name in ("accelerator", "strategy", "precision")
-    },
+    **dict.fromkeys(("--num-gpus", "--gpus", "--devices"), "--nproc-per-node N: processes on this machine"),
     "--num-nodes": "--nnodes N: machines",
     "--deepspeed-config": "DeepSpeedStrategy(config=FILE) as strategy; `trainer config --from FILE` translates it",
     **dict.fromkeys(("--include", "--exclude"), "CUDA_VISIBLE_DEVICES=0,1 before the command"),
@@ -70,8 +62,7 @@ def run(arguments: list[str]) -> int:
     parser = _parser(os.environ)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = [name for action in parser._actions for name in action.option_strings if "_" not in name]
-        raise ConfigError(_unknown_option(unknown[0], known))
+        raise ConfigError(_unknown_option(unknown[0], [name for name in parser.options() if "_" not in name]))
     command = _command(options)
     if options.slurm:
         return _slurm(options)
@@ -87,19 +78,55 @@ def _logs(options: argparse.Namespace, number: int) -> Logs:
     """Return where the output of the processes goes."""
     from trainer.launchers.logs import Logs
 
-    problems = []
-    for name in ("redirects", "tee"):
-        if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", getattr(options, name)):
-            what = "3 for the output and errors of all processes (1: output, 2: errors), or 0:3,1:2 by local rank"
-            problems.append(f"--{name} {getattr(options, name)}: give {what}.")
-    shown = options.local_ranks_filter.split(",") if options.local_ranks_filter else []
-    if any((number if (given := whole_number(rank)) is None else given) >= number for rank in shown):
-        problems.append(
-            f"--local-ranks-filter {options.local_ranks_filter}: give ranks of this machine, 0 to {number - 1}."
-        )
-    raise_problems(problems, "the options")
+    shown = options.local_ranks_filter
+    if max(shown, default=0) >= number:
+        raise ConfigError(f"--local-ranks-filter: rank {max(shown)} is not on this machine: give 0 to {number - 1}.")
     log_dir = options.log_dir and str(local_path(options.log_dir, "--log-dir"))
-    return Logs(log_dir, options.redirects, options.tee, frozenset(map(int, shown)) or None)
+    return Logs(log_dir, options.redirects, options.tee, shown or None)
+
+
+def _ranks(text: str) -> frozenset[int]:
+    """Return the value of `--local-ranks-filter`."""
+    return frozenset(whole(rank) for rank in text.split(",") if rank)
+
+
+def _streams(text: str) -> str:
+    """Return the value of `--redirects` and `--tee`."""
+    if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
+        words = "give 3 for the output and errors of all processes (1: output, 2: errors), or 0:3,1:2 by local rank"
+        raise argparse.ArgumentTypeError(f"{text!r}: {words}")
+    return text
+
+
+def _number_of_machines(text: str) -> tuple[int, int]:
+    """Return the least and the largest number of machines."""
+    counts = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", text)
+    minimum, maximum = (int(counts[1] or counts[2]), int(counts[2])) if counts else (0, 0)
+    if not 1 <= minimum <= maximum:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of machines from 1, or MIN:MAX")
+    return minimum, maximum
+
+
+def _place(text: str) -> tuple[str, int]:
+    """Return a host and its port, by default 29500."""
+    host, _, port = text.rpartition(":") if ":" in text else (text, "", "29500")
+    number = whole_number(port)
+    if not host or number is None or number > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: give HOST:PORT, such as node1:29500")
+    return host.strip("[]"), number
+
+
+def _seconds_by_name(text: str) -> dict[str, int]:
+    """Return the value of `--rdzv-conf`."""
+    from trainer.launchers.multinode import CONF
+
+    found = {}
+    for entry in filter(None, text.split(",")):
+        key, _, value = entry.partition("=")
+        if key not in CONF or not whole_number(value):
+            raise argparse.ArgumentTypeError(f"{entry!r}: give KEY=SECONDS with one of {', '.join(CONF)}")
+        found[key] = int(value)
+    return found
 
 
 def _start(command: list[str], number: int, restarts: int, machines: Machines | None, logs: Logs) -> NoReturn:
@@ -128,7 +155,7 @@ def _quiet_torch() -> Iterator[None]:
     del os.environ[name]
 
 
-def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser(environ: Mapping[str, str]) -> CommandParser:
     parser = CommandParser(
         prog="trainer launch",
         usage="trainer launch [OPTIONS] SCRIPT.py [ARGUMENTS] | -m MODULE [ARGUMENTS] | trainer COMMAND [ARGUMENTS]",
@@ -151,10 +178,11 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     if not endpoint and environ.get("PET_MASTER_ADDR"):
         endpoint = f"{environ['PET_MASTER_ADDR']}:{environ.get('PET_MASTER_PORT', '29500')}"
     processes = "processes on this machine: a number, gpu, cpu or auto (default: one for each GPU, one without)"
-    option("--nnodes", "machines: a number, or MIN:MAX (default: 1)", "1", "PET_NNODES")
+    words = "machines: a number, or MIN:MAX (default: 1)"
+    option("--nnodes", words, "1", "PET_NNODES", type=_number_of_machines)
     option("--nproc-per-node", processes, None, "PET_NPROC_PER_NODE")
     names = ("--rdzv", "--rdzv-endpoint", "--rdzv_endpoint")
-    parser.add_argument(*names, metavar="HOST:PORT", default=endpoint, help="where the machines meet")
+    parser.add_argument(*names, metavar="HOST:PORT", default=endpoint, type=_place, help="where the machines meet")
     option(
         "--node-rank",
         "number of this machine; 0 hosts the rendezvous (default: found)",
@@ -164,16 +192,29 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--rdzv-backend", "--rdzv_backend", choices=("c10d",), help="as torchrun has it, and no other")
     option("--rdzv-id", "distinguishes runs at one rendezvous", "none", "PET_RDZV_ID", "NAME")
-    option("--rdzv-conf", "such as join_timeout=1200,keep_alive_interval=5", "", "PET_RDZV_CONF", "KEY=N,...")
+    option(
+        "--rdzv-conf",
+        "such as join_timeout=1200,keep_alive_interval=5",
+        "",
+        "PET_RDZV_CONF",
+        "KEY=N,...",
+        _seconds_by_name,
+    )
     option("--max-restarts", "start all again after a failure (default: 0)", "0", "PET_MAX_RESTARTS", type=whole)
     option("--log-dir", "a folder for the files of --redirects and --tee (default: a new one in /tmp)", metavar="DIR")
-    option(
-        "--redirects", "write output (1), errors (2) or both (3) into files: 3, or 0:3,1:2 by rank", "0", metavar="STD"
-    )
-    option("--tee", "the same, and into this terminal too, with the rank before each line", "0", metavar="STD")
-    option("--local-ranks-filter", "show the output of these local ranks only: 0,1", metavar="RANKS")
+    words = "write output (1), errors (2) or both (3) into files: 3, or 0:3,1:2 by rank"
+    option("--redirects", words, "0", metavar="STD", type=_streams)
+    words = "the same, and into this terminal too, with the rank before each line"
+    option("--tee", words, "0", metavar="STD", type=_streams)
+    option("--local-ranks-filter", "show the output of these local ranks only: 0,1", "", metavar="RANKS", type=_ranks)
     parser.add_argument("--standalone", action="store_true", help="one machine, which is the default")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module")
+    _add_slurm_options(parser)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_slurm_options(parser: CommandParser) -> None:
     slurm = parser.add_argument_group("for Slurm")
     slurm.add_argument("--slurm", action="store_true", help="with --print: write a file for sbatch, start nothing")
     slurm.add_argument("--print", action="store_true", help="to the standard output")
@@ -183,8 +224,6 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     slurm.add_argument("--ntasks-per-node", metavar="N", type=positive, help=words)
     for name, metavar in SBATCHS_OWN.items():
         slurm.add_argument(f"--{name}", metavar=metavar, help=f"as sbatch's --{name}")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -194,68 +233,46 @@ def _command(options: argparse.Namespace) -> list[str]:
         raise ConfigError(
             "nothing to launch: give a script, -m MODULE or a trainer command; see trainer launch --help."
         )
-    first = program[0]
-    if first == "trainer" and not options.module:
+    if program[0] == "trainer" and not options.module:
         # -P: not the user's own trainer.py.
         return [*(["-P"] if shadow([Path.cwd()]) is not None else []), "-m", *program]
     if options.module:
         return ["-m", *program]
-    if first.startswith("~"):
-        first = program[0] = str(local_path(first))
-    if not local_path(first).is_file():
-        looks_like_a_module = re.fullmatch(r"\w+(\.\w+)*", first) and not first.endswith(".py")
-        what = "Is it a module? Write -m before it." if looks_like_a_module else "Look at the path."
-        raise ConfigError(f"there is no script {first!r} in {os.getcwd()}. {what}")
-    return program
+    script = local_path(program[0])
+    if not script.is_file():
+        raise ConfigError(f"there is no script {program[0]!r} in {os.getcwd()}. Is it a module? Write -m before it.")
+    return [str(script), *program[1:]]
 
 
 def _unknown_option(option: str, known: list[str]) -> str:
     from trainer.compat.accelerate import launch_option_words
 
     name = option.partition("=")[0].replace("_", "-")
-    of_accelerate = launch_option_words(name)
-    equivalents = EQUIVALENTS if of_accelerate is None else {name: of_accelerate, **EQUIVALENTS}
-    hint = did_you_mean(name, known, equivalents) or f" Options before the program: {', '.join(known)}."
-    return f"unknown option {option!r}.{hint}"
+    words = EQUIVALENTS.get(name) or launch_option_words(name)
+    hint = f" Use {words}." if words else did_you_mean(name, known)
+    return f"unknown option {option!r}.{hint} See trainer launch --help."
 
 
 def _machines(options: argparse.Namespace) -> Machines | None:
-    """Return the machines that take part; None: only this one. Reports all problems of the options together."""
-    from trainer.launchers.multinode import CONF, Machines
+    """Return the machines that take part; None: only this one."""
+    from trainer.launchers.multinode import Machines
 
-    problems = []
     slurms = [f"--{name}" for name in SLURM_ONLY if vars(options)[name.replace("-", "_")]]
-    if options.nodes > 1:
-        slurms.append("--nodes")
-    if slurms:
+    if slurms or options.nodes > 1:
         words = "for a file for sbatch, which --slurm --print writes. Add these two, or leave the option out."
-        problems.append(f"{', '.join(slurms)}: {words}")
-    counts = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", options.nnodes)
-    minimum, maximum = (int(counts[1] or counts[2]), int(counts[2])) if counts else (1, 1)
-    if counts is None or not 1 <= minimum <= maximum:
-        problems.append(f"--nnodes {options.nnodes}: give a number of machines from 1, or MIN:MAX.")
-    host, _, port = (options.rdzv or "").rpartition(":") if ":" in (options.rdzv or "") else (options.rdzv, "", "29500")
-    if maximum > 1 and not options.rdzv:
-        problems.append(
-            f"--nnodes {options.nnodes} machines have to meet: give --rdzv HOST:PORT, the name of one of them and a "
-            "free port of it, the same on all."
+        raise ConfigError(f"{', '.join(slurms or ['--nodes'])}: {words}")
+    minimum, maximum = options.nnodes
+    if maximum > 1 and options.rdzv is None:
+        raise ConfigError(
+            f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the name of one of them and a free "
+            "port of it, the same on all."
         )
-    elif options.rdzv and not (0 < (whole_number(port) or (maximum == 1 and port == "0")) < 65536 and host):
-        problems.append(f"--rdzv {options.rdzv}: give HOST:PORT, such as node1:29500.")
-    if options.node_rank is not None and options.node_rank >= maximum:
-        problems.append(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1} (--nnodes {maximum}).")
-    conf = {}
-    for entry in filter(None, options.rdzv_conf.split(",")):
-        key, _, value = entry.partition("=")
-        seconds = whole_number(value)
-        if key not in CONF or not seconds:
-            problems.append(f"--rdzv-conf {entry}: give KEY=SECONDS with one of {', '.join(CONF)}.")
-        else:
-            conf[key] = seconds
-    raise_problems(problems, "the options")
+    if (options.node_rank or 0) >= maximum:
+        raise ConfigError(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1}.")
     if maximum == 1:
         return None
-    return Machines(minimum, maximum, host.strip("[]"), int(port), options.node_rank, options.rdzv_id, conf)
+    host, port = options.rdzv
+    return Machines(minimum, maximum, host, port, options.node_rank, options.rdzv_id, options.rdzv_conf)
 
 
 def _number_of_processes(given: str | None) -> int:
@@ -269,15 +286,14 @@ def _number_of_processes(given: str | None) -> int:
     gpus = torch.cuda.device_count()
     if given == "gpu" and not gpus:
         raise ConfigError("--nproc-per-node gpu, but no CUDA device is found. Give a number, or cpu.")
-    if given == "cpu" or (given == "auto" and not gpus):
-        return os.cpu_count() or 1
-    return gpus or 1
+    cores = os.cpu_count() or 1 if given in ("cpu", "auto") else 1
+    return cores if given == "cpu" else gpus or cores
 
 
 def _slurm(options: argparse.Namespace) -> int:
     if not options.print:
         raise ConfigError("--slurm writes a file for sbatch, and starts nothing: add --print, and give it to sbatch.")
-    if options.nnodes not in ("1", str(options.nodes)) or options.rdzv:
+    if options.nnodes[1] not in (1, options.nodes) or options.rdzv:
         raise ConfigError("with --slurm the machines are --nodes and meet by themselves: leave --nnodes, --rdzv out.")
     print(sbatch_file(options, ["trainer", "launch", *sys.argv[2:]]), end="")
     return 0

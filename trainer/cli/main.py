@@ -48,20 +48,14 @@ COMMANDS = {
 """Name: the module with its `run(arguments)`, which returns the exit code, and a summary."""
 
 OTHERS_WORDS = {
-    "train": "fit",
-    "run": "fit",
-    "eval": "validate",
-    "evaluate": "validate",
-    "infer": "predict",
+    **dict.fromkeys(("train", "run"), "fit"),
+    **dict.fromkeys(("eval", "evaluate"), "validate"),
+    **dict.fromkeys(("export", "merge-weights"), "checkpoint export"),
     "new": "init",
-    "create": "init",
-    "export": "'checkpoint export'",
     "estimate-memory": "estimate",
-    "plan": "'trainer estimate --gpus N --memory SIZE'",
-    "merge-weights": "'checkpoint export'",
-    "to-fsdp2": "'config --from FILE'",
+    "plan": "trainer estimate --gpus N --memory SIZE",
 }
-"""Commands of other programs, and ours."""
+"""Commands of other programs and of earlier versions, and ours."""
 
 USAGE = """\
 usage: trainer COMMAND [OPTIONS]
@@ -198,11 +192,8 @@ def dispatch(arguments: list[str]) -> int:
 def _unknown_command(first: str) -> str:
     from trainer.errors import did_you_mean
 
-    commands = f"Commands: {', '.join(COMMANDS)}."
-    if first.startswith("-"):
-        return f"unknown option {first!r} before the command.{did_you_mean(first, ['--help', '--version'])} {commands}"
-    close = f" Did you mean {OTHERS_WORDS[first]}?" if first in OTHERS_WORDS else did_you_mean(first, COMMANDS)
-    return f"unknown command {first!r}.{close} {commands}"
+    close = f" Use {OTHERS_WORDS[first]}." if first in OTHERS_WORDS else did_you_mean(first, COMMANDS)
+    return f"unknown command {first!r}.{close} Commands: {', '.join(COMMANDS)}."
 
 
 def in_colour(stream: TextIO) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -19,7 +17,6 @@ from trainer.cli.columns import fitted_text
 from trainer.cli.main import usage_error
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
 from trainer.errors import ConfigError, TrainerError, did_you_mean
-from trainer.names.misses import words_for
 from trainer.runs.terminal import columns_of
 from trainer.settings import ARGUMENTS
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
 ALIASES = {"seed": "trainer.seed"}
-DRY_RUN = ("world_size", "nproc_per_node", "device_memory", "no_data", "json")
+DRY_RUN = ("world-size", "nproc-per-node", "device-memory", "no-data", "json")
 """Options of `fit --dry-run` alone."""
 RAY_HELP = (
     "train in Ray's workers: num_workers=2 max_failures=1; also use_gpu=true, resources_per_worker='{CPU: 4}', "
@@ -79,26 +76,11 @@ class CommandParser(argparse.ArgumentParser):
         return fitted_text(super().format_help(), columns_of(sys.stdout))
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"(--[\w-]+)/--\w+", r"\1", message)  # not its spelling with underscores, too
-        if choice := re.fullmatch(r"argument (\S+): (invalid choice: '(.*)') \(choose from (.*)\)", message):
-            known = [word.strip(" '") for word in choice[4].split(",")]
-            hint = did_you_mean(choice[3], known)
-            message = f"{choice[1]}: {choice[2]}.{hint} Known: {', '.join(known)}."
-        elif number := re.fullmatch(r"(argument \S+): invalid (?:int|float) value: (.*)", message):
-            message = f"{number[1]}: {number[2]}: give a number"
-        elif missing := re.fullmatch(r"the following arguments are required: (.*)", message):
-            commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-            one_of = (
-                f" (one of {', '.join(name for action in commands for name in action.choices)})" if commands else ""
-            )
-            is_are = "are" if ", " in missing[1] else "is"
-            message = f"{missing[1]}{one_of} {is_are} missing. For example: {self._example()}"
-        raise ConfigError(message)
-
-    def _example(self) -> str:
-        """Return the first of the examples in the help, without what is said beside it."""
-        lines = [line.strip() for line in (self.epilog or "").splitlines()]
-        return next(re.split(" {2,}", line)[0] for line in lines if line.startswith(f"{self.prog} "))
+        choice = re.fullmatch(r"(argument \S+: invalid choice: '(.*)') \(choose from (.*)\)", message)
+        if choice is not None:
+            known = re.findall(r"[^', ]+", choice[3])
+            message = f"{choice[1]}.{did_you_mean(choice[2], known)} Known: {', '.join(known)}"
+        raise ConfigError(f"{message}. See {self.prog} --help.")
 
     def parse_with_overrides(
         self, arguments: list[str], findings: Diagnostics
@@ -106,28 +88,23 @@ class CommandParser(argparse.ArgumentParser):
         """Return the options, and the dotted ones as names and values; problems with these go to `findings`."""
         if "-h" in arguments or "--help" in arguments:
             return self.parse_args(["--help"]), []  # prints it and exits
-        known = {option for action in self._actions for option in action.option_strings}
-        overrides, fixed = overrides_of(arguments, findings, known)
+        overrides, fixed = overrides_of(arguments, findings)
         return self.parse(fixed), overrides
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """Return the options, which may have underscores for hyphens; report words that are not options."""
-        commands = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
-        parsers = [self, *(one for command in commands for one in command.choices.values())]
-        known = {option for one in parsers for action in one._actions for option in action.option_strings}
-        given, rest = self.parse_known_args([with_hyphens(word, known) for word in arguments])
+        given, rest = self.parse_known_args([with_hyphens(word) for word in arguments])
         if rest:
-            parser: argparse.ArgumentParser = self
-            for command in commands:
-                parser = command.choices[getattr(given, command.dest)]
-            options = [option for action in parser._actions for option in action.option_strings]
             word = rest[0].partition("=")[0]
-            problem = f"unknown option {word!r}.{did_you_mean(word, options)}"
-            if not word.startswith("-"):
-                number = "--params" in options and re.fullmatch(r"[\d.]+(e\d+|[KMBT])?", word, re.IGNORECASE)
-                problem = f"unexpected {rest[0]!r}.{f' Write --params {word}.' if number else ''}"
-            raise ConfigError(f"{problem} See {parser.prog} --help.")
+            kind = "unknown option" if word.startswith("-") else "unexpected"
+            raise ConfigError(f"{kind} {word!r}.{did_you_mean(word, self.options())} See {self.prog} --help.")
         return given
+
+    def options(self) -> list[str]:
+        """Return the long options, those of subcommands included."""
+        own = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        choices = (action.choices for action in self._actions if isinstance(action.choices, dict))
+        return own + [option for parsers in choices for one in parsers.values() for option in one.options()]
 
 
 def config_option(container: argparse._ActionsContainer, help: str) -> None:
@@ -148,42 +125,17 @@ def positive(text: str) -> int:
     return whole(text, 1)
 
 
-def quantity(thousand: int, words: str = "give a number such as 80G, 7e9 or 32k") -> Callable[[str], int]:
-    """Return a parser of numbers such as `80G`, `7e9`, `7B` and `32k`, whose k is a `thousand`; `words`: its error."""
-
-    def parse(text: str) -> int:
-        match = re.fullmatch(r"([0-9._]+(?:[eE]\+?\d+)?)\s*([kKmMbBgGtT]?)[bB]?", text)
-        number = 0.0
-        if match is not None:
-            power = " kmgt".index(match[2].lower().replace("b", "g") or " ")
-            with suppress(ValueError, OverflowError):
-                number = float(match[1]) * float(thousand**power)
-        if not 1 <= number < 1e18:
-            raise argparse.ArgumentTypeError(f"{text!r}: {words}")
-        return round(number)
-
-    return parse
-
-
-def byte_count(text: str, option: str, needs_unit: bool = False) -> int:
-    """Return the bytes of a size such as "8GB", "1.5 MiB", "3k" or, without a unit, "100".
-
-    Args:
-        option: the option, for the error.
-        needs_unit: refuse a number without a unit.
-
-    Raises:
-        ConfigError: the text is no such size.
-    """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(?:([kmgt])(i?))?(b?)", text.strip(), re.IGNORECASE)
-    size = 0.0
-    if match is not None and (match[2] or match[4] or not needs_unit):
-        thousand = 1024.0 if match[3] else 1000.0
-        size = float(match[1]) * thousand ** " kmgt".index((match[2] or " ").lower())
-    if not 1 <= size < 2**62:
-        number = "a number and a unit" if needs_unit else "a size"
-        raise ConfigError(f"{option} {text}: give {number}, such as 5GB, 500MB or 2GiB.")
-    return int(size)
+def size(text: str) -> int:
+    """Return the number of an option: "80GB", "7B", "350M", "7e9", and "2GiB", whose units are powers of 1024."""
+    match = re.fullmatch(r"([0-9.]+(?:e\+?\d+)?)\s*([kmgbt]?)(i?)b?", text.strip().lower())
+    number = 0.0
+    if match is not None:
+        power = " kmgt".index(match[2].replace("b", "g") or " ")
+        with suppress(ValueError):
+            number = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
+    if not 1 <= number < 2**62:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number with its unit, such as 5GB, 2GiB, 350M or 7e9")
+    return round(number)
 
 
 def reports_errors(run: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
@@ -202,7 +154,7 @@ def reports_errors(run: Callable[[list[str]], int]) -> Callable[[list[str]], int
     return command
 
 
-def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
+def make_parser(command: str, summary: str) -> CommandParser:
     """Return the parser of the fixed options, which accepts no abbreviated options."""
     parser = CommandParser(
         prog=f"trainer {command}",
@@ -227,59 +179,30 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
     return parser
 
 
-def overrides_of(
-    arguments: list[str], findings: Diagnostics, own: Collection[str] = ()
-) -> tuple[list[tuple[str, Node]], list[str]]:
-    """Return the dotted options of a command line as names and values, and all other words.
-
-    Args:
-        own: options of the command itself, which have the name of a part of a configuration.
-    """
+def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:
+    """Return the dotted options of a command line as names and values, and all other words."""
     from trainer.config.files import MAX_DEPTH, read_value
 
     fixed: list[str] = []
     overrides = []
-    for option, name, value in _split(arguments, fixed, own):
+    for option, name, value in _split(arguments, fixed):
         name = with_underscores(ALIASES.get(name, name))
-        if value is None:
-            findings.add(COMMAND_LINE, _without_value(option))
-        elif not all(name.split(".")):
-            findings.add(
-                COMMAND_LINE, f"{option} is not a name: write --trainer.max_epochs, with one dot between names."
-            )
-        elif name.count(".") > MAX_DEPTH:
-            findings.add(COMMAND_LINE, f"{option[:60]}... has more than {MAX_DEPTH} names, one inside of another.")
+        if option.endswith(".help"):
+            findings.add(COMMAND_LINE, f"{option}: the arguments of a class are shown by trainer help NAME.")
+        elif value is None:
+            findings.add(COMMAND_LINE, f"{option} needs a value: {option} VALUE.")
+        elif not all(name.split(".")) or name.count(".") > MAX_DEPTH:
+            findings.add(COMMAND_LINE, f"{option[:60]} is not a name: write --trainer.max_epochs.")
         else:
             node = read_value(value, option)
-            if name.endswith("+") and isinstance(node.value, list) and not name.startswith("trainer."):
-                _note_elements(option, value, node, findings)
             overrides.append((name.removesuffix("+"), appended(node) if name.endswith("+") else node))
     return overrides, fixed
 
 
-def _note_elements(option: str, typed: str, node: Node, findings: Diagnostics) -> None:
-    """Note which texts are added to a list by a text that YAML reads as a list, as it does `[MASK]`."""
-    items = node.plain()
-    if all(isinstance(item, str) for item in items):
-        whole = shlex.quote(f"{option}={json.dumps([typed])}")
-        findings.notes.append(
-            f"{option}={typed} is a list, whose elements are added: {', '.join(map(repr, items)) or 'none'}. To add "
-            f"the text itself, write {whole}."
-        )
-
-
-def _without_value(option: str) -> str:
-    if option.endswith(".help"):
-        of_trainer = "those of Trainer are listed by trainer fit --help"
-        return f"{option}: {of_trainer}, those of a class by its name: trainer help ModelCheckpoint, fsdp, AdamW."
-    return f"{option} needs a value: {option} VALUE."
-
-
-def with_hyphens(word: str, known: Collection[str]) -> str:
-    """Return a known option with hyphens, `--ckpt-path` for `--ckpt_path`; anything else as it is."""
+def with_hyphens(word: str) -> str:
+    """Return an option with hyphens, `--ckpt-path` for `--ckpt_path`; anything else unchanged."""
     option, equals, value = word.partition("=")
-    option = option.replace("_", "-")
-    return f"{option}{equals}{value}" if option in known else word
+    return f"{option.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 
 
 def with_underscores(name: str) -> str:
@@ -298,22 +221,22 @@ def is_assignment(word: str) -> bool:
     return bool(equals) and name.partition(".")[0] in ROOTS
 
 
-def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagnostics) -> Options:
+def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) -> Options:
     """Parse a command line; problems go to `findings`."""
     from trainer.config.files import as_node
 
-    options, own = Options(), {option for action in parser._actions for option in action.option_strings}
+    options = Options()
     helps = {f"--{root}.help": root for root in ("module", "data")}
     options.help_of = next((helps[word] for word in arguments if word in helps), None)
     options.overrides, fixed = overrides_of([word for word in arguments if word not in helps], findings)
     try:
-        known, rest = parser.parse_known_args([with_hyphens(word, own) for word in fixed])
+        known, rest = parser.parse_known_args([with_hyphens(word) for word in fixed])
     except ConfigError as error:
-        findings.add(COMMAND_LINE, f"{str(error).removesuffix('.')}.")
+        findings.add(COMMAND_LINE, str(error))
         return options
-    options.config = [word for word in known.config if not is_assignment(word)]
+    options.config = [word for word in known.config if not _is_assignment(word)]
     options.print_config, options.traceback = known.print_config, known.traceback
-    rest += [word for word in known.config if is_assignment(word)]
+    rest += [word for word in known.config if _is_assignment(word)]
     for name in ("ckpt_path", "name", "weights", "allow_changes"):
         if (value := getattr(known, name, None)) is not None:
             options.overrides.append((name, as_node(value, COMMAND_LINE)))
@@ -321,20 +244,19 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
         from trainer.cli.ray import read_ray
 
         options.ray = read_ray(known.ray, findings)
-    for problem in _unknown(rest, own):
+    for problem in _unknown(rest, parser.options()):
         findings.add(COMMAND_LINE, problem)
     return options
 
 
-def _split(arguments: list[str], fixed: list[str], own: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
+def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, str | None]]:
     """Yield the overrides as (option, name, value or None); all other words go to `fixed`."""
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
         option, equals, value = argument.partition("=")
         name = option.removeprefix("--")
-        root = name.replace("-", "_") in ROOTS
-        dotted = "." in name or name in ALIASES or (root and option not in own)
+        dotted = "." in name or name in ALIASES or name.replace("-", "_") in ROOTS
         if not option.startswith("--") or not dotted:
             fixed.append(argument)
         elif equals:
@@ -345,31 +267,25 @@ def _split(arguments: list[str], fixed: list[str], own: Collection[str]) -> Iter
             yield option, name, None
 
 
-def _unknown(rest: list[str], own: Collection[str]) -> Iterator[str]:
+def _is_assignment(word: str) -> bool:
+    """Whether a word is `trainer.max_epochs=3`, as other programs' command lines have it."""
+    return "=" in word and word.partition(".")[0] in ROOTS
+
+
+def _unknown(rest: list[str], options: list[str]) -> Iterator[str]:
     """Yield a problem for each unknown option, together with its value, and for each stray word."""
-    known = {name: f"--trainer.{name}" for name in ARGUMENTS}
-    known.update({name.lstrip("-"): f"--{name.lstrip('-')}" for name in (*own, *ROOTS, *ALIASES) if len(name) > 2})
-    known["seed_everything"] = "--seed"
+    known = {name.lstrip("-"): name for name in (*options, *(f"--trainer.{name}" for name in ARGUMENTS))}
+    known |= {name.rpartition(".")[2].replace("_", "-"): name for name in known.values()}
     after_option = False
     for word in rest:
         option = word.partition("=")[0]
-        if word.startswith("-"):
+        if option.startswith("-"):
             close = get_close_matches(option.lstrip("-"), known, n=1)
-            name = option.lstrip("-").replace("-", "_")
-            hint = (
-                f"Did you mean {known[close[0]]}?"
-                if close
-                else f"An argument of the module is written --module.{name}, of the data --data.{name}."
-            )
-            if name in DRY_RUN:
+            hint = f"Did you mean {known[close[0]]}?" if close else "Those of the module are written --module.NAME."
+            if option.removeprefix("--") in DRY_RUN:
                 hint = f"It goes with --dry-run: trainer fit --config FILE --dry-run {option} VALUE."
-            if (words := words_for("Trainer()", [name])) and name not in ARGUMENTS:
-                hint = f"Use {words[name]} of the trainer: --trainer.NAME VALUE."
             yield f"unknown option {option!r}. {hint}"
         elif not after_option:
-            is_file = word.endswith((".yaml", ".yml", ".json", ".toml"))
-            hint = f"Write --config {word}." if is_file else "Options begin with --."
-            if is_assignment(word):
-                hint = "Write --" + word.replace("=", " ", 1) + "."
-            yield f"unexpected {word!r}. {hint}"
+            hint = f"--{word.replace('=', ' ', 1)}" if _is_assignment(word) else f"--config {word}, or an option"
+            yield f"unexpected {word!r}. Write {hint}."
         after_option = word.startswith("-") and "=" not in word

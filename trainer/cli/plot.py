@@ -82,17 +82,12 @@ def curves_of(paths: list[str]) -> Curves:
     found: dict[Path, dict[str, list[tuple[int, float]]]] = {}
     for text in paths:
         path = local_path(text)
-        if path.name in METRIC_FILES and path.is_file():
-            runs = [path]
-        else:
-            runs = sorted(run_directories(path), key=by_numbers) if path.is_dir() else []
-        here = {one.parent if one.is_file() else one: m for one in runs if (m := read_metrics(one))}
+        if not path.exists():
+            close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
+            raise ConfigError(f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below.")
+        runs = [path] if path.is_file() else sorted(run_directories(path), key=by_numbers)
+        here = {one.parent if one.is_file() else one: metrics for one in runs if (metrics := read_metrics(one))}
         if not here:
-            if not path.exists():
-                close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
-                raise ConfigError(
-                    f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below."
-                )
             raise ConfigError(
                 f"{text} has no values: give the directory of a run, or its {' or '.join(METRIC_FILES)}. CSVLogger or "
                 "JSONLLogger writes one: Trainer(logger=[CSVLogger()])."
@@ -122,11 +117,9 @@ def chosen(curves: Curves, patterns: list[str] | None) -> Curves:
         return lines or curves
     for pattern in patterns:
         if not fnmatch.filter(curves, pattern):
-            names = ", ".join(curves)
             close = did_you_mean(pattern, list(curves))
-            raise ConfigError(f"--metric {pattern}: no run has it.{close} There are: {names}.")
-    names_wanted = {name for pattern in patterns for name in fnmatch.filter(curves, pattern)}
-    return {name: runs for name, runs in curves.items() if name in names_wanted}
+            raise ConfigError(f"--metric {pattern}: no run has it.{close} There are: {', '.join(curves)}.")
+    return {name: runs for name, runs in curves.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
 
 
 def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None:
@@ -143,7 +136,6 @@ def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(name for runs in curves.values() for name in runs))
     styles = {name: style_of(number) for number, name in enumerate(names)}
-    explained: set[str] = set() if len(names) > 1 else {*names}
     for number, (metric, runs) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(rows, columns, number)
         lines = {name: _draw_curve(axes, points, smooth, styles[name]) for name, points in runs.items()}
@@ -152,8 +144,8 @@ def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None
         if logarithmic:
             axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        _explain(axes, {name: line for name, line in lines.items() if name not in explained})
-        explained |= lines.keys()
+        if len(names) > 1:
+            _explain(axes, lines)
     _write(figure, output, ", ".join(curves))
 
 
@@ -199,14 +191,10 @@ def _draw_curve(axes: Any, points: list[tuple[int, float]], smooth: float, style
 
 
 def _explain(axes: Any, lines: dict[str, Any]) -> None:
-    """Say whose the lines are that have not been explained yet."""
-    names = list(lines)[:MOST_NAMES]
-    if not names:
-        return
-    more = len(lines) - len(names)
-    last = names[-1] if not more else f"{names[-1]}, and {more} more"
-    place = "upper right" if more else "best"  # which takes minutes to find among many lines
-    legend = axes.legend([lines[name] for name in names], [*names[:-1], last], fontsize="small", loc=place)
+    """Say whose the lines are; of many lines, whose the first are."""
+    shown = list(lines)[:MOST_NAMES]
+    place = "best" if len(lines) <= MOST_NAMES else "upper right"  # to find the best takes minutes among many lines
+    legend = axes.legend([lines[name] for name in shown], shown, fontsize="small", loc=place)
     for text in legend.get_texts():
         text.set_parse_math(False)
 

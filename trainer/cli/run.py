@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli.collisions import collisions, own_file, searched_before
+from trainer.cli.collisions import collisions
 from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
@@ -161,12 +161,6 @@ def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
             raise
         usage_error(one_line_error(error))
         return 1
-    except RuntimeError as error:
-        # A spawned worker ends like this where it imports the user's trainer.py in place of this package.
-        own = own_file(searched_before()) if "DataLoader worker" in str(error) else None
-        if own is not None:
-            error.add_note(f"note: {printable(own)}")
-        raise
     return 0
 
 

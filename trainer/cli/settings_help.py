@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from dataclasses import fields
@@ -53,7 +54,4 @@ def _readable(annotation: str) -> str:
 
 
 def _as_yaml(default: Any) -> str:
-    """Return a default as YAML."""
-    if default is None or isinstance(default, bool):
-        return {None: "null", True: "true", False: "false"}[default]
-    return str(default)
+    return json.dumps(default) if default is None or isinstance(default, bool) else str(default)

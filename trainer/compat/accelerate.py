@@ -75,9 +75,6 @@ _CHECKPOINTS = "trainer.full_state_dict(), or `trainer checkpoint export`: check
 _CHECKPOINTING = "Trainer(activation_checkpointing=...)"
 _ACCUMULATION = "Trainer(accumulate_grad_batches=N)"
 _CLIPPING = "Trainer(gradient_clip_val=...)"
-_MSAMP = "Trainer(precision='fp8') without DeepSpeed: MS-AMP is not supported"
-_SCHEDULE = "configure_optimizers, which returns your optimizer and scheduler"
-_OWN_MODEL = "your module, its data and its loss: the model code of Megatron-LM is not used"
 
 FSDP_OPTIONS = {
     "fsdp_version": "nothing: it is FSDP2, torch's fully_shard",
@@ -106,7 +103,6 @@ DEEPSPEED_OPTIONS = {
     "zero_stage": "stage=",
     "gradient_accumulation_steps": _ACCUMULATION,
     "gradient_clipping": _CLIPPING,
-    "is_train_batch_min": "nothing: batch sizes are those of the DataLoader",
     "offload_optimizer_device": "offload_optimizer=",
     "offload_param_device": "offload_parameters=",
     **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), "nvme_path="),
@@ -114,7 +110,6 @@ DEEPSPEED_OPTIONS = {
     "zero3_save_16bit_model": "`trainer checkpoint export --dtype bfloat16`: checkpoints hold the full weights",
     "transformer_moe_cls_names": "deepspeed.utils.set_z3_leaf_modules(...) in configure_model",
     "moe_layer_cls_names": "deepspeed.utils.set_z3_leaf_modules(...) in configure_model",
-    **dict.fromkeys(("enable_msamp", "msamp_opt_level"), _MSAMP),
 }
 """Options of `DeepSpeedPlugin` -> for DeepSpeedStrategy."""
 
@@ -126,57 +121,12 @@ PARALLEL_OPTIONS = {
     **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), "expert_parallel="),
     **dict.fromkeys(("dp_replicate_size", "dp_shard_size"), "sharding_strategy='HYBRID_SHARD', device_mesh=(2, 4)"),
     **dict.fromkeys(("cp_backend", "sp_backend", "cp_comm_strategy", "cp_handler", "sp_handler"), "context_exchange="),
-    **dict.fromkeys(
-        ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"),
-        "nothing: sequences of any length are split; blocks attend by scaled_dot_product_attention",
-    ),
-    **dict.fromkeys(("tp_handler", "enable_async_tp"), "tensor_parallel_plan of the module"),
+    "tp_handler": "tensor_parallel_plan of the module",
     "sequence_parallelism": "tensor_parallel=, and the plan's styles such as 'sequence_parallel'",
     "num_micro_batches": _ACCUMULATION,
-    **dict.fromkeys(
-        (
-            *("recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"),
-            "distribute_saved_activations",
-        ),
-        _CHECKPOINTING,
-    ),
-    **dict.fromkeys(
-        ("use_distributed_optimizer", "use_custom_fsdp", "overlap_cpu_optimizer_d2h_h2d"),
-        "nothing: FSDPStrategy shards weights, gradients and the optimizer's state",
-    ),
+    **dict.fromkeys(("recompute_activations", "recompute_granularity"), _CHECKPOINTING),
+    "use_distributed_optimizer": "nothing: FSDPStrategy shards weights, gradients and the optimizer's state",
     "optimizer_cpu_offload": "cpu_offload=",
-    "use_precision_aware_optimizer": "Trainer(precision='bf16-true') with an optimizer of torchao",
-    **dict.fromkeys(
-        ("pipeline_model_parallel_split_rank", "num_layers_per_virtual_pipeline_stage"),
-        "pipeline_parallel=: a stage has as many blocks as fit evenly",
-    ),
-    "decoder_last_pipeline_num_layers": "pipeline_parallel=: a stage has as many blocks as fit evenly",
-    "no_load_optim": "Trainer.fit(..., weights=FOLDER), which loads weights only",
-    "no_save_optim": "ModelCheckpoint(save_weights_only=True)",
-    **dict.fromkeys(("train_iters", "train_samples"), "Trainer(max_steps=...)"),
-    **dict.fromkeys(("eval_iters", "eval_interval"), "Trainer(limit_val_batches=, val_check_interval=)"),
-    "consumed_samples": "nothing: a run goes on at its next batch",
-    **dict.fromkeys(("tensorboard_dir", "set_all_logging_options"), "Trainer(logger=TensorBoardLogger(...))"),
-    **dict.fromkeys(
-        (
-            *("weight_decay_incr_style", "start_weight_decay", "end_weight_decay", "lr_decay_style", "lr_decay_iters"),
-            *("lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "min_lr"),
-            *("no_wd_decay_cond", "scale_lr_cond", "lr_mult"),
-        ),
-        _SCHEDULE,
-    ),
-    "calculate_per_token_loss": "num_items(batch) of the module",
-    **dict.fromkeys(
-        (
-            *("eod_mask_loss", "attention_backend", "attention_dropout", "hidden_dropout"),
-            *("attention_softmax_in_fp32", "use_rotary_position_embeddings", "megatron_dataset_flag", "seq_length"),
-            *("encoder_seq_length", "decoder_seq_length", "return_logits", "custom_train_step_class"),
-            *("custom_train_step_kwargs", "custom_model_provider_function", "custom_prepare_model_function"),
-            *("custom_megatron_datasets_provider_function", "custom_get_batch_function", "custom_loss_function"),
-            "other_megatron_args",
-        ),
-        _OWN_MODEL,
-    ),
 }
 """Options of `MegatronLMPlugin`, `ParallelismConfig` and its handlers -> for FSDPStrategy."""
 
@@ -186,7 +136,6 @@ STRATEGY_OPTIONS = {
     **FSDP_OPTIONS,
     "comm_wrapper": "comm_hook=, with a function that calls the other",
     "comm_state_option": "comm_hook_state=",
-    **dict.fromkeys(("dim", "check_reduction"), "nothing: torch has one way for it by now"),
     **dict.fromkeys(("backend", "init_method"), "nothing: gloo on CPUs, and NCCL too on GPUs"),
     "timeout": "timeout_seconds=",
 }
@@ -209,7 +158,6 @@ ENGINE_MEMBERS = {
     **dict.fromkeys(
         ("accumulate", "no_sync", "sync_gradients", "gradient_accumulation_steps", "trigger_sync_in_backward"), _WINDOW
     ),
-    "lomo_backward": "engine.backward(loss) and optimizer.step(): no optimizer may step during the backward",
     "unscale_gradients": "engine.clip_gradients, which unscales them, or engine.strategy.unscale(optimizer)",
     "clip_grad_norm_": "engine.clip_gradients(model, optimizer, max_norm=...)",
     "clip_grad_value_": "engine.clip_gradients(model, optimizer, clip_val=...)",
@@ -218,7 +166,6 @@ ENGINE_MEMBERS = {
     "engine.gather_uneven(torch.cat(outputs) if outputs else None)",
     "pad_across_processes": "engine.gather_uneven, which needs no padding",
     "reduce": "engine.all_reduce",
-    **dict.fromkeys(("set_trigger", "check_trigger"), "engine.all_reduce(flag, reduce_op='max')"),
     **dict.fromkeys(("is_main_process", "is_last_process"), "engine.is_global_zero, or engine.global_rank"),
     **dict.fromkeys(("is_local_main_process", "local_process_index"), "engine.local_rank"),
     "process_index": "engine.global_rank",
@@ -236,13 +183,9 @@ ENGINE_MEMBERS = {
     ),
     **dict.fromkeys(("distributed_type", "state", "is_fsdp2", "deepspeed_plugin"), "engine.strategy"),
     "maybe_context_parallel": "strategy=FSDPStrategy(context_parallel=N), which splits the sequences",
-    "deepspeed_ulysses_dl_adapter": "strategy=FSDPStrategy(context_parallel=N, context_exchange='heads')",
     "unwrap_model": "model.module, and engine.full_state_dict(model) for its weights",
     "get_state_dict": "engine.full_state_dict(model)",
     **dict.fromkeys(("save_state", "save_model"), _SAVE),
-    "should_save_model": "engine.save on all processes, which writes what is to be written",
-    "save_iteration": "a path of your own for engine.save, such as f'checkpoints/{step}'",
-    **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), "the dict given to engine.save"),
     **dict.fromkeys(("load_state", "register_for_checkpointing"), "engine.load(path, state), and the object in state"),
     "skip_first_batches": "engine.load: loaders go on at their next batch",
     "split_between_processes": "engine.global_rank and world_size, or a loader of the inputs",
@@ -255,7 +198,6 @@ ENGINE_MEMBERS = {
     "log": _OWN_LOGGER,
     "profile": "torch.profiler.profile around the loop",
     **dict.fromkeys(("end_training", "free_memory", "clear"), _BLOCK_END),
-    "verify_device_map": "nothing: a model with a device map is for predictions, and refused where it would train",
 }
 """Members of `Accelerator` -> for an Engine."""
 
@@ -297,7 +239,6 @@ NAMES = {
     "ProjectConfiguration": "Trainer(default_root_dir=), and ModelCheckpoint(save_top_k=, save_last=)",
     **dict.fromkeys(("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), f"Trainer({_FP8})"),
     "DistributedType": "trainer.strategy.name",
-    "is_rich_available": "importlib.util.find_spec('rich')",
 }
 """Names that accelerate and accelerate.utils export -> here."""
 
@@ -305,15 +246,12 @@ _PER_MACHINE = "--nproc-per-node N: processes on this machine, not on all of the
 _ADDRESS = "--rdzv HOST:PORT, the same on all machines"
 _STRATEGY = "Trainer(strategy=...), or --trainer.strategy NAME behind `trainer fit`"
 _TPU = "Trainer(accelerator='tpu') and no launcher: one process drives all cores"
-_POD = "gcloud compute tpus tpu-vm ssh NAME --worker=all --command 'trainer fit ...'"
 
 LAUNCH_OPTIONS = {
     **dict.fromkeys(("--main-process-ip", "--main-process-port"), _ADDRESS),
     "--num-processes": _PER_MACHINE,
     "--num-machines": "--nnodes N: machines",
     "--machine-rank": "--node-rank N, or nothing: the machines are numbered by themselves",
-    "--same-network": "nothing: machines meet at --rdzv, wherever they are",
-    **dict.fromkeys(("--role", "--monitor-interval"), "nothing: processes are watched all the time, and have one role"),
     "--multi-gpu": "nothing: one process is started for each GPU; --nproc-per-node N starts N",
     "--gpu-ids": "CUDA_VISIBLE_DEVICES=0,1 before the command, or --trainer.devices '[0, 1]' behind `trainer fit`",
     **dict.fromkeys(("--cpu", "--use-cpu"), "Trainer(accelerator='cpu') in the script, and --nproc-per-node N"),
@@ -329,8 +267,6 @@ LAUNCH_OPTIONS = {
         ("--use-deepspeed", "--use-fsdp", "--use-megatron-lm", "--use-parallelism-config", "--zero-stage"), _STRATEGY
     ),
     **dict.fromkeys(("--tpu", "--use-xla"), _TPU),
-    **dict.fromkeys(("--tpu-cluster", "--no-tpu-cluster", "--tpu-use-sudo", "--vm", "--env"), _POD),
-    "--main-training-function": "a function that the script itself calls",
     "--deepspeed-config-file": "DeepSpeedStrategy(config=FILE) as strategy; `trainer config --from FILE` translates it",
     **dict.fromkeys(
         ("--deepspeed-hostfile", "--deepspeed-multinode-launcher"),
@@ -341,8 +277,6 @@ LAUNCH_OPTIONS = {
     ),
     "--mpirun-hostfile": "mpirun -n N --hostfile FILE trainer fit ..., whose variables are read",
     "--debug": "nothing: a collective that not all processes make is always reported",
-    "--quiet": "nothing: the output of all processes goes to this terminal",
-    **dict.fromkeys(("--aws-access-key-id", "--aws-secret-access-key"), "SageMaker's own estimator, with torchrun"),
 }
 """Options of `accelerate launch` -> of `trainer launch`."""
 
@@ -362,9 +296,4 @@ def launch_option_words(option: str) -> str | None:
     """Return what to use instead of an option of `accelerate launch`, written with dashes; None: it has none such."""
     if option in LAUNCH_OPTIONS:
         return LAUNCH_OPTIONS[option]
-    for prefix, place in _PREFIXES.items():
-        if option.startswith(prefix):
-            field = (option if prefix in ("--offload-", "--zero3-") else f"--{option.removeprefix(prefix)}")[2:]
-            words = STRATEGY_OPTIONS.get(field.replace("-", "_"), "") if "strategy" in place else ""
-            return words if words.startswith("nothing") else f"{place}: {words}" if words else place
-    return None
+    return next((words for prefix, words in _PREFIXES.items() if option.startswith(prefix)), None)

@@ -79,19 +79,23 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     if not target:
         packages = [import_module(f"{PACKAGE}.{one}") for one in ("callbacks", "strategies")]
         found = next((vars(one)[name] for one in packages if isinstance(vars(one).get(name), type)), None)
-        if package.__name__ == PACKAGE:
-            target = next((f"{one.__name__}.{name}" for one in packages if name in public_names(one)), "")
-            target = target or accelerate.NAMES.get(name, "")
         of_our_files = package.__name__.startswith((f"{PACKAGE}.callbacks.", f"{PACKAGE}.strategies."))
         if found is not None and (isinstance(package, LightningPath) or of_our_files):
             return found
-        target = target or _words_of_package(package.__name__.partition(".")[2])
-        of_a_file = not hasattr(package, "__path__")  # such as what the file imports, to which nothing is compared
-        known = vars(package).get("__all__", ()) if of_a_file else public_names(package)
-        unlike_ours = not name.startswith("__") and not did_you_mean(name, known)
-        if not target and unlike_ours and package.__name__ != PACKAGE:
-            target = ELSEWHERE
+        target = _words_for(package, name, packages)
     raise no_such_name(package, name, target, depth=3)
+
+
+def _words_for(package: ModuleType, name: str, packages: list[ModuleType]) -> str:
+    """Return what to use instead of a name that is in no table of Lightning's; empty if that is not known."""
+    if package.__name__ == PACKAGE:
+        home = next((one.__name__ for one in packages if name in public_names(one)), "")
+        return f"{home}.{name}" if home else accelerate.NAMES.get(name, "")
+    if words := _words_of_package(package.__name__.partition(".")[2]):
+        return words
+    of_a_file = not hasattr(package, "__path__")  # such as what the file imports, to which nothing is compared
+    known = vars(package).get("__all__", ()) if of_a_file else public_names(package)
+    return "" if name.startswith("__") or did_you_mean(name, known) else ELSEWHERE
 
 
 def _words_of_package(inside: str) -> str:

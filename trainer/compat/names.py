@@ -65,24 +65,9 @@ NAMES: dict[str, str] = {
     "disable_possible_user_warnings": "warnings.filterwarnings",
     "measure_flops": "torch.utils.flop_counter.FlopCounterMode",
     "garbage_collection_cuda": "gc.collect() and torch.cuda.empty_cache()",
-    "is_oom_error": "isinstance(error, torch.OutOfMemoryError)",
-    "is_cuda_out_of_memory": "isinstance(error, torch.OutOfMemoryError)",
-    "recursive_detach": "torch.utils._pytree.tree_map over the values; outputs for hooks are detached already",
-    "get_torchvision_model": "torchvision.models.get_model",
     "apply_to_collection": "torch.utils._pytree.tree_map, or lightning_utilities.core.apply_func",
     "load": "torch.load(path, map_location='cpu', weights_only=True)",
     "get_filesystem": "fsspec.core.url_to_fs(path)[0]",
-    "has_len": "hasattr(loader, '__len__')",
-    "rank_zero_module": "trainer.utilities, which has rank_zero_only and the like",
-    "_METRIC": "typing:Any",
-    "_DEVICE": "typing:Any",
-    "_MAP_LOCATION_TYPE": "typing:Any",
-    "_LRScheduler": "torch.optim.lr_scheduler:LRScheduler",
-    "_TORCH_LRSCHEDULER": "torch.optim.lr_scheduler:LRScheduler",
-    "LRSchedulerTypeTuple": "(torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)",
-    "extract_batch_size": "self.log(batch_size=): by default as many as the DataLoader put into the batch",
-    "has_len_all_ranks": "trainer.num_training_batches, which is math.inf where no length is known",
-    "LayerSummary": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text",
     "summarize": "trainer.callbacks.model_summary:summarize",
     **dict.fromkeys(
         (
@@ -104,7 +89,6 @@ NAMES: dict[str, str] = {
     "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
     "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
     "TorchCheckpointIO": "nothing: checkpoints are folders of safetensors and JSON",
-    "XLACheckpointIO": "Trainer(strategy='xla'), which writes checkpoints as all strategies do",
     "Precision": "trainer.precision:Precision",
     "PrecisionPlugin": "trainer.precision:Precision",
     "MixedPrecision": "trainer.compat.plugins:MixedPrecision",
@@ -125,7 +109,6 @@ NAMES: dict[str, str] = {
     "LSFEnvironment": "trainer launch or torchrun on each machine of the LSF job",
     "KubeflowEnvironment": "trainer.compat.plugins:TorchElasticEnvironment",
     "XLAEnvironment": "Trainer(strategy='xla')",
-    "LayerSync": "Trainer(sync_batchnorm=True)",
     "TorchSyncBatchNorm": "trainer.compat.plugins:TorchSyncBatchNorm",
     "DDPStrategy": "trainer.strategies:DDPStrategy",
     "FSDPStrategy": "trainer.strategies:FSDPStrategy",
@@ -139,9 +122,6 @@ NAMES: dict[str, str] = {
     "XLAFSDPStrategy": "trainer.strategies:XlaFsdpStrategy",
     "SingleDeviceXLAStrategy": "trainer.strategies:XlaStrategy",
     "DataParallelStrategy": "strategy='ddp'",
-    "ColossalAIStrategy": "strategy='deepspeed_stage_3' or 'fsdp', which shard the weights",
-    "SingleTPUStrategy": "trainer.strategies:XlaStrategy",
-    **dict.fromkeys(("IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy"), "accelerator='auto'"),
     "Profiler": "trainer.callbacks:Profiler",
     "SimpleProfiler": "trainer.callbacks:SimpleProfiler",
     "AdvancedProfiler": "trainer.callbacks:AdvancedProfiler",
@@ -155,59 +135,27 @@ NAMES: dict[str, str] = {
     "BatchSizeFinder": "Tuner(trainer).scale_batch_size(module) of trainer.tuner, or `trainer tune batch-size`",
     "LearningRateFinder": "Tuner(trainer).lr_find(module) of trainer.tuner, or `trainer tune lr`",
     "RichModelSummary": "trainer.callbacks:RichModelSummary",
-    "CometLogger": "a Tracker of your own: twenty lines, see the page 'loggers'",
-    "LitLogger": "a Tracker of your own: twenty lines, see the page 'loggers'",
-    "NeptuneLogger": "a Tracker of your own: twenty lines, see the page 'loggers'",
+    **dict.fromkeys(
+        ("CometLogger", "LitLogger", "NeptuneLogger"), "a Tracker of your own: twenty lines, see the page 'loggers'"
+    ),
     "DummyLogger": "trainer.logger:DummyLogger",
-    "ExperimentWriter": "trainer.callbacks.CSVLogger, whose rows are in `metrics.csv`",
     # the rest
     "LightningCLI": "`trainer fit --config FILE`: see `trainer fit --help`; instead of a script with LightningCLI "
     "write the classes into the file ('module:', 'data:', 'trainer:'), and start it with `trainer fit`",
-    "LightningArgumentParser": "`trainer fit --config FILE`, whose options are those of Trainer and of your classes",
     "SaveConfigCallback": "nothing: a run started by `trainer fit` has config.yaml in its run directory",
     "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
-    "instantiate_module": "the class itself: classes of a configuration file are built by `trainer fit`",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     "__version__": "trainer:__version__",
-    **dict.fromkeys(
-        ("__author__", "__author_email__", "__copyright__", "__docs__", "__docs_url__", "__homepage__", "__license__"),
-        "importlib.metadata.metadata('exact-trainer')",
-    ),
     "module_available": "importlib.util.find_spec",
-    **dict.fromkeys(("LIGHTNING_LOGO", "cli_lightning_logo"), "nothing: there is no logo"),
-    "LightningFlow": "nothing: apps are outside of this package",
-    "LightningWork": "nothing: apps are outside of this package",
-    "LightningApp": "nothing: apps are outside of this package",
     "BoringModel": "a module of your own, such as that of `trainer init`",
     "BoringDataModule": "a data module of your own, such as that of `trainer init`",
     "DemoModel": "a module of your own, such as that of `trainer init`",
-    "ServableModule": "torch.export or to_onnx of the trained module, and a server of your choice",
-    "ServableModuleValidator": "torch.export or to_onnx of the trained module, and a server of your choice",
     **dict.fromkeys(
         ("ModelHooks", "DataHooks", "CheckpointHooks"),
         "trainer.TrainModule or trainer.DataModule, which have these hooks",
     ),
     "HyperparametersMixin": "trainer.hyperparameters:HasHyperparameters",
-    "WriteInterval": "write_interval='batch', 'epoch' or 'batch_and_epoch'",
-    "Interval": "interval='step' or 'epoch'",
-    **dict.fromkeys(
-        ("get_cpu_stats", "get_nvidia_gpu_stats", "get_device_stats"), "trainer.callbacks.DeviceStatsMonitor"
-    ),
     "ReduceLROnPlateau": "torch.optim.lr_scheduler:ReduceLROnPlateau",
-    "do_nothing_closure": "lambda: None",
-    "ModuleType": "types:ModuleType",
-    "merge_dicts": "dict | dict",
-    "LightningDoublePrecisionModule": "Trainer(precision='64-true')",
-    "RegisterRecordFunction": "trainer.callbacks.TorchProfiler, which records the modules",
-    "ScheduleWrapper": "trainer.callbacks.TorchProfiler(wait=, warmup=, active=)",
-    "remove_module_hooks": "nothing: hooks of DeepSpeed are removed after the run",
-    "TBroadcast": "typing.TypeVar",
-    "TReduce": "typing.TypeVar",
-    **dict.fromkeys(("from_compiled", "to_uncompiled"), "Trainer(compile=True), which leaves the module as it is"),
-    "ds_checkpoint_dir": "a checkpoint folder, the same for all strategies",
-    **dict.fromkeys(("is_cudnn_snafu", "is_out_of_cpu_memory"), "isinstance(error, RuntimeError), and its text"),
-    "is_param_in_hook_signature": "inspect.signature",
-    "DistributedDataParallel": "torch.nn.parallel:DistributedDataParallel",
     "LightningDeprecationWarning": "DeprecationWarning",
     "PossibleUserWarning": "UserWarning",
 }
@@ -222,55 +170,31 @@ PACKAGES_IN_WORDS = {
     "accelerators": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu')",
     "trainer.connectors": "the public attributes of the Trainer, such as callback_metrics, callbacks, train_dataloader",
     "utilities.apply_func": "torch.utils._pytree.tree_map",
-    "utilities.argparse": "`trainer fit --config FILE`, or argparse with Trainer(**vars(args))",
     "utilities.cloud_io": "torch.load and torch.save, or fsspec",
-    "utilities.data": "the DataLoader itself",
-    "utilities.device_parser": "Trainer(devices=...)",
     "utilities.distributed": "torch.distributed, or trainer.strategy.processes",
-    "utilities.enums": "the text of the value, such as strategy='ddp'",
     "utilities.exceptions": "trainer.ConfigError",
     "utilities.imports": "importlib.util.find_spec(name), or torch.__version__",
-    "utilities.memory": "torch.cuda.empty_cache, or trainer.callbacks.DeviceStatsMonitor",
     "utilities.seed": "trainer.seed_everything",
-    "utilities.testing": "pytest",
     "utilities.types": "typing.Any",
     "callbacks.progress": "RichProgressBarTheme for the looks of the bar, or a subclass of ProgressBar",
     "core.saving": "save_hyperparameters and load_from_checkpoint(hparams_file=), or yaml.safe_load",
     "demos": "a module or dataset of your own, such as those of `trainer init`",
     "loops": "trainer.progress and the hooks: a loop is no object here",
-    "overrides": "nothing: the strategy wraps the module, and an evaluation repeats no sample",
-    "utilities.migration": "`trainer checkpoint import`",
-    "utilities.upgrade_checkpoint": "`trainer checkpoint import`",
-    "utilities.model_registry": "the registry's own client, and load_from_checkpoint",
     "utilities.model_summary": "trainer.callbacks.model_summary.summarize(module), which returns the table as text",
-    "utilities.parsing": "getattr, setattr and self.hparams, or inspect.signature",
 }
 """Lightning's packages -> what to use instead of a name of theirs that is not in `NAMES`."""
 
 _BARS = {
     **dict.fromkeys(
-        ("init_sanity_tqdm", "init_train_tqdm", "init_validation_tqdm", "init_test_tqdm", "init_predict_tqdm"),
-        "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
-    ),
-    **dict.fromkeys(
-        ("train_progress_bar", "val_progress_bar", "test_progress_bar", "predict_progress_bar"),
-        "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
-    ),
-    **dict.fromkeys(
         (
-            *("sanity_check_description", "train_description", "validation_description", "test_description"),
-            *("predict_description", "has_dataloader_changed", "reset_dataloader_idx_tracker", "BAR_FORMAT"),
-            *("process_position", "is_disabled", "is_enabled", "enable"),
+            *("init_sanity_tqdm", "init_train_tqdm", "init_validation_tqdm", "init_test_tqdm", "init_predict_tqdm"),
+            *("train_progress_bar", "val_progress_bar", "test_progress_bar", "predict_progress_bar"),
         ),
-        "refresh_rate=0 to show nothing, or a callback of your own",
+        "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
     ),
+    **dict.fromkeys(("is_disabled", "is_enabled", "enable"), "refresh_rate=0 to show nothing"),
     "trainer": "the argument of each hook",
     "print": "trainer.print",
-    "total_train_batches": "trainer.num_training_batches",
-    "total_val_batches": "trainer.num_val_batches",
-    "total_val_batches_current_dataloader": "trainer.num_val_batches",
-    "total_test_batches_current_dataloader": "trainer.num_test_batches",
-    "total_predict_batches_current_dataloader": "trainer.num_predict_batches",
 }
 
 _ENGINE = {
@@ -324,7 +248,6 @@ WORDS: dict[str, dict[str, str]] = {
         "test_loop": "trainer.testing, test_loaders, num_test_batches",
         "predict_loop": "trainer.predicting, predict_loaders, num_predict_batches",
         "val_check_batch": "trainer.val_check_interval",
-        "enable_autolog_hparams": "a logger without log_hyperparameters",
         "barebones": "Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, ...)",
         "_accelerator_connector": "trainer.strategy, device, world_size",
         "_data_connector": "trainer.train_loader, val_loaders",
@@ -336,48 +259,19 @@ WORDS: dict[str, dict[str, str]] = {
         "_signal_connector": "trainer.interrupted, received_sigterm",
         "enable_progress_bar": "trainer.progress_bar_callback, which is None without one",
     },
-    "Logger": {
-        "after_save_checkpoint": "on_checkpoint_saved",
-    },
-    "EarlyStopping": {
-        **dict.fromkeys(("mode_dict", "monitor_op", "order_dict"), "mode, 'min' or 'max'"),
-    },
+    "Logger": {"after_save_checkpoint": "on_checkpoint_saved"},
     "ModelCheckpoint": {
-        "CHECKPOINT_EQUALS_CHAR": "auto_insert_metric_name=False and a filename of your own",
-        "CHECKPOINT_JOIN_CHAR": "filename='{epoch}_{step}', with the characters that you like",
+        **dict.fromkeys(
+            ("CHECKPOINT_EQUALS_CHAR", "CHECKPOINT_JOIN_CHAR"), "auto_insert_metric_name=False and a filename of yours"
+        ),
         "CHECKPOINT_NAME_LAST": "last_model_path: 'last' is a pointer to the newest checkpoint",
         "FILE_EXTENSION": "last_model_path: a checkpoint is a folder",
-        "STARTING_VERSION": "nothing: further checkpoints of one name get -v1, -v2",
-        "check_monitor_top_k": "best_k_models and kth_value",
-        "file_exists": "os.path.exists",
         "format_checkpoint_name": "best_model_path or last_model_path",
         "(enable_version_counter)": "nothing: a checkpoint of the same name replaces it, or gets -v1",
     },
-    "ModelSummary": {
-        "summarize": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns text",
-    },
-    "RichModelSummary": {
-        "summarize": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns text",
-    },
-    "LearningRateMonitor": {
-        "lrs": "trainer.callback_metrics, by the names of the curves",
-        **dict.fromkeys(
-            ("last_momentum_values", "last_weight_decay_values"),
-            "trainer.callback_metrics, by the names of their curves",
-        ),
-    },
-    "OnExceptionCheckpoint": {"FILE_EXTENSION": "ckpt_path: a checkpoint is a folder"},
-    "ThroughputMonitor": {
-        "available_flops": "peak_flops=",
-        "kwargs": "window_size=",
-    },
     "ProgressBar": _BARS,
     "TQDMProgressBar": _BARS,
-    "RichProgressBar": {
-        **_BARS,
-        "configure_columns": "a subclass of ProgressBar",
-        "val_sanity_check_bar": "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
-    },
+    "RichProgressBar": _BARS | {"configure_columns": "a subclass of ProgressBar"},
     "StochasticWeightAveraging": dict.fromkeys(
         (
             *("pl_module_contains_batch_norm", "reset_batch_norm_and_save_state", "reset_momenta", "swa_end"),
@@ -385,100 +279,53 @@ WORDS: dict[str, dict[str, str]] = {
         ),
         "nothing: a subclass of WeightAveraging decides by should_update",
     ),
-    "CSVLogger": {"LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'"},
-    "MLFlowLogger": {"LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'"},
     "WandbLogger": {
-        "LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'",
         "download_artifact": "self.logger.experiment.use_artifact(name).download()",
         **dict.fromkeys(
             ("log_audio", "log_video"), "self.logger.experiment.log({key: wandb.Video(...)}), or wandb.Audio"
         ),
     },
-    "Profiler": {"local_rank": "trainer.local_rank"},
     "AdvancedProfiler": {
-        "local_rank": "trainer.local_rank",
         "(dump_stats)": "profiles, a dict of action to cProfile.Profile: profiles['fit'].dump_stats(path)",
     },
-    "PassThroughProfiler": {"local_rank": "trainer.local_rank"},
-    "SimpleProfiler": {"local_rank": "trainer.local_rank"},
     "PyTorchProfiler": {
-        "local_rank": "trainer.local_rank",
-        "STEP_FUNCTIONS": "wait=, warmup=, active=",
-        "AVAILABLE_SORT_KEYS": "the table next to the trace, sorted by the time of the device",
         "function_events": "the table next to the trace in `profile/` of the run directory",
         "(filename)": "dirpath=",
-        **dict.fromkeys(
-            ("(enabled)", "(use_kineto)", "(use_cuda)", "(use_cpu)"), "nothing: the CPU and the device are recorded"
-        ),
         "(group_by_input_shapes)": "record_shapes=True",
         "(emit_nvtx)": "nsys with --capture-range, and torch.autograd.profiler.emit_nvtx around fit",
-        "(export_to_chrome)": "nothing: traces are always written",
-        "(row_limit)": "nothing: the table has the most expensive operators",
-        "(sort_by_key)": "nothing: the table is sorted by time",
+        **dict.fromkeys(
+            ("(export_to_chrome)", "(row_limit)", "(sort_by_key)", "(table_kwargs)"),
+            "nothing: traces are always written, and a table of the most expensive operators",
+        ),
         "(record_module_names)": "with_stack=True",
-        "(table_kwargs)": "nothing: the table has the most expensive operators",
         "(schedule)": "wait=, warmup=, active= and repeat=",
         "(on_trace_ready)": "dirpath=, the folder of the traces",
     },
     "Engine": _ENGINE,
-    "TensorBoardLogger": {
-        "LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'",
-        "NAME_HPARAMS_FILE": "config.yaml of the run directory",
-        "(flush_secs)": "flush_seconds=",
-        "(max_queue)": "flush_seconds=",
-    },
+    "TensorBoardLogger": dict.fromkeys(("(flush_secs)", "(max_queue)"), "flush_seconds="),
     "ParallelStrategy": {
         "accelerator": "strategy.device",
         "all_gather": "TrainModule.all_gather, or strategy.processes.all_gather_object for data",
         "batch_to_device": "strategy.to_device",
         "block_backward_sync": "strategy.gradient_sync",
         "checkpoint_io": "trainer.save_checkpoint, and ModelCheckpoint(dirpath=) for storage of another kind",
-        "connect": "Trainer.fit, which gives the strategy its module",
         "distributed_sampler_kwargs": "nothing: a plain DataLoader is made to read its process's share",
-        "handles_gradient_accumulation": "Trainer(accumulate_grad_batches=), under every strategy",
-        "is_distributed": "strategy.processes.world_size > 1",
-        "launcher": "Trainer(devices=) or trainer launch, which start the processes",
+        **dict.fromkeys(("training_step", "validation_step", "test_step", "predict_step"), "strategy.call_step"),
+        **dict.fromkeys(("pre_backward", "post_backward"), "an override of strategy.backward"),
         "lightning_module_state_dict": "strategy.module_state",
-        "lightning_restore_optimizer": "strategy.load_optimizer_state",
-        "load_checkpoint": "fit(ckpt_path=), or TrainModule.load_from_checkpoint",
         "load_model_state_dict": "strategy.load_module_state",
         "load_optimizer_state_dict": "strategy.load_optimizer_state",
         "model_sharded_context": "strategy.init_context",
         "model_to_device": "strategy.setup_module",
-        "node_rank": "trainer.node_rank",
         "optimizer_step": "strategy.step",
-        "optimizers": "trainer.optimizers",
         "parallel_devices": "strategy.device, that of this process",
-        "post_backward": "on_after_backward, or an override of strategy.backward",
-        "post_training_step": "an override of strategy.call_step",
-        "pre_backward": "on_before_backward, or an override of strategy.backward",
-        "predict_step": "strategy.call_step",
         "process_dataloader": "on_after_batch_transfer, or the DataLoader itself",
-        "process_group_backend": "nothing: gloo on CPUs, and NCCL too on GPUs",
-        "register_strategies": "Trainer(strategy=) with an object of the class",
-        "remove_checkpoint": "ModelCheckpoint(save_top_k=)",
-        "restore_checkpoint_after_setup": "nothing: every strategy restores after its set-up",
         "save_checkpoint": "trainer.save_checkpoint",
         "setup": "an override of strategy.setup_module or strategy.setup_optimizers",
-        "setup_precision_plugin": "Trainer(precision=)",
         "tensor_init_context": "strategy.init_context",
-        "test_step": "strategy.call_step",
-        "training_step": "strategy.call_step",
-        "validation_step": "strategy.call_step",
         "cluster_environment": "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each process",
-        "configure_ddp": "strategy.setup_module",
-        "deepspeed_engine": "strategy.module_state and optimizer_state",
-        "DEEPSPEED_ENV_VAR": "DeepSpeedStrategy(config=...)",
         "device_mesh": "self.device_mesh of the module",
-        "init_deepspeed": "strategy.setup_optimizers",
-        "lr_scheduler_configs": "trainer.scheduler_configs",
-        "mixed_precision_config": "Trainer(precision=)",
         "no_backward_sync": "strategy.gradient_sync",
-        "zero_stage_3": "strategy.shards_state",
-        **dict.fromkeys(
-            ("setup_distributed", "set_world_ranks", "determine_ddp_device_ids", "get_registered_strategies"),
-            "strategy.setup_environment; a strategy of your own is given as an object: Trainer(strategy=MyStrategy())",
-        ),
         "(accelerator)": "Trainer(accelerator=)",
         "(checkpoint_io)": "ModelCheckpoint(dirpath=), for storage of another kind too",
         "(cluster_environment)": "nothing: the environment is found by its variables",
@@ -497,7 +344,6 @@ WORDS: dict[str, dict[str, str]] = {
 
 KEEP_OUTPUTS = "append what is needed to a list of the module in the step, read it there, and clear it"
 _PER_PROCESS = "each process has its own batch and loss"
-_IN_DDP = "Trainer(strategy='ddp', sync_batchnorm=True), or a subclass of trainer.strategies.DDPStrategy"
 
 FORMER_HOOKS = {
     "training_epoch_end": f"on_train_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
@@ -517,27 +363,9 @@ FORMER_HOOKS = {
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
     "on_keyboard_interrupt": "on_exception, which gets the KeyboardInterrupt",
-    "on_init_start": "setup",
-    "on_init_end": "setup",
-    "on_configure_sharded_model": "setup",
-    "on_before_accelerator_backend_setup": "setup",
-    "on_post_move_to_device": "__init__ or configure_model, in which to tie weights: the strategies keep them tied",
-    "on_hpc_save": "on_save_checkpoint",
-    "on_hpc_load": "on_load_checkpoint",
-    "on_pre_performance_check": "on_validation_start",
-    "on_post_performance_check": "on_validation_end",
-    "on_train_dataloader": "train_dataloader",
-    "on_val_dataloader": "val_dataloader",
-    "on_test_dataloader": "test_dataloader",
-    "on_predict_dataloader": "predict_dataloader",
-    "tng_dataloader": "train_dataloader",
     "configure_sharded_model": "configure_model",
-    "configure_apex": "Trainer(precision='16-mixed')",
-    "amp_scale_loss": "Trainer(precision='16-mixed')",
-    **dict.fromkeys(("configure_ddp", "init_ddp_connection", "configure_sync_batchnorm"), _IN_DDP),
     "tbptt_split_batch": "automatic_optimization = False, and a loop over the parts in training_step",
     "get_progress_bar_dict": "self.log(..., prog_bar=True)",
-    "get_tqdm_dict": "self.log(..., prog_bar=True)",
 }
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
@@ -601,71 +429,29 @@ FURTHER_ARGUMENTS = {
 }
 """Lightning's class -> arguments that its constructor takes by position after those that ours takes."""
 
-_FABRIC_MODULES = (
-    "fabric.__about__ fabric.accelerators fabric.accelerators.accelerator fabric.accelerators.cpu "
-    "fabric.accelerators.cuda fabric.accelerators.mps fabric.accelerators.registry fabric.accelerators.xla "
-    "fabric.cli fabric.connector fabric.fabric fabric.loggers fabric.loggers.csv_logs fabric.loggers.logger "
-    "fabric.loggers.tensorboard fabric.plugins fabric.plugins.collectives fabric.plugins.collectives.collective "
-    "fabric.plugins.collectives.single_device fabric.plugins.collectives.torch_collective "
-    "fabric.plugins.environments fabric.plugins.environments.cluster_environment "
-    "fabric.plugins.environments.kubeflow fabric.plugins.environments.lightning fabric.plugins.environments.lsf "
-    "fabric.plugins.environments.mpi fabric.plugins.environments.slurm fabric.plugins.environments.torchelastic "
-    "fabric.plugins.environments.xla fabric.plugins.io fabric.plugins.io.checkpoint_io fabric.plugins.io.torch_io "
-    "fabric.plugins.io.xla fabric.plugins.precision fabric.plugins.precision.amp "
-    "fabric.plugins.precision.bitsandbytes fabric.plugins.precision.deepspeed fabric.plugins.precision.double "
-    "fabric.plugins.precision.fsdp fabric.plugins.precision.half fabric.plugins.precision.precision "
-    "fabric.plugins.precision.transformer_engine fabric.plugins.precision.utils fabric.plugins.precision.xla "
-    "fabric.strategies fabric.strategies.ddp fabric.strategies.deepspeed fabric.strategies.dp fabric.strategies.fsdp "
-    "fabric.strategies.launchers fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
-    "fabric.strategies.launchers.subprocess_script fabric.strategies.launchers.xla fabric.strategies.model_parallel "
-    "fabric.strategies.parallel fabric.strategies.registry fabric.strategies.single_device "
-    "fabric.strategies.single_xla fabric.strategies.strategy fabric.strategies.xla fabric.strategies.xla_fsdp "
-    "fabric.utilities fabric.utilities.apply_func fabric.utilities.cloud_io fabric.utilities.consolidate_checkpoint "
-    "fabric.utilities.data fabric.utilities.device_dtype_mixin fabric.utilities.device_parser "
-    "fabric.utilities.distributed fabric.utilities.enums fabric.utilities.exceptions fabric.utilities.imports "
-    "fabric.utilities.init fabric.utilities.load fabric.utilities.logger fabric.utilities.optimizer "
-    "fabric.utilities.rank_zero fabric.utilities.registry fabric.utilities.seed fabric.utilities.spike "
-    "fabric.utilities.testing fabric.utilities.throughput fabric.utilities.types fabric.utilities.warnings "
-    "fabric.wrappers"
-)
-
 MODULES = (
-    "__about__ accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps "
-    "accelerators.xla app callbacks.batch_size_finder callbacks.callback callbacks.device_stats_monitor "
-    "callbacks.finetuning callbacks.gradient_accumulation_scheduler callbacks.lambda_function callbacks.lr_finder "
-    "callbacks.model_checkpoint callbacks.on_exception_checkpoint callbacks.progress "
-    "callbacks.progress.progress_bar callbacks.progress.rich_progress callbacks.progress.tqdm_progress "
-    "callbacks.pruning callbacks.rich_model_summary callbacks.spike callbacks.stochastic_weight_avg "
-    "callbacks.throughput_monitor callbacks.weight_averaging core core.datamodule core.hooks core.mixins "
-    "core.mixins.hparams_mixin core.module core.optimizer core.saving demos demos.boring_classes demos.lstm "
-    "demos.mnist_datamodule demos.transformer fabric loggers loggers.comet loggers.csv_logs loggers.litlogger "
-    "loggers.logger loggers.mlflow loggers.neptune loggers.tensorboard loggers.utilities loggers.wandb loops "
-    "loops.evaluation_loop loops.fetchers loops.fit_loop loops.loop loops.optimization loops.optimization.automatic "
-    "loops.optimization.closure loops.optimization.manual loops.prediction_loop loops.progress "
-    "loops.training_epoch_loop loops.utilities overrides overrides.base overrides.distributed plugins "
-    "plugins.environments plugins.io plugins.io.async_plugin plugins.io.checkpoint_plugin plugins.io.torch_plugin "
-    "plugins.io.wrapper plugins.io.xla_plugin plugins.layer_sync plugins.precision plugins.precision.amp "
-    "plugins.precision.bitsandbytes plugins.precision.deepspeed plugins.precision.double plugins.precision.fsdp "
-    "plugins.precision.half plugins.precision.precision plugins.precision.precision_plugin "
-    "plugins.precision.transformer_engine plugins.precision.xla profilers profilers.advanced profilers.base "
-    "profilers.profiler profilers.pytorch profilers.simple profilers.xla pytorch serve serve.servable_module "
-    "serve.servable_module_validator strategies.launchers strategies.launchers.launcher "
-    "strategies.launchers.multiprocessing strategies.launchers.subprocess_script strategies.launchers.xla "
-    "strategies.model_parallel strategies.parallel strategies.single_device strategies.single_xla "
-    "strategies.strategy trainer.call trainer.configuration_validator trainer.connectors "
-    "trainer.connectors.accelerator_connector trainer.connectors.callback_connector "
-    "trainer.connectors.checkpoint_connector trainer.connectors.data_connector trainer.connectors.logger_connector "
-    "trainer.connectors.logger_connector.fx_validator trainer.connectors.logger_connector.logger_connector "
-    "trainer.connectors.logger_connector.result trainer.connectors.signal_connector trainer.setup trainer.states "
-    "trainer.trainer tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning utilities utilities.argparse "
-    "utilities.combined_loader utilities.compile utilities.consolidate_checkpoint utilities.data "
-    "utilities.deepspeed utilities.enums utilities.exceptions utilities.grads utilities.imports utilities.memory "
-    "utilities.meta utilities.migration utilities.migration.migration utilities.migration.utils "
-    "utilities.model_helpers utilities.model_registry utilities.model_summary utilities.model_summary.model_summary "
-    "utilities.model_summary.model_summary_deepspeed utilities.parameter_tying utilities.parsing "
-    "utilities.rank_zero utilities.seed utilities.signature_utils utilities.testing utilities.types "
-    "utilities.upgrade_checkpoint utilities.warnings"
-    f" {_FABRIC_MODULES}"
+    "__about__ accelerators accelerators.accelerator callbacks.batch_size_finder callbacks.callback "
+    "callbacks.device_stats_monitor callbacks.finetuning callbacks.gradient_accumulation_scheduler "
+    "callbacks.lambda_function callbacks.lr_finder callbacks.model_checkpoint callbacks.on_exception_checkpoint "
+    "callbacks.progress callbacks.progress.progress_bar callbacks.progress.rich_progress "
+    "callbacks.progress.tqdm_progress callbacks.pruning callbacks.rich_model_summary callbacks.spike "
+    "callbacks.stochastic_weight_avg callbacks.throughput_monitor callbacks.weight_averaging core core.datamodule "
+    "core.hooks core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving demos "
+    "demos.boring_classes fabric fabric.accelerators fabric.fabric fabric.loggers fabric.plugins "
+    "fabric.plugins.environments fabric.plugins.precision fabric.strategies fabric.utilities "
+    "fabric.utilities.apply_func fabric.utilities.cloud_io fabric.utilities.exceptions fabric.utilities.rank_zero "
+    "fabric.utilities.seed fabric.utilities.throughput fabric.utilities.types fabric.utilities.warnings "
+    "fabric.wrappers loggers loggers.comet loggers.csv_logs loggers.logger loggers.mlflow loggers.neptune "
+    "loggers.tensorboard loggers.wandb loops loops.fit_loop overrides overrides.distributed plugins "
+    "plugins.environments plugins.io plugins.io.async_plugin plugins.layer_sync plugins.precision "
+    "plugins.precision.amp plugins.precision.precision profilers profilers.advanced profilers.profiler "
+    "profilers.pytorch profilers.simple pytorch serve strategies.launchers strategies.model_parallel "
+    "strategies.parallel strategies.single_device strategies.strategy trainer.connectors "
+    "trainer.connectors.accelerator_connector trainer.connectors.data_connector trainer.states trainer.trainer tuner "
+    "tuner.lr_finder tuner.tuning utilities utilities.combined_loader utilities.consolidate_checkpoint "
+    "utilities.data utilities.deepspeed utilities.enums utilities.exceptions utilities.grads utilities.imports "
+    "utilities.memory utilities.model_helpers utilities.model_summary utilities.model_summary.model_summary "
+    "utilities.parsing utilities.rank_zero utilities.seed utilities.types utilities.warnings"
 )
 """Lightning's modules, without the name of its package; modules of the same name here are found first."""
 
@@ -687,7 +473,6 @@ TRAINER_ARGUMENTS = {
     "config": "trainer fit --config FILE",
     "enable_autolog_hparams": "a logger whose log_hyperparameters does nothing",
     "model_registry": "trainer checkpoint export, and the registry's own client",
-    "automatic_optimization": "automatic_optimization = False in the module",
 }
 """Arguments of other trainers' Trainer -> what to use instead."""
 
@@ -699,7 +484,6 @@ OTHER_PRECISIONS = {
     **dict.fromkeys(
         ("transformer-engine", "transformer-engine-float16", "te", "float8"), "'fp8', 'fp8-rowwise' or 'mxfp8'"
     ),
-    "nvfp4": "'mxfp8', or 'fp8': numbers of 4 bits are not there",
 }
 """Names of other trainers' and torch's precisions -> the equivalents here."""
 
@@ -716,9 +500,6 @@ OTHER_STRATEGIES = {
     "fsdp2": "'fsdp'",
     **{f"zero{stage}": f"'deepspeed_stage_{stage}'" for stage in (1, 2, 3)},
     "deepspeed_stage_1_offload": "DeepSpeedStrategy(stage=1, offload_optimizer='cpu') from trainer.strategies",
-    **dict.fromkeys(
-        ("megatron", "megatron_lm"), "FSDPStrategy(tensor_parallel=, pipeline_parallel=, ...) of trainer.strategies"
-    ),
     "tpu": "'xla' or 'xla_fsdp', with accelerator='tpu'",
 }
 """Names of other trainers' strategies -> the equivalent here."""
@@ -750,15 +531,9 @@ STRATEGY_OPTIONS = {
     "offload_params_device": "offload_parameters=",
     "data_parallel_size": "nothing: the processes that the other sizes leave read different samples",
     "tensor_parallel_size": "tensor_parallel=",
-    "save_distributed_checkpoint": "nothing: each process writes its shards",
     "exclude_frozen_parameters": "ModelCheckpoint(trainable_only=True)",
-    "load_full_weights": "nothing: checkpoints are readable under every strategy",
     "ddp_comm_wrapper": "comm_hook=, with a function that calls the other",
-    "model_averaging_period": "comm_hook= of torch.distributed.algorithms.ddp_comm_hooks",
-    "start_method": "nothing: the processes are started anew, or forked by trainer.launch in a notebook",
-    "debug": "the environment variable PT_XLA_DEBUG",
     "zero_optimization": "stage=",
-    "remote_device": "offload_parameters=",
     **dict.fromkeys(
         (
             *("params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size"),

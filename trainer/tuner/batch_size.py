@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -184,15 +184,18 @@ def check_search(
     method: str, mode: str, steps_per_trial: int, init_val: int, max_trials: int, max_val: int, margin: float
 ) -> None:
     """Raise a ConfigError for arguments with which there is no search."""
-    if method != "fit":
-        raise ConfigError(f"scale_batch_size(method={method!r}): only 'fit' is there, which takes the most memory.")
-    if mode not in ("power", "binsearch"):
-        raise ConfigError(f"scale_batch_size(mode={mode!r}): allowed are 'power' and 'binsearch'.")
-    numbers = {"steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials, "max_val": max_val}
-    for name, value in numbers.items():
-        least = 2 if name == "steps_per_trial" else 1
-        if type(value) is not int or value < least:
-            raise ConfigError(f"scale_batch_size({name}={value!r}): give an integer from {least}.")
+    if method != "fit" or mode not in ("power", "binsearch"):
+        raise ConfigError(
+            f"scale_batch_size(method={method!r}, mode={mode!r}): the method is 'fit', the mode 'power' or 'binsearch'."
+        )
+    numbers = {
+        "steps_per_trial": steps_per_trial - 1,
+        "init_val": init_val,
+        "max_trials": max_trials,
+        "max_val": max_val,
+    }
+    if min(numbers.values()) < 1:
+        raise ConfigError(f"scale_batch_size({', '.join(numbers)}): give integers from 1, and 2 steps at least.")
     if not 0 <= margin < 1:
         raise ConfigError(f"scale_batch_size(margin={margin!r}): give a number from 0 and below 1.")
 
@@ -207,26 +210,3 @@ def check_several(config: ResolvedConfig, module: TrainModule) -> None:
         )
     if not module.automatic_optimization:
         raise ConfigError("scale_batch_size on several processes needs automatic optimization: use devices=1.")
-
-
-def with_batch_size(loader: Any, size: int) -> Any:
-    """Return a DataLoader like another one, with another batch size.
-
-    Raises:
-        ConfigError: it has a batch sampler of its own, or is no DataLoader.
-    """
-    from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-
-    if type(loader) is not DataLoader or type(getattr(loader, "batch_sampler", None)) not in (BatchSampler, type(None)):
-        raise ConfigError(
-            f"scale_batch_size cannot change the batch size of a {type(loader).__name__}"
-            f"{' with a batch sampler of its own' if isinstance(loader, DataLoader) else ''}: give a plain DataLoader, "
-            "or a module or data module with an attribute batch_size, from which train_dataloader makes the loader."
-        )
-    options: dict[str, Any] = {
-        name: getattr(loader, name)
-        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
-    }
-    if not isinstance(loader.dataset, IterableDataset):
-        options["sampler"] = loader.sampler
-    return DataLoader(loader.dataset, batch_size=size, drop_last=True, **options)

@@ -74,7 +74,7 @@ class LRFinder:
         self.falls: dict[float, Fall] = {}
         """By constant learning rates: how much the loss falls."""
         self.stopped = ""
-        """The reason for which there is no suggestion, or why one outside of the range may be better."""
+        """The reason why there is no suggestion, or why a better one may be outside of the range; else ""."""
         self._found: float | None = None
 
     def lr_at(self, step: int) -> float:
@@ -84,16 +84,8 @@ class LRFinder:
             return self.lr_min + part * (self.lr_max - self.lr_min)
         return float(self.lr_min * (self.lr_max / self.lr_min) ** part)
 
-    def lack(self, steps: str = "num_training", low: str = "min_lr", high: str = "max_lr") -> str:
-        """Return the reason why there is no suggestion, or why a better one may be outside of the range; else "".
-
-        Args:
-            steps, low, high: the names of these arguments for the user.
-        """
-        return self.stopped.format(steps=steps, low=low, high=high)
-
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return a learning rate that trains; None if the loss falls at none, see `lack`.
+        """Return a learning rate that trains; None if the loss falls at none, see `stopped`.
 
         Args:
             skip_begin, skip_end: without effect, since the suggestion is no point of the curve.
@@ -144,11 +136,12 @@ class LRFinder:
             if fall.mean > max(SURE * fall.error, ROUNDING * abs(level)):
                 self._found = math.sqrt(best * self._lowest(attempt, start[:length], best))
                 if best * FACTOR > self.lr_max:
-                    self.stopped = f"the loss falls furthest at {best:.3g}, where the range ends: try a higher {{high}}"
+                    self.stopped = f"the loss falls furthest at {best:.3g}, where the range ends: try a higher max_lr"
                 return
         self.stopped = (
             f"no descent seen: at no learning rate from {self.lr_min:.3g} to {self.lr_max:.3g} the loss falls by more "
-            "than it varies from step to step. Give larger batches or more {steps}; or a lower {low} or a higher {high}"
+            "than it varies from step to step. Give larger batches or more num_training; or a lower min_lr or a higher "
+            "max_lr"
         )
 
     def _is_usable(self, start: Losses) -> bool:
@@ -283,14 +276,15 @@ def check_range(
     method: str, min_lr: float, max_lr: float, num_training: int, mode: Literal["exponential", "linear"] | str
 ) -> None:
     """Raise a ConfigError for arguments with which there is no range test."""
-    if method != "fit":
-        raise ConfigError(f"lr_find(method={method!r}): a range test trains: leave method out, or give 'fit'.")
+    if method != "fit" or mode not in ("exponential", "linear"):
+        raise ConfigError(
+            f"lr_find(method={method!r}, mode={mode!r}): a range test trains, so the method is 'fit'; the mode is "
+            "'exponential' or 'linear'."
+        )
     if not 0 < min_lr < max_lr < math.inf:
         raise ConfigError(f"lr_find(min_lr={min_lr!r}, max_lr={max_lr!r}): give 0 < min_lr < max_lr.")
     if type(num_training) is not int or num_training < 2:
         raise ConfigError(f"lr_find(num_training={num_training!r}): give an integer from 2.")
-    if mode not in ("exponential", "linear"):
-        raise ConfigError(f"lr_find(mode={mode!r}): allowed are 'exponential' and 'linear'.")
 
 
 answer_further_names(__name__)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import ConfigError, TrainerError
 from trainer.model.memory_limit import is_out_of_memory
 from trainer.tuner.batch_size import LEAST_GROWTH, release_memory
+from trainer.tuner.loaders import loader_like
 
 if TYPE_CHECKING:
     from trainer.data.datamodule import DataModule
@@ -138,26 +139,13 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
     """Return a copy of a DataLoader with other options; `batch_size` is a factor.
 
     Raises:
-        ConfigError: the loader is no plain DataLoader, or its size is to change and it has a batch sampler of its own.
+        ConfigError: the loader is no plain DataLoader, has the options already, or has no batch size to change.
     """
-    from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-
-    if type(loader) is not DataLoader:
-        raise ConfigError(f"the loader is a {type(loader).__name__}, and no plain DataLoader")
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "persistent_workers")
-    own = {name: getattr(loader, name) for name in names}
-    if "batch_size" not in changes and changes.items() <= own.items():
+    if "batch_size" not in changes and all(getattr(loader, name, None) == value for name, value in changes.items()):
         raise ConfigError("the loader has it already")
-    options = own | changes
-    options["persistent_workers"] &= options["num_workers"] > 0
-    factor = options.pop("batch_size", 1)
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        if factor != 1:
-            raise ConfigError("the loader has a batch sampler of its own")
-        return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **options)
-    size = None if loader.batch_size is None else loader.batch_size * factor
-    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-    return DataLoader(loader.dataset, size, sampler=sampler, drop_last=loader.drop_last, **options)
+    if "batch_size" in changes:
+        changes = {**changes, "batch_size": changes["batch_size"] * (getattr(loader, "batch_size", None) or 1)}
+    return loader_like(loader, **changes)
 
 
 def fused(optimizers: Any) -> Any:

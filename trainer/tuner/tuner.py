@@ -20,8 +20,8 @@ from trainer.tuner.batch_size import (
     check_search,
     check_several,
     search,
-    with_batch_size,
 )
+from trainer.tuner.loaders import loader_like
 from trainer.tuner.lr_finder import Losses, LRFinder, Rates, check_range
 from trainer.tuner.throughput import Setting, Throughput, apply, search_settings, settings_to_try, with_options
 from trainer.tuner.trial import run_trial
@@ -98,8 +98,8 @@ class Tuner:
 
         finder.search(attempt, early_stop_threshold)
         found = finder.suggestion()
-        if finder.lack():
-            log.warning("lr_find: %s", finder.lack())
+        if finder.stopped:
+            log.warning("lr_find: %s", finder.stopped)
         if found is not None and update_attr:
             _set(attribute, found)
             log.info("learning rate: %.3g%s", found, "" if attribute else " (the module has no attribute lr to set)")
@@ -161,7 +161,9 @@ class Tuner:
 
         def attempt(size: int) -> float:
             watch = AgreedStopwatch(limit) if several else Stopwatch()
-            loader = train_dataloaders if train_dataloaders is None else with_batch_size(train_dataloaders, size)
+            loader = train_dataloaders
+            if loader is not None:
+                loader = loader_like(loader, batch_size=size, drop_last=True)
             _set(attribute, size)
             given = {"accumulate_grad_batches": "auto"} if several else {}
             with limited_memory(None if several else limit):

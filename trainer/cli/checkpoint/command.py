@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 
-from trainer.cli.options import CommandParser, reports_errors
+from trainer.cli.options import CommandParser, reports_errors, size
 
 SUBCOMMANDS = {
     "ls": "list the checkpoints of a run",
@@ -115,6 +116,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
+        type=size,
         help="write a folder of files of at most this size (5GB, 500MB), and their index, as Hugging Face's loaders "
         "read them",
     )
@@ -130,11 +132,24 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rename",
         metavar="PATTERN=NAME",
+        type=_rule,
         action="append",
         default=[],
         help="replace this regular expression in the names of weights, after --prefix; several are applied in order",
     )
     parser.add_argument("--expand-tied", action="store_true", help="write tied weights under every name")
+
+
+def _rule(text: str) -> str:
+    """Return a rule of `--rename`, PATTERN=NAME."""
+    pattern, separator, replacement = text.partition("=")
+    try:
+        re.compile(f"{pattern}|").sub(replacement, "")
+    except (re.error, IndexError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {pattern!r} is not a regular expression: {error}") from None
+    if not separator or not pattern:
+        raise argparse.ArgumentTypeError(f"{text!r}: write PATTERN=NAME, as in '^layers=model.layers'")
+    return text
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -146,16 +161,17 @@ def _ls(options: argparse.Namespace) -> int:
         found = {"": [summarize(choose(options.path, None), [], options.verify)]}
     else:
         found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
-    require_metrics(options.metric, [one for rows in found.values() for one in rows])
+    every = [one for rows in found.values() for one in rows]
+    require_metrics(options.metric, every)
     if options.json:
-        print(json.dumps([as_data(one) for rows in found.values() for one in rows], indent=2))
+        print(json.dumps([as_data(one) for one in every], indent=2))
         return 0
     for folder, rows in found.items():
-        if folder:
-            print(plain(folder))
-        print("\n".join(table_of(rows, options.metric)) if rows else "  no checkpoint")
-        for name in leftover_names(as_storage_path(folder)) if folder else ():
-            print(f"  {plain(name)}: being written, or left by a process that was killed")
+        lines = [plain(folder)] if folder else []
+        lines += table_of(rows, options.metric) if rows else ["  no checkpoint"]
+        left = leftover_names(as_storage_path(folder)) if folder else []
+        lines += [f"  {plain(name)}: being written, or left by a process that was killed" for name in left]
+        print("\n".join(lines))
     return 0
 
 
@@ -177,32 +193,29 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
     from trainer.checkpoint.manifest import verify_checkpoint
     from trainer.cli.checkpoint.find import checkpoint_folders, choose, is_one, listing, summarize
-    from trainer.cli.checkpoint.report import plain, size
+    from trainer.cli.checkpoint.report import plain
+    from trainer.cli.checkpoint.report import size as readable
 
-    pointers = []
+    broken = []
     if options.ckpt is not None or is_one(options.path):
         paths = [choose(options.path, options.ckpt)]
     else:
         folders = checkpoint_folders(options.path)
         paths = [one.path for folder in folders for one in listing(folder, contents=False)]
         pointers = [
-            f"{folder / f'{name}.json'} points to no checkpoint"
+            (folder / f"{name}.json", CheckpointDirectory(folder).pointer(name))
             for folder in folders
             for name in POINTERS
-            if (folder / f"{name}.json").exists() and CheckpointDirectory(folder).pointer(name) is None
         ]
-    broken = 0
+        broken = [f"{file} points to no checkpoint" for file, target in pointers if target is None and file.exists()]
+    intact = 0
     for path in paths:
         problems = verify_checkpoint(path)
-        broken += bool(problems)
-        print(f"{plain(str(path))}: {'DAMAGED' if problems else f'intact, {size(summarize(path, [], False).bytes)}'}")
-        for problem in problems:
-            print(f"  {plain(problem)}")
-    for problem in pointers:
-        print(plain(problem))
-    if len(paths) != 1:
-        print(f"{len(paths) - broken} of {len(paths)} checkpoints are intact")
-    return 1 if broken or pointers or not paths else 0
+        intact += not problems
+        state = "DAMAGED" if problems else f"intact, {readable(summarize(path, [], False).bytes)}"
+        print("\n  ".join([f"{plain(str(path))}: {state}", *map(plain, problems)]))
+    print("\n".join([*map(plain, broken), f"{intact} of {len(paths)} checkpoints are intact"]))
+    return int(intact < len(paths) or bool(broken) or not paths)
 
 
 def _export(options: argparse.Namespace) -> int:

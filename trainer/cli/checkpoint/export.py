@@ -21,12 +21,11 @@ from trainer.checkpoint.schema import require
 from trainer.checkpoint.shards import StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
-from trainer.cli.options import byte_count
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
 from trainer.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from trainer.model.hugging_face import is_processing_file
 
-HF_SHARD_SIZE = "5GB"
+HF_SHARD_SIZE = 5 * 10**9
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 """Endings of files that others would read by torch.load."""
 INDEX_FILE = "model.safetensors.index.json"
@@ -41,49 +40,49 @@ def export(options: argparse.Namespace) -> int:
     out = local_path(options.out)
     if options.peft:
         return _export_adapters(options, out)
-    given = options.max_shard_size or (HF_SHARD_SIZE if options.hf else None)
-    max_size = None if given is None else byte_count(given, "--max-shard-size", needs_unit=True)
-    if max_size is None and out.is_dir():
-        raise ConfigError(
-            f"{out} is a folder: give the name of a file, such as {out / 'model.safetensors'}, or --max-shard-size 5GB "
-            "and the name of a new folder."
-        )
+    max_size = options.max_shard_size or (HF_SHARD_SIZE if options.hf else None)
     if max_size is None and out.suffix.lower() in PICKLES:
         raise ConfigError(
             f"{out}: export writes safetensors, which torch.load cannot read. Call it "
             f"{out.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file."
         )
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
-    if out.exists() and not options.force:
-        raise ConfigError(f"{out} exists: give another name, or --force to replace it.")
-    if max_size is not None and out.exists() and not (out / INDEX_FILE).is_file():
-        raise ConfigError(f"{out} exists and has no {INDEX_FILE}, so --force does not replace it: give another name.")
+    _check_place(out, options.force, None if max_size is None else INDEX_FILE)
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
-    if options.hf and "base" in state:
-        raise ConfigError(
-            f"{path} holds trained weights alone (trainable_only=True), and --hf writes full models: --peft writes "
-            "adapters. For a full model build the module with load_from_checkpoint, and call merge_and_unload() of its "
-            "PEFT model and then save_pretrained."
-        )
-    prefix, model = _hugging_face_model(state, options.prefix) if options.hf else (options.prefix or "", None)
-    expand_tied = options.expand_tied or (model is not None and not model["tied"])
+    prefix, configs, expand_tied = options.prefix or "", {}, options.expand_tied
+    if options.hf:
+        prefix, model = _hugging_face_model(state, options.prefix)
+        configs, expand_tied = _configs(model, state), expand_tied or not model["tied"]
     weights, notes = _weights(_held(state, options.ema), prefix, expand_tied)
     weights = _converted(_renamed(weights, options.rename), options.dtype)
+    if options.hf:
+        configs["config.json"]["dtype"] = _main_dtype(weights)
+    written = _write_file(out, weights) if max_size is None else _write_folder(out, weights, max_size, configs)
     notes += [
         f"{name!r} is {weight.dtype}, which safetensors lacks: its bytes are written, as uint8"
         for name, weight in weights.items()
         if not is_native(weight.dtype)
     ]
-    if max_size is None:
-        written = _write_file(out, weights)
-    else:
-        written = _write_folder(out, weights, max_size, {} if model is None else _configs(model, weights, state))
     for note in notes:
         print(f"note: {plain(note)}", file=sys.stderr)
     print(f"{out}: {len(weights)} tensors, {size(written)}, of {plain(str(path))}")
     return 0
+
+
+def _check_place(out: Path, force: bool, mark: str | None) -> None:
+    """Raise a ConfigError unless the output can be written.
+
+    Args:
+        mark: the output is a folder, and `force` replaces one that has this file; None: it is a file.
+    """
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
+    if mark is None and out.is_dir():
+        raise ConfigError(f"{out} is a folder: give the name of a file, or --max-shard-size 5GB and a new folder.")
+    if out.exists() and not force:
+        raise ConfigError(f"{out} exists: give another name, or --force to replace it.")
+    if mark is not None and out.exists() and not (out / mark).is_file():
+        raise ConfigError(f"{out} exists and has no {mark}, so --force does not replace it: give another name.")
 
 
 def _export_adapters(options: argparse.Namespace, out: Path) -> int:
@@ -93,31 +92,23 @@ def _export_adapters(options: argparse.Namespace, out: Path) -> int:
         ConfigError: the checkpoint has none, or the output exists.
     """
     if options.hf or options.max_shard_size:
-        raise ConfigError(f"--peft and {'--hf' if options.hf else '--max-shard-size'} exclude each other: give one.")
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
-    if out.exists() and not (options.force and (out / CONFIG_FILE).is_file()):
-        only = f" --force replaces a folder with {CONFIG_FILE} alone." if options.force else " Or --force replaces it."
-        raise ConfigError(f"{out} exists: give another name.{only}")
+        raise ConfigError("--peft goes without --hf and --max-shard-size: give one of them.")
+    _check_place(out, options.force, CONFIG_FILE)
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
     held = _held(state, options.ema)
     require(held, dict, "'model'")
     chosen = _adapters(state, options.prefix)
+    own_writer = "build the module with load_from_checkpoint, and call save_pretrained of its model."
     tensors: dict[str, dict[str, StoredTensor]] = {}
     for name, adapter in chosen.items():
         if adapter["weights"] is None:
-            raise ConfigError(
-                f"--peft: {name!r} ({plain(str(adapter['config'].get('peft_type')))}) computes what it saves: build "
-                "the module with load_from_checkpoint, and call save_pretrained of its model."
-            )
+            raise ConfigError(f"--peft: {name!r} computes what it saves: {own_writer}")
         own = {theirs: held.get(ours) for theirs, ours in adapter["weights"].items()}
-        if absent := [one for one, value in own.items() if not isinstance(value, StoredTensor)]:
-            raise ConfigError(
-                f"--peft: the checkpoint holds no {plain(absent[0])}, as it does not train (trainable_only=True): "
-                "build the module with load_from_checkpoint, and call save_pretrained of its model."
-            )
-        tensors[name] = _converted({theirs: value for theirs, value in own.items() if value is not None}, options.dtype)
+        stored = {theirs: value for theirs, value in own.items() if isinstance(value, StoredTensor)}
+        if absent := sorted(own.keys() - stored.keys()):
+            raise ConfigError(f"--peft: the checkpoint has no {plain(absent[0])} (trainable_only=True): {own_writer}")
+        tensors[name] = _converted(stored, options.dtype)
     storage, written = LocalStorage(), 0
     with storage.atomic_directory(out, replace=out.exists()) as folder:
         for name, weights in tensors.items():
@@ -210,20 +201,25 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
     Raises:
         ConfigError: there is none, or there are several and `prefix` names none of them.
     """
+    if "base" in state:
+        raise ConfigError(
+            "--hf writes full models, and the checkpoint holds trained weights alone (trainable_only=True): --peft "
+            "writes adapters. For a full model build the module with load_from_checkpoint, and call merge_and_unload() "
+            "of its PEFT model and then save_pretrained."
+        )
     models = state.get("hugging_face", {})
     kind = {"config": {str: object}, "generation_config": ({str: object}, None), "tied": bool}
     require(models, {str: kind}, "'hugging_face'")
     if not models:
         raise ConfigError(
             "--hf: the checkpoint names no Hugging Face model (a submodule with save_pretrained and a config): give "
-            "--max-shard-size 5GB and --prefix in its place, and add a config.json by hand."
-            f"{' Its adapters are written by --peft.' if state.get('adapters') else ''}"
+            "--max-shard-size 5GB and --prefix in its place, and add a config.json by hand; --peft writes adapters."
         )
     chosen = _chosen("--hf", models, prefix)
     return chosen, models[chosen]
 
 
-def _configs(model: Mapping[str, Any], weights: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> dict[str, Any]:
+def _configs(model: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of the files next to the weights of a Hugging Face model, those of its tokenizer included."""
     texts = state.get("processing", {})
     require(texts, {str: str}, "'processing'")
@@ -231,10 +227,14 @@ def _configs(model: Mapping[str, Any], weights: Mapping[str, StoredTensor], stat
         raise CheckpointError(
             f"'processing' has {plain(wrong[0])!r:.100}, which is not a file of a tokenizer or processor"
         )
-    dtypes = [weight.dtype for weight in weights.values() if weight.dtype.is_floating_point]
-    main = str(max(dtypes, key=dtypes.count, default=torch.float32)).removeprefix("torch.")
-    configs = {**texts, "config.json": {**model["config"], "dtype": main}}
+    configs = {**texts, "config.json": {**model["config"]}}
     return configs | ({"generation_config.json": model["generation_config"]} if model["generation_config"] else {})
+
+
+def _main_dtype(weights: Mapping[str, StoredTensor]) -> str:
+    """Return the name of the floating dtype that most weights have."""
+    dtypes = [weight.dtype for weight in weights.values() if weight.dtype.is_floating_point]
+    return str(max(dtypes, key=dtypes.count, default=torch.float32)).removeprefix("torch.")
 
 
 def _renamed(weights: Mapping[str, StoredTensor], rules: list[str]) -> dict[str, StoredTensor]:
@@ -243,17 +243,12 @@ def _renamed(weights: Mapping[str, StoredTensor], rules: list[str]) -> dict[str,
     Raises:
         ConfigError: a rule is malformed, or gives two weights one name.
     """
-    renamed = {}
+    patterns = [(re.compile(pattern), name) for pattern, _, name in (rule.partition("=") for rule in rules)]
+    renamed: dict[str, StoredTensor] = {}
     for name, weight in weights.items():
         new = name
-        for rule in rules:
-            pattern, separator, replacement = rule.partition("=")
-            try:
-                new = re.sub(pattern, replacement, new)
-            except (re.error, IndexError) as error:
-                raise ConfigError(f"--rename {rule}: {pattern!r} is not a regular expression: {error}.") from None
-            if not separator or not pattern:
-                raise ConfigError(f"--rename {rule}: write PATTERN=NAME, as in '^layers=model.layers'.")
+        for pattern, replacement in patterns:
+            new = pattern.sub(replacement, new)
         if new in renamed:
             raise ConfigError(f"--rename: two weights would be {new!r}, one of them {name!r}.")
         renamed[new] = weight
@@ -264,16 +259,16 @@ def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, S
     """Return the weights to write by name, and notes about those left out."""
     if not isinstance(state, dict):
         raise CheckpointError("its 'model' is not a state_dict: it was not written by a Trainer.")
-    names = [name for name in state if isinstance(name, str)]
-    if prefix and not prefix.endswith(".") and any(name.startswith(f"{prefix}.") for name in names):
+    texts = {name: value for name, value in state.items() if isinstance(name, str)}
+    if any(name.startswith(f"{prefix}.") for name in texts):
         prefix += "."  # `--prefix net` means the weights of `net`, not `.weight`
     weights: dict[str, StoredTensor] = {}
     first_name: dict[int, str] = {}
     notes = []
-    for name, value in state.items():
-        if not isinstance(name, str) or not name.startswith(prefix):
+    for name, value in texts.items():
+        short = name.removeprefix(prefix)
+        if not name.startswith(prefix):
             continue
-        short = name[len(prefix) :]
         if not isinstance(value, StoredTensor) or not short:
             notes.append(f"{name!r} is not a tensor with a name, and is left out")
         elif id(value) in first_name and not expand_tied:
@@ -282,9 +277,10 @@ def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, S
             first_name.setdefault(id(value), name)
             weights[short] = value
     if not weights:
-        heads = sorted({f"{name.split('.')[0]}." for name in state if isinstance(name, str) and "." in name})
-        there = ", ".join(map(repr, heads))
-        raise ConfigError(f"no weight's name begins with {prefix!r}.{did_you_mean(prefix, heads)} There are: {there}.")
+        heads = sorted({f"{name.partition('.')[0]}." for name in texts})
+        raise ConfigError(
+            f"no weight's name begins with {prefix!r}.{did_you_mean(prefix, heads)} There are: {', '.join(heads)}."
+        )
     return weights, notes
 
 

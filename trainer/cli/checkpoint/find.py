@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory, versions
 from trainer.checkpoint.disk import MANIFEST_FILE, ReadError
-from trainer.checkpoint.manifest import checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.manifest import DATA_FILE, checkpoints_in, find_damage, is_committed, read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.cli.runs.find import by_numbers, run_directories
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
@@ -50,26 +50,15 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
             raise CheckpointError(f"there is no checkpoint or folder {path!r}{_suggestion(given)}")
     if checkpoints_in(given) or _half_written(given):
         return [given]
-    folders = _of_runs_below(given)
     with reading(given):
-        if not folders and (given / CHECKPOINTS).is_dir():
-            return [given / CHECKPOINTS]
+        runs = sorted(run_directories(given), key=by_numbers) if isinstance(given, Path) else versions(given)
+        folders = [run / CHECKPOINTS for run in dict.fromkeys([*runs, given]) if (run / CHECKPOINTS).is_dir()]
     if not folders:
         raise CheckpointError(
             f"{path} is not a checkpoint, and there is none in it. Give a checkpoint, a run directory (with a folder "
             f"{CHECKPOINTS!r}), or a folder of runs, such as their default_root_dir."
         )
     return folders
-
-
-def _of_runs_below(given: StoragePath) -> list[StoragePath]:
-    """Return the folders of checkpoints of the run in a folder, and of those below it."""
-    with reading(given):
-        if isinstance(given, Path):
-            runs: list[StoragePath] = [*sorted(run_directories(given), key=by_numbers)]
-        else:
-            runs = [given, *versions(given)]
-        return [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
 
 
 def newest_of(folders: list[StoragePath]) -> StoragePath:
@@ -102,14 +91,10 @@ def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
     """
     pointed = {pointer: CheckpointDirectory(folder).pointer(pointer) for pointer in POINTERS}
     paths = [*checkpoints_in(folder), *_half_written(folder)]
-    found = [
-        summarize(
-            path,
-            [name for name, target in pointed.items() if target is not None and target.name == path.name],
-            contents,
-        )
-        for path in paths
-    ]
+    found = []
+    for path in paths:
+        names: list[str] = [name for name, target in pointed.items() if target is not None and target.name == path.name]
+        found.append(summarize(path, names, contents))
     return sorted(found, key=lambda one: (one.step, one.path.name))
 
 
@@ -149,23 +134,21 @@ def choose(path: str, wanted: str | None) -> StoragePath:
         CheckpointError: there is no such checkpoint.
     """
     given = as_storage_path(path)
-    points = names_pointer(path)
-    if points and wanted is None:
-        path, wanted = str(given.parent), given.name
-    elif points or is_committed(given):
+    if is_one(path):
         if wanted is not None:
             raise ConfigError(f"{path} is itself a checkpoint: leave out --ckpt {wanted}, or give its run directory.")
-        return given
+        if is_committed(given):
+            return given
+        path, wanted = str(given.parent), given.name
     folder = newest_of(checkpoint_folders(path))
     store = CheckpointDirectory(folder)
     names = [one.name for one in checkpoints_in(folder)]
+    target: StoragePath | None = folder / str(wanted) if wanted in names else None
     if wanted in (None, *POINTERS):
-        best = store.pointer("best") if wanted == "best" else None
-        target = best or store.pointer("last") or next(reversed(store.list()), None)
-    else:
-        target = folder / str(wanted) if str(wanted) in names else None
+        of_pointers = (store.pointer(name) for name in dict.fromkeys((wanted or "last", "last")))
+        target = next((one for one in of_pointers if one is not None), None) or next(reversed(store.list()), None)
     if target is None:
-        guess = "" if wanted in POINTERS else did_you_mean(str(wanted), [*names, *POINTERS])
+        guess = did_you_mean(str(wanted), [*names, *POINTERS])
         raise CheckpointError(
             f"there is no checkpoint {wanted or 'last'!r} in {folder}.{guess} There are: {', '.join(names) or 'none'}."
         )
@@ -189,13 +172,12 @@ def written_at(path: StoragePath) -> float | None:
 def _half_written(folder: StoragePath) -> list[StoragePath]:
     """Return the folders that hold files of a checkpoint, but no manifest."""
     with reading(folder):
-        inside = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-        folders = [path for path in inside if path.is_dir() and not is_committed(path)]
-        return [
-            path
-            for path in folders
-            if any(one.name.endswith(".safetensors") or one.name == "checkpoint.json" for one in path.iterdir())
+        inside: list[StoragePath] = [*folder.iterdir()] if folder.is_dir() else []
+        folders = [
+            path for path in inside if not path.name.startswith(".") and path.is_dir() and not is_committed(path)
         ]
+        names = {path: [one.name for one in path.iterdir()] for path in folders}
+        return [path for path in folders if any(name.endswith((".safetensors", DATA_FILE)) for name in names[path])]
 
 
 def _suggestion(given: StoragePath) -> str:

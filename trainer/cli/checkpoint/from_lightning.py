@@ -85,33 +85,28 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
     no_data: list[str] = []
     of_owners = (("module", hyperparameters), ("data", of_data))
     kept = {owner: _storable(values, no_data) for owner, values in of_owners if values}
-    epoch, step = read.get("epoch", 0), read.get("global_step", 0)
     kinds = {
         owner: kinds_of_hyperparameters({n: values[n] for n in kept[owner]}) for owner, values in of_owners if values
     }
     state = {"model": weights, "hyperparameters": {**kept, "kinds": kinds}}
-    progress: dict[str, Any] = {"epoch": epoch, "step": step}
+    progress: dict[str, Any] = {"epoch": read.get("epoch", 0), "step": read.get("global_step", 0)}
     try:
-        training, reason = training_of(read, optimizer), None
+        training = training_of(read, optimizer)
+        continues = (
+            f"or fit(ckpt_path={out!r}): with the state of {training['optimizers'][0]['kind']} and of "
+            f"{len(training['schedulers'])} schedulers; the order of the samples is another"
+        )
     except NotMappedError as error:
-        training, reason = {"progress": progress}, str(error)
+        training, continues = {"progress": progress}, f"a training starts anew with these weights: {error}"
     write_checkpoint(out, {**training, **state}, info=progress, overwrite=force)
-    others = [str(name) for name, value in read.items() if name not in TAKEN + OF_THE_FILE and _is_something(value)]
-    left = [*no_data, *others]
-    named = sum(map(len, kept.values()))
-    if reason is None:
-        goes_on = f"or fit(ckpt_path={out!r}): with the state of {training['optimizers'][0]['kind']} and of "
-        goes_on += f"{len(training['schedulers'])} schedulers; the order of the samples is another"
-    else:
-        goes_on = f"a training starts anew with these weights: {reason}"
-    return "\n".join(
-        [
-            f"{out}: {len(weights)} weights and {named} hyperparameters, of epoch {epoch}, step {step}",
-            f"for Module.load_from_checkpoint({out!r})",
-            goes_on,
-            *([f"not taken: {', '.join(left)}"] if left else []),
-        ]
-    )
+    no_data += [str(name) for name, value in read.items() if name not in TAKEN + OF_THE_FILE and _is_something(value)]
+    lines = [
+        f"{out}: {len(weights)} weights and {sum(map(len, kept.values()))} hyperparameters, of epoch "
+        f"{progress['epoch']}, step {progress['step']}",
+        f"for Module.load_from_checkpoint({out!r})",
+        continues,
+    ]
+    return "\n".join([*lines, *([f"not taken: {', '.join(no_data)}"] if no_data else [])])
 
 
 def _storable(hyperparameters: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
@@ -142,12 +137,12 @@ def _check(read: Mapping[str, Any]) -> None:
     weights = read.get("state_dict")
     if not isinstance(weights, dict) or not weights:
         raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
+    require(weights, {str: object}, "its 'state_dict'")
     for name, value in weights.items():
-        if not isinstance(name, str):
-            raise CheckpointError(f"a weight in 'state_dict' is called {name!r}, which is not a text.")
-        if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
-            raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        if not isinstance(value, torch.Tensor):
+            if not name.endswith("_extra_state"):
+                raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
+        elif value.layout is not torch.strided:
             raise CheckpointError(
                 f"the weight {name!r} in 'state_dict' is a tensor of {value.layout}, which no checkpoint here holds: "
                 "store value.to_dense()."

@@ -26,23 +26,14 @@ def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
     head = ["name", "step", "epoch", *map(plain, names), "size", "written", "", "state"]
     rows = [head]
     for one in found:
-        values = one.info.get("metrics")
-        known = values if isinstance(values, dict) else {}
-        rows.append(
-            [
-                plain(one.path.name),
-                number(one.info.get("step")),
-                number(one.info.get("epoch")),
-                *(number(known.get(name)) for name in names),
-                size(one.bytes),
-                when(one.written),
-                ", ".join(one.pointers),
-                "damaged" if one.damage else "ok",
-            ]
-        )
+        known = mapping(one.info.get("metrics"))
+        numbers = [one.info.get("step"), one.info.get("epoch"), *map(known.get, names)]
+        state = "damaged" if one.damage else "ok"
+        sizes = [size(one.bytes), when(one.written), ", ".join(one.pointers), state]
+        rows.append([plain(one.path.name), *map(cell, numbers), *sizes])
     size_at, written_at = len(head) - 4, len(head) - 3
     first_to_go = [written_at, 2, *reversed(range(3, size_at)), size_at]
-    lines = fitted_lines(rows, range(1, len(head) - 3), first_to_go, "--json", beside=2)
+    lines = fitted_lines(rows, range(1, written_at), first_to_go, "--json", beside=2)
     return [f"  {line}" for line in [*lines, *(plain(problem) for one in found for problem in one.damage)]]
 
 
@@ -52,8 +43,7 @@ def _main_metrics(found: list[CheckpointSummary]) -> list[str]:
 
 
 def _metric_names(found: list[CheckpointSummary]) -> set[str]:
-    every = (one.info.get("metrics") for one in found)
-    return {name for metrics in every if isinstance(metrics, dict) for name in metrics if isinstance(name, str)}
+    return {name for one in found for name in mapping(one.info.get("metrics")) if isinstance(name, str)}
 
 
 def require_metrics(names: list[str], found: list[CheckpointSummary]) -> None:
@@ -61,8 +51,8 @@ def require_metrics(names: list[str], found: list[CheckpointSummary]) -> None:
     known = sorted(_metric_names(found))
     for name in names:
         if name not in known:
-            there = f" There are: {', '.join(known)}." if known else " They have none at all."
-            raise ConfigError(f"--metric {name}: no checkpoint has it.{did_you_mean(name, known)}{there}")
+            there = ", ".join(known) or "none"
+            raise ConfigError(f"--metric {name}: no checkpoint has it.{did_you_mean(name, known)} There are: {there}.")
 
 
 def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float | None, every: bool) -> Iterator[str]:
@@ -72,28 +62,19 @@ def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float 
         data: the result of `read_metadata`.
         every: list all tensors, not only the first of each file.
     """
-    progress = data.get("progress")
-    counters = progress if isinstance(progress, dict) else manifest.info
-    yield f"checkpoint      {plain(path)}"
-    yield f"written         {when(written)}"
-    for name in ("step", "epoch", "batch", "samples"):
-        if name in counters:
-            yield f"{name:<15} {number(counters[name])}"
-    for name in ("strategy", "precision", "world_size", "seed", "run_dir"):
-        if name in data:
-            yield f"{name.replace('_', ' '):<15} {plain(text_of(data[name]))}"
-    versions = data.get("versions")
-    if isinstance(versions, dict):
-        yield f"versions        {', '.join(plain(f'{name} {text_of(value)}') for name, value in versions.items())}"
-    yield f"size            {size(sum(entry.bytes for entry in manifest.files.values()))}"
-    given = data.get("hyperparameters")
-    given = {name: given[name] for name in given if name != "kinds"} if isinstance(given, dict) else given
-    for title, content in (("metrics", manifest.info.get("metrics")), ("hyperparameters", given)):
-        rows = [(plain(name), plain(value)) for name, value in _flat("", content)]
-        if rows:
-            yield ""
-            yield f"{title}:"
-            yield from (f"  {line}" for line in in_columns(rows, right=[]))
+    counters = mapping(data.get("progress")) or manifest.info
+    facts: dict[str, Any] = {"checkpoint": path, "written": when(written)}
+    facts |= {name: counters[name] for name in ("step", "epoch", "batch", "samples") if name in counters}
+    known = ("strategy", "precision", "world_size", "seed", "run_dir")
+    facts |= {name.replace("_", " "): data[name] for name in known if name in data}
+    facts["versions"] = ", ".join(f"{name} {text_of(value)}" for name, value in mapping(data.get("versions")).items())
+    facts["size"] = size(sum(entry.bytes for entry in manifest.files.values()))
+    for name, value in facts.items():
+        yield f"{name:<15} {cell(value)}"
+    given = {name: value for name, value in mapping(data.get("hyperparameters")).items() if name != "kinds"}
+    for title, content in (("metrics", mapping(manifest.info.get("metrics"))), ("hyperparameters", given)):
+        yield f"\n{title}:{'' if content else ' none'}"
+        yield from (f"  {line}" for line in in_columns([(plain(one), cell(value)) for one, value in flat(content)], []))
     for key, content in data.items():
         tensors = list({info.name: info for info in tensors_in(content)}.values())
         if tensors:
@@ -103,10 +84,9 @@ def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float 
 
 def _file(key: str, manifest: Manifest, tensors: list[TensorInfo], every: bool) -> Iterator[str]:
     name = f"{key}.safetensors"
-    entry = manifest.files.get(name)
-    total = entry.bytes if entry is not None else 0
-    yield f"{plain(name)}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {size(total)}"
-    shown = tensors if every or len(tensors) <= TENSORS_SHOWN + 2 else tensors[:TENSORS_SHOWN]
+    total = manifest.files[name].bytes if name in manifest.files else 0
+    yield f"{plain(name)}: {len(tensors)} tensors, {size(total)}"
+    shown = tensors if every else tensors[:TENSORS_SHOWN]
     rows = [(plain(t.name), t.dtype_name, str(list(t.shape)), size(t.bytes)) for t in shown]
     yield from (f"  {line}" for line in in_columns(rows, right=[3]))
     if len(shown) < len(tensors):
@@ -126,47 +106,47 @@ def as_data(found: CheckpointSummary) -> dict[str, Any]:
 
 
 def json_ready(value: Any) -> Any:
-    """Return data for JSON: keys, nan and infinities as text, tensors as name, dtype and shape."""
+    """Return data for JSON: keys, nan, infinities and large integers as text, tensors as name, dtype and shape."""
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else text_of(key): json_ready(item) for key, item in value.items()}
+        return {text_of(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_ready(item) for item in value]
     if is_numpy_number(value):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if type(value) is int and value.bit_length() > 64:
+        return text_of(value)
     if is_scalar(value):
-        return text_of(value) if type(value) is int and value.bit_length() > 64 else value
+        return value
     return {"tensor": value.name, "dtype": value.dtype_name, "shape": list(value.shape)}
 
 
 def tensors_in(value: Any) -> Iterator[TensorInfo]:
     """Yield the tensors in a part of a checkpoint's metadata, in order."""
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
     elif not is_scalar(value):
         yield value
 
 
-def number(value: object) -> str:
-    """Return a cell of a table; empty for None."""
+def mapping(value: object) -> dict[Any, Any]:
+    """Return a value of a checkpoint that has to be a dict; an empty one for any other."""
+    return value if isinstance(value, dict) else {}
+
+
+def cell(value: object) -> str:
+    """Return a value as text of one line; empty for None."""
     if isinstance(value, float):
-        return f"{value:.5g}"
+        return f"{value:.6g}"
     return "" if value is None else plain(text_of(value))
 
 
 def size(count: int) -> str:
     """Return a number of bytes as text, such as "1.2 MB"."""
-    amount = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
+    unit = min(4, (len(str(count)) - 1) // 3)
+    return f"{count} B" if unit == 0 else f"{count / 1000**unit:.1f} {('kB', 'MB', 'GB', 'TB')[unit - 1]}"
 
 
 def when(seconds: float | None) -> str:
@@ -190,10 +170,11 @@ def plain(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def flat(value: dict[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted names and the values of nested data."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _flat(f"{name}.{text_of(key)}" if name else text_of(key), item)
-    elif value is not None or name:
-        yield name, f"{value:.6g}" if isinstance(value, float) else text_of(value)
+    for key, item in value.items():
+        name = f"{before}{text_of(key)}"
+        if isinstance(item, dict):
+            yield from flat(item, f"{name}.")
+        else:
+            yield name, item

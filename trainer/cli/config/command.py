@@ -17,7 +17,7 @@ from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
 
 if TYPE_CHECKING:
-    from trainer.cli.config.report import MigrationReport
+    from trainer.cli.config.translation import Translation
 
 EXAMPLES = """\
 examples:
@@ -87,15 +87,15 @@ def _write(options: argparse.Namespace) -> int:
     return 0
 
 
-def translate(name: str) -> MigrationReport:
+def translate(name: str) -> Translation:
     """Translate another program's file, and account for each of its keys.
 
     Raises:
         ConfigError: the file cannot be read, or has no known format.
     """
     from trainer.cli.config.from_accelerate import from_accelerate
-    from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
-    from trainer.cli.config.report import MigrationReport, read_plain
+    from trainer.cli.config.from_deepspeed import from_deepspeed
+    from trainer.cli.config.translation import Translation, read_plain
 
     path = local_path(name)
     given, kind = read_plain(path)
@@ -104,13 +104,9 @@ def translate(name: str) -> MigrationReport:
             f"{name} is neither an Accelerate configuration (with distributed_type) nor a DeepSpeed one (with "
             "zero_optimization). A configuration of ours goes to trainer fit --config as it is."
         )
-    report = MigrationReport(path, kind)
-    if "DeepSpeed" in kind:
-        from_deepspeed(report, given)
-        set_strategy(report)
-    else:
-        from_accelerate(report, given)
-    return report
+    translation = Translation(path, kind)
+    (from_deepspeed if "DeepSpeed" in kind else from_accelerate)(translation, given)
+    return translation
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -121,15 +117,11 @@ def _check_options(options: argparse.Namespace) -> None:
         raise unknown_name_error("preset", options.preset, PRESETS)
     if options.source is not None:
         translate(options.source)  # a wrong source is reported before a file that exists
-    if options.output == "-":
-        if options.preset is None and options.source is None:
-            raise ConfigError("--output - goes with --preset or --from: questions need the terminal for themselves.")
-        return
+    elif options.output == "-" and options.preset is None:
+        raise ConfigError("--output - goes with --preset or --from: questions need the terminal for themselves.")
     path = local_path(options.output)
-    if path.suffix.lower() not in (".yaml", ".yml"):
+    if options.output != "-" and path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(f"--output {options.output}: YAML is written; give a name that ends with .yaml.")
-    if path.is_dir():
-        raise ConfigError(f"--output {options.output} is a folder: give a file in it, {path / 'run.yaml'}.")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--output {options.output}: there is no folder {path.parent}.")
     if path.exists() and not options.force:

@@ -89,17 +89,27 @@ class ConfigDraft:
     """Arguments of the strategy."""
 
     def set(self, name: str, value: Any) -> str:
-        """Add a setting, or an argument of the strategy (`strategy.NAME`). Returns a line of YAML."""
+        """Add a setting, or an argument of the strategy or of compile (`strategy.NAME`). Returns a line of YAML."""
         owner, _, argument = name.partition(".")
-        if argument:
+        if owner == "strategy" and argument:
             self.arguments[argument] = value
+        elif argument:
+            self.settings.setdefault(owner, {})[argument] = value
         else:
             self.settings[owner] = value
         return f"{name}: {_inline(value)}"
 
+    def get(self, name: str) -> Any:
+        """Return the value of a setting, or of an argument of the strategy (`strategy.NAME`); None: it is not set."""
+        owner, _, argument = name.partition(".")
+        of = self.arguments if owner == "strategy" else self.settings.get(owner, {})
+        return of.get(argument) if argument else self.settings.get(owner)
+
     def add(self, settings: str) -> None:
         """Add settings that are written as YAML: `strategy: fsdp, strategy.cpu_offload: true`."""
-        for name, value in parse_settings(settings).items():
+        import yaml
+
+        for name, value in yaml.safe_load(f"{{{settings}}}").items():
             self.set(name, value)
 
     def text(self, head: list[str]) -> str:
@@ -119,14 +129,6 @@ class ConfigDraft:
         lines += ["", "  # Often set, too; trainer fit --help lists everything:"]
         lines += [f"  # {line:<32}# {why}" for line, why in hints.items()]
         return "\n".join(lines) + "\n"
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Return settings by name. `text`: `NAME: VALUE, ...`, as YAML has it inside of braces."""
-    import yaml
-
-    settings: dict[str, Any] = yaml.safe_load(f"{{{text}}}")
-    return settings
 
 
 def launch_line(command: str, machines: int, devices: int | str | None, address: str = "HOST:29500") -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from trainer.cli.config.draft import LAYOUTS, MACHINES, PRECISIONS, ConfigDraft, strategy_name
 from trainer.errors import ConfigError, did_you_mean
 from trainer.metrics.monitor import implied_mode
-
-T = TypeVar("T")
 
 GPUS = "accelerator: auto, devices: auto, precision: bf16-mixed"
 OFFLOAD_ALL = "strategy.offload_optimizer: cpu, strategy.offload_parameters: cpu"
@@ -86,9 +84,11 @@ def ask_all() -> ConfigDraft:
     draft.add(LAYOUTS[layout][0])
     if layout in OFFLOADED:
         keepable = {name: words for name, words in OFFLOADS.items() if name in ("no", *OFFLOADED[layout])}
-        offload = choose("What is kept in the memory of the CPU, if the GPUs' is too small?", keepable, "no")
+        offload = choose("What is kept in the memory of the CPU, if the GPUs' is too small?", keepable, "no", {})
         draft.add(OFFLOADED[layout].get(offload, ""))
-    precision = choose("Which numbers to compute with?", PRECISIONS, "32-true" if machine == "cpu" else "bf16-mixed")
+    precision = choose(
+        "Which numbers to compute with?", PRECISIONS, "32-true" if machine == "cpu" else "bf16-mixed", {}
+    )
     draft.set("precision", precision)
     window = int(ask("How many batches make one step (gradient accumulation)?", "1", NUMBER)[0])
     if window > 1:
@@ -118,47 +118,33 @@ def _ask_for_checkpoints(draft: ConfigDraft) -> None:
 def ask(question: str, default: str, form: tuple[str, str], keep_case: bool = False) -> re.Match[str]:
     """Return an answer that has one of the forms, as a match; others are answered with their words, and asked again."""
     pattern, words = form
-
-    def read(text: str) -> re.Match[str]:
-        match = re.fullmatch(pattern, text if keep_case else text.lower())
-        if match is None:
-            raise ValueError(f"{text!r}: {words}")
-        return match
-
-    return _ask(question, default, read)
-
-
-def choose(question: str, options: Mapping[str, str], default: str, also: Mapping[str, str] | None = None) -> str:
-    """Return one of the options (meanings by name), by its number, its name, or another name in `also`."""
-    names, also = list(options), also or {}
-    width = max(map(len, names))
-    print(f"\n{question}")
-    for number, (name, words) in enumerate(options.items(), start=1):
-        print(f"  {number}  {name:<{width}}  {words}")
-
-    def read(text: str) -> str:
-        name = also.get(text.lower(), text.lower())
-        if name in options:
-            return name
-        if text.isdecimal() and 1 <= int(text) <= len(names):
-            return names[int(text) - 1]
-        close = did_you_mean(text, [*names, *also])
-        raise ValueError(f"{text!r} is not an option.{close} Type a number from 1 to {len(names)}, or a name.")
-
-    return _ask("Which?", default, read)
-
-
-def _ask(question: str, default: str, read: Callable[[str], T]) -> T:
     while True:
-        try:
-            typed = input(f"{question} [{default}] ").strip()
-        except EOFError:
-            print()
-            raise ConfigError(
-                "the input ended before the last question; nothing was written. Without a terminal to ask on: "
-                "trainer config --preset NAME."
-            ) from None
-        try:
-            return read(typed or default)
-        except ValueError as reason:
-            print(f"  {reason}")
+        typed = _typed(question, default)
+        match = re.fullmatch(pattern, typed if keep_case else typed.lower())
+        if match is not None:
+            return match
+        print(f"  {typed!r}: {words}")
+
+
+def choose(question: str, options: Mapping[str, str], default: str, also: Mapping[str, str]) -> str:
+    """Return one of the options (meanings by name), by its number, its name, or another name in `also`."""
+    numbers = {str(number): name for number, name in enumerate(options, start=1)}
+    width = max(map(len, options))
+    print(f"\n{question}")
+    for number, name in numbers.items():
+        print(f"  {number}  {name:<{width}}  {options[name]}")
+    known = {**also, **numbers, **dict(zip(options, options, strict=True))}
+    while (typed := _typed("Which?", default).lower()) not in known:
+        print(f"  {typed!r} is not an option.{did_you_mean(typed, known)} Type a number or a name.")
+    return known[typed]
+
+
+def _typed(question: str, default: str) -> str:
+    try:
+        return input(f"{question} [{default}] ").strip() or default
+    except EOFError:
+        print()
+        raise ConfigError(
+            "the input ended before the last question; nothing was written. Without a terminal to ask on: "
+            "trainer config --preset NAME."
+        ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -97,12 +96,8 @@ def collectives(number: int) -> CheckResult:
     except ConfigError as error:
         return CheckResult("FAIL", "collectives", f"{error}")
     except (TrainerError, RuntimeError) as error:
-        text = str(error).strip().splitlines()
-        last = text[-1] if text else type(error).__name__
-        fix = "Look at NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (which network is used) and at firewalls."
-        if "gloo" in str(error) and "GLOO_SOCKET_IFNAME" in os.environ:
-            name = os.environ["GLOO_SOCKET_IFNAME"]
-            fix = f"GLOO_SOCKET_IFNAME={name}: is there such an interface? `ip link` lists them."
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        fix = "Look at NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (the name of a network in `ip link`) and at firewalls."
         return CheckResult("FAIL", "collectives", f"{number} processes cannot exchange tensors: {last}", fix)
     subject = f"{found['world_size']} processes on {found['device']} ({found['backend']})"
     if found["wrong"]:

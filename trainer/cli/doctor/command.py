@@ -52,11 +52,9 @@ def run(arguments: list[str]) -> int:
         environment = detect_environment()
         for result in _checks(given, configuration, arguments, environment.local_rank == 0):
             results.append(result)
-            # Rank 0 prints everything; the other ranks print only their problems.
-            if not given.json and environment.rank == 0:
-                print_fitted(f"{result.line()}\n")
-            elif not given.json and result.status != "OK":
-                print_fitted(f"rank {environment.rank}: {result.line()}\n")
+            if not given.json and (environment.rank == 0 or result.status != "OK"):
+                of_rank = f"rank {environment.rank}: " if environment.rank else ""
+                print_fitted(f"{of_rank}{result.line()}\n")
     if environment.rank == 0:
         print(as_json(results) if given.json else f"\n{summary(results)}", flush=True)
     return int(failed(results))
@@ -126,9 +124,8 @@ def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
         return CheckResult("FAIL", "one step", f"was not done after {given.timeout:g} s.", fix)
     if done.returncode == 0:
         return CheckResult("OK", "one step", "a batch of training, and of validation where there is one, went through")
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")] or lines[-1:]
-    typed = " ".join(command[1:])
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it printed nothing"]
+    said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
     end = f"was killed by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
-    found = f"trainer fit {end}: {' '.join(errors) or 'it printed nothing'}"
-    return CheckResult("FAIL", "one step", found, f"To see all of it: python {typed}")
+    found = f"trainer fit {end}: {' '.join(said)}"
+    return CheckResult("FAIL", "one step", found, f"To see all of it: python {' '.join(command[1:])}")

@@ -63,16 +63,12 @@ def _space(root: Path) -> CheckResult:
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
     """Return the kind of file system that holds `path`, such as "ext4" or "nfs4"; None: not known."""
     try:
-        lines = mounts.read_text().splitlines()
+        lines = [line.split()[1:3] for line in mounts.read_text().splitlines()]
     except OSError:
         return None
-    found: tuple[str, str | None] = ("", None)
-    for line in lines:
-        _, mount_point, kind = line.split()[:3]
-        mount_point = mount_point.replace("\\040", " ")
-        if path.absolute().is_relative_to(mount_point) and len(mount_point) >= len(found[0]):
-            found = (mount_point, kind)
-    return found[1]
+    points = {place.replace("\\040", " "): kind for place, kind in lines}
+    holding = [place for place in points if path.absolute().is_relative_to(place)]
+    return points[max(holding, key=len)] if holding else None
 
 
 def _writing(folder: Path) -> Iterator[CheckResult]:

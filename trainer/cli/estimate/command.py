@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.layouts import fitting, planned_devices, planned_window
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, positive, quantity, reports_errors
+from trainer.cli.options import CommandParser, config_option, positive, reports_errors, size
 from trainer.config.plug_names import precisions
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, unknown_name_error
@@ -121,8 +121,7 @@ def _parser() -> CommandParser:
     )
     group = parser.add_argument_group("the training (default: as the configuration says)")
     add = group.add_argument
-    parameters = quantity(1000, "write 7e9, 7B or 350M")
-    add("--params", metavar="N", type=parameters, help="number of parameters: 7e9, 7B, 350M")
+    add("--params", metavar="N", type=size, help="number of parameters: 7e9, 7B, 350M")
     about = "a configuration, or the config.json of a Hugging Face model: the module is built without memory and "
     config_option(group, about + "counted. Values can be changed as in trainer fit: --module.width 768")
     add("--devices", metavar="N", type=positive, help="processes on each machine (default: 8)")
@@ -133,13 +132,18 @@ def _parser() -> CommandParser:
     add = parser.add_argument_group("sizes of a transformer, for its activations and layouts").add_argument
     add("--layers", metavar="N", type=positive, help="transformer layers, with --params")
     for name, about in SIZES.items():
-        kind = quantity(1024) if name == "sequence" else positive
+        kind = _tokens if name == "sequence" else positive
         add(f"--{name.replace('_', '-')}", metavar="N", type=kind, help=about)
     add = parser.add_argument_group("output").add_argument
     add("--gpus", metavar="N", type=positive, help="print the layouts that fit on this number of GPUs")
-    add("--memory", metavar="SIZE", type=quantity(1000), help="of a GPU: 80G (10^9 bytes)")
+    add("--memory", metavar="SIZE", type=size, help="of a GPU: 80G (10^9 bytes)")
     add("--json", action="store_true", help="bytes, as JSON")
     return parser
+
+
+def _tokens(text: str) -> int:
+    """Return a number of tokens: 4k is 4,096."""
+    return size(text.lower().replace("k", "ki"))
 
 
 def _check(given: argparse.Namespace, has_configuration: bool) -> None:
@@ -158,11 +162,16 @@ def _check(given: argparse.Namespace, has_configuration: bool) -> None:
 
 def _fill_in(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
     """Fill in what the command line leaves open, from the arguments of a trainer."""
-    given.devices = given.devices or planned_devices(planned) or 8
-    given.num_nodes = given.num_nodes or planned.get("num_nodes", 1)
-    given.accumulate = given.accumulate or planned_window(planned)
-    given.precision = given.precision or planned.get("precision", "bf16-mixed" if given.gpus else "32-true")
-    given.checkpointing = given.checkpointing or bool(planned.get("activation_checkpointing"))
+    defaults = {
+        "devices": planned_devices(planned) or 8,
+        "num_nodes": planned.get("num_nodes", 1),
+        "accumulate": planned_window(planned),
+        "precision": planned.get("precision", "bf16-mixed" if given.gpus else "32-true"),
+    }
+    for name, value in defaults.items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    given.checkpointing |= bool(planned.get("activation_checkpointing"))
 
 
 def _layouts(
@@ -192,11 +201,11 @@ def _input_of_number(given: argparse.Namespace) -> EstimateInput:
     layers, table = given.layers or 0, (given.vocabulary or 0) * (given.hidden or 0)
     if given.params < 2 * table + layers:
         raise ConfigError(f"--params {given.params} is less than two tables of --vocabulary x --hidden.")
-    block = (given.params - 2 * table) // layers if layers else 0
-    parts = [
+    block = (given.params - 2 * table) // max(layers, 1) * bool(layers)
+    first, each, last = (
         Weight(elements, elements, is_matrix=True) for elements in (table, block, given.params - table - layers * block)
-    ]
-    return EstimateInput("", ModelSize(parts[:1] if table else [], [parts[1:2]] * layers, parts[2:]))
+    )
+    return EstimateInput("", ModelSize([first], [[each]] * layers, [last]))
 
 
 def _is_hugging_face(path: str) -> bool:

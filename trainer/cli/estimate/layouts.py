@@ -121,11 +121,12 @@ def _splits(model: Transformer, size: ModelSize, setup: Setup) -> Iterator[dict[
     per_machine = setup.per_machine or setup.processes
     heads, experts = math.gcd(model.heads, model.kv_heads), max(1, model.experts)
     divisors = [number for number in range(1, setup.processes + 1) if setup.processes % number == 0]
-    for tensor, context, pipeline, expert in product(divisors, repeat=4):
+    tensors = [number for number in divisors if number <= per_machine and heads % number == 0]
+    contexts = [number for number in divisors if model.sequence % number == 0 and model.sequence >= 2 * number]
+    pipelines = [number for number in divisors if number <= len(size.blocks)]
+    for tensor, context, pipeline, expert in product(tensors, contexts, pipelines, divisors):
         readers, rest = divmod(setup.processes, tensor * context * pipeline)
-        uneven = rest or heads % tensor or model.sequence % context or model.sequence < 2 * context
-        uneven = uneven or experts % expert or (experts > 1 and experts % (tensor * expert))
-        if uneven or tensor > per_machine or pipeline > len(size.blocks):
+        if rest or experts % expert or (experts > 1 and experts % (tensor * expert)):
             continue
         sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
         options = {f"{name}_parallel": number for name, number in sizes.items() if number > 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,34 +113,38 @@ def count(
     Raises:
         ConfigError: it has none, or none yet.
     """
-    if not list(module.parameters()) or any(map(is_lazy, module.parameters())):
+    parameters = list(module.parameters())
+    if not parameters or any(map(is_lazy, parameters)):
         raise ConfigError(
             f"{type(module).__name__} has lazy layers, or no parameters after configure_model, and cannot be counted: "
             "give the layers their sizes there, or the number of parameters, trainer estimate --params N."
         )
     optimized = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    experts = {p.shape[0] for p in module.parameters() if p.dim() == 3}
-    weights = {
-        p: Weight(
-            p.numel(),
-            p.shape[0] if p.dim() else 1,
-            p.requires_grad,
-            not optimizers or id(p) in optimized,
-            is_matrix=p.dim() == 2 and p.shape[0] not in experts,  # a router has a row for each expert
-            experts=p.shape[0] if p.dim() == 3 else 0,
-        )
-        for p in module.parameters()
-    }
+    optimized = optimized or {*map(id, parameters)}
+    experts = {p.shape[0] for p in parameters if p.dim() == 3}
+    weights = {p: _weight(p, id(p) in optimized, experts) for p in parameters}
     blocks = [list(block.parameters()) for block in find_blocks(module).values()]
     inside = {p for block in blocks for p in block}
+    dtype_of = precision.stored_dtypes(module)
+    buffers = sum(buffer.numel() * dtype_of(buffer).itemsize for buffer in module.buffers())
+    before, after, tied = ([weights[p] for p in part] for part in _around(module, inside))
+    in_blocks = [[weights[p] for p in block] for block in blocks if block]
+    return ModelSize(before, in_blocks, after, tied, states, buffers)
+
+
+def _around(module: nn.Module, inside: Collection[nn.Parameter]) -> tuple[Iterable[nn.Parameter], ...]:
+    """Return the parameters before the blocks, those after them, and those that are used again after them."""
     named = [p for _, p in module.named_parameters(remove_duplicate=False)]
     start = next((number for number, p in enumerate(named) if p in inside), len(named))
     before, later = dict.fromkeys(named[:start]), dict.fromkeys(p for p in named[start:] if p not in inside)
-    after, tied = ([weights[p] for p in later if (p in before) == again] for again in (False, True))
-    dtype_of = precision.stored_dtypes(module)
-    buffers = sum(buffer.numel() * dtype_of(buffer).itemsize for buffer in module.buffers())
-    in_blocks = [[weights[p] for p in block] for block in blocks if block]
-    return ModelSize([weights[p] for p in before], in_blocks, after, tied, states, buffers)
+    return before, [p for p in later if p not in before], [p for p in later if p in before]
+
+
+def _weight(p: nn.Parameter, optimized: bool, experts: Collection[int]) -> Weight:
+    """Describe a weight; three dimensions are those of experts, and a router has a row for each expert."""
+    rows = p.shape[0] if p.dim() else 1
+    matrix = p.dim() == 2 and rows not in experts
+    return Weight(p.numel(), rows, p.requires_grad, optimized, matrix, experts=rows if p.dim() == 3 else 0)
 
 
 def build_without_memory(recipe: ClassSpec, precision: Precision, notes: list[str]) -> TrainModule:
@@ -201,15 +205,15 @@ def probe(optimizer: Optimizer) -> OptimizerStates:
 
 def _shape(module: nn.Module, first: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sizes that hyperparameters, the module's attributes, or those of its submodules name."""
-    configs = [vars(part).get("config") for part in module.modules()]
+    configs = [vars(part)["config"] for part in module.modules() if "config" in vars(part)]
     texts = [getattr(config, "text_config", config) for config in configs]  # of a model for texts and images
     named = [config if isinstance(config, Mapping) else getattr(config, "__dict__", {}) for config in texts]
-    sources = [*first, *named, *(vars(part) for part in module.modules())]
+    sources = [*first, *named, *map(vars, module.modules())]
     shape: dict[str, Any] = {}
     for size, names in NAMES.items():
-        values = (source.get(name) for source in sources for name in names)
-        value = next((value for value in values if type(value) is int and value > 0), None)
-        if value is not None:
-            shape[size] = value
+        values = [source.get(name) for source in sources for name in names]
+        numbers = [value for value in values if type(value) is int and value > 0]
+        if numbers:
+            shape[size] = numbers[0]
     shape["dropout"] = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
     return shape

@@ -15,6 +15,7 @@ COLUMNS = ("weights", "gradients", "master_weights", "optimizer", "device", "tem
 FIRST_TO_GO = (2, 3, 1, 4, 7, 6)
 """The numbers of the columns of a table that a narrow terminal leaves out, in that order; the sum stays."""
 LEGEND = """\
+*: the strategy of the configuration.
 weights: parameters and buffers. master weights: float32 copies of weights in low precision.
 device: the sum in the memory of the device once the gradients exist, without the figures in brackets.
 ~more: an estimate of what is needed in addition at times: gathered weights, low-precision copies, buckets, logits.
@@ -32,28 +33,24 @@ def report(
     configured: str | None,
 ) -> str:
     """Return a table of the strategies, and the lines around it."""
-    machines = f" ({given.devices} on each of {given.num_nodes} machines)" if given.num_nodes > 1 else ""
     columns = COLUMNS if model else COLUMNS[:-1]
     bytes_of = {label: {name: getattr(memory, name) for name in columns} for label, memory in rows.items()}
     # Not by "~more": DeepSpeed's buckets take 2 GB with the smallest model, too.
     unit, size = _unit(max(value for row in bytes_of.values() for name, value in row.items() if name != "temporary"))
-    names = ["~more" if name == "temporary" else name.replace("_", " ") for name in columns]
-    cells = [[f"on each of {given.devices * given.num_nodes} processes{machines}", *names]]
+    titles = [name.replace("_", " ").replace("temporary", "~more") for name in columns]
+    cells = [[f"on each of {given.devices * given.num_nodes} processes, {given.devices} on a machine", *titles]]
     for label, row in bytes_of.items():
         texts = {name: f"{value / size:,.2f}" for name, value in row.items()}
         texts |= {name: f"({texts[name]})" for name in rows[label].offloaded}
         cells.append([f"{'*' if label == configured else ' '} {label}", *texts.values()])
     head, *lines = fitted_lines(cells, range(1, len(cells[0])), FIRST_TO_GO, "--json", beside=2 + len(unit))
-    star = ["* the strategy of the configuration"] if configured in rows else []
-    return _page(found, given, model, [f"{head}  {unit}", *lines, *star, "", LEGEND])
+    return _page(found, given, model, [f"{head}  {unit}", *lines, "", LEGEND])
 
 
 def _unit(largest: int) -> tuple[str, int]:
     """Return the unit of a table and its bytes. 1 GB is 10^9 bytes."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if largest >= (10 * size if unit == "TB" else size):
-            return unit, size
-    return "bytes", 1
+    units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
+    return next(((unit, size) for unit, size in units.items() if largest >= size), ("bytes", 1))
 
 
 def fitting_report(
@@ -63,33 +60,32 @@ def fitting_report(
     rows = [[f"fsdp on {given.gpus} GPUs", "micro-batches", "bubble", "GB", "GB to other machines", "GB sent"]]
     for one in ranked[:SHOWN]:
         options = [f"{name}={value}".replace(" ", "") for name, value in one["strategy"].items()]
-        options += ["recomputing"] if one["checkpointing"] and not model.checkpointing else []
+        options += ["recomputing"] * (one["checkpointing"] and not model.checkpointing)
         sizes = [f"{one[name] / 1e9:,.1f}" for name in ("memory", "between", "sent")]
         rows.append([" ".join(options) or "no options", str(one["window"]), f"{one['bubble']:.0%}", *sizes])
     lines = fitted_lines(rows, range(1, 6), (5, 2, 1), "--json")
-    lines += [f"and {len(ranked) - SHOWN} more that fit: --json"] if len(ranked) > SHOWN else []
+    lines.append(f"the first {SHOWN} of {len(ranked)} that fit: --json has all")
     nothing = [f"no layout fits: the smallest needs {least / 1e9:,.1f} GB, and a tenth is left for libraries"]
     return _page(found, given, model, lines if ranked else nothing)
 
 
 def _page(found: EstimateInput, given: Namespace, model: Transformer | None, lines: Sequence[str]) -> str:
     """Return the lines below a description of the model, and above the notes."""
-    weights, states, buffers = found.size.weights, found.size.states, found.size.buffers
+    weights, states = found.size.weights, found.size.states
     frozen = elements_of(weight for weight in weights if not weight.trainable)
     idle = elements_of(weight for weight in weights if weight.trainable and not weight.optimized)
-    words = f"{found.name or 'model'}: {elements_of(weights):,} parameters"
-    words += f", {frozen:,} of them frozen" if frozen else ""
-    words += f", {idle:,} of them trained by no optimizer" if idle else ""
-    words += f"; {buffers:,} bytes of buffers" if buffers else ""
+    words = (
+        f"{found.name or 'model'}: {elements_of(weights):,} parameters, {frozen:,} of them frozen, {idle:,} of them "
+    )
+    words += f"trained by no optimizer; {found.size.buffers:,} bytes of buffers"
     options = f"precision {given.precision}, {states.name} ({states.per_element:g} numbers for each parameter)"
     missing = [f"--{name}" for name in NEEDED if name not in found.shape]
     about = f"activations of a transformer are not counted: give {' '.join(missing)}"
     if model is not None:
         mlp = f"{f'{model.experts} experts' if model.experts else 'MLP'} of {model.intermediate}"
-        heads = f", {model.heads} heads" if "heads" in found.shape else ""
-        about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}{heads}, {mlp}, "
+        about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}, {model.heads} heads, {mlp}, "
         about += f"vocabulary {model.vocabulary or 'unknown'}, micro-batches of {model.batch} x {model.sequence} tokens"
-        about += ", activation checkpointing" if model.checkpointing else ""
+        about += f", activation checkpointing {'on' if model.checkpointing else 'off'}"
     return "\n".join([words, options, about, "", *lines, *(f"note: {note}" for note in found.notes)]) + "\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import os
 import re
@@ -12,8 +11,11 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from trainer.checkpoint.disk import atomic_file
 from trainer.cli.main import usage_error
+from trainer.cli.migrate.names import RENAMED, lightning_root
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import MissingPackageError, printable
 
@@ -39,17 +41,12 @@ MENTIONED = re.compile(rb"\b(pytorch_lightning|lightning|lightning_fabric|traine
 REQUIREMENT = re.compile(r"(?<![\w.\-/])(pytorch[-_]lightning|lightning)(\[[\w,-]+\])?\s*(?=[=<>~!;,\s\"']|$)")
 REQUIREMENTS = re.compile(r"(.*requirements.*\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)")
 OF_CLI = re.compile(
-    rb"^(fit|validate|test|predict|seed_everything|(model|data|trainer|optimizer|lr_scheduler)[.\w]*)\s*:", re.M
+    rb"\b(class_path|init_args|dict_kwargs|seed_everything)\b|^(model|data|trainer|optimizer|lr_scheduler)\.\w", re.M
 )
-"""Keys of LightningCLI, in whose files neither of these words need be."""
-OF_CLASSES = re.compile(rb"\b(class_path|init_args|seed_everything)\b|^(model|data|optimizer|lr_scheduler)\.\w", re.M)
+"""Words of LightningCLI's files, which need not name Lightning."""
+UNREADABLE = (ValueError, LookupError, RecursionError, OSError)
+"""Errors by files that are not Python, YAML or a notebook, or not in their encoding."""
 EXPORTED = re.compile(rb"^\s*from\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MULTILINE)
-
-
-NAMESAKE = (
-    "a module of yours with the import name of this package: rename it, since Python imports it in place of this "
-    "package where its folder is first on the path"
-)
 
 
 @reports_errors
@@ -65,33 +62,27 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("--write", action="store_true", help="change the files; default: show a diff")
     options = parser.parse(arguments)
-    if importlib.util.find_spec("libcst") is None:
-        raise MissingPackageError("libcst", "trainer migrate")
+    try:
+        import libcst
+    except ImportError:
+        raise MissingPackageError("libcst", "trainer migrate") from None
     missing = [path for path in options.paths if not os.path.exists(path)]
     problems = [f"{path}: there is no such file or folder" for path in missing]
     files = list(dict.fromkeys(file for path in options.paths if path not in missing for file in _files(Path(path))))
     contents = _read(files, problems)
     kept = _names_taken_from_others(contents.values())
-    sources = {  # those that name Lightning or this package
-        file: source
-        for file, source in contents.items()
-        if MENTIONED.search(source)
-        or REQUIREMENTS.fullmatch(file.name)
-        or file.suffix == ".json"  # named by the user, as `trainer fit` advises: a folder may have data in such files
-        or (file.suffix in YAML and OF_CLI.search(source) and OF_CLASSES.search(source))
-    }
-    changed, places = 0, [f"{file}:1: {NAMESAKE}" for file in files if _is_namesake(file)]
+    sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
+    changed, places = 0, []
     for file, source in sources.items():
         try:
             new, findings = _migrated(file, source, kept)
             if new != source:
                 _write(file, new) if options.write else _show(file, source, new)
                 changed += 1
-        except (ValueError, OSError) as error:
+            places += [f"{file}:{one.line}: {one.what}: {one.todo}" for one in findings]
+        except (*UNREADABLE, libcst.ParserSyntaxError, yaml.YAMLError) as error:
             if b"lightning" in source:  # else it is not a file of Lightning's
-                problems.append(f"{file}: {error}")
-            continue
-        places += [f"{file}:{one.line}: {one.what}: {one.todo}" for one in findings]
+                problems.append(f"{file}: left as it is: {' '.join(str(error).split())}")
     _report(len(sources), changed, places, options.write)
     for problem in problems:
         usage_error(problem)
@@ -115,13 +106,11 @@ def _files(path: Path) -> Iterator[Path]:
                 yield here / name
 
 
-def _is_namesake(file: Path) -> bool:
-    """Whether `import trainer` would import this file."""
-    if file.name == "trainer.py":
-        return not (file.parent / "__init__.py").exists()
-    if file.name == "__init__.py" and file.parent.name == "trainer":
-        return not (file.parents[1] / "__init__.py").exists()
-    return False
+def _names_lightning(file: Path, source: bytes) -> bool:
+    """Whether a file names Lightning or this package, or is one of LightningCLI; any file of JSON, which is given."""
+    if MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name) or file.suffix == ".json":
+        return True
+    return file.suffix in YAML and OF_CLI.search(source) is not None
 
 
 def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
@@ -137,8 +126,6 @@ def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
 
 def _names_taken_from_others(sources: Iterable[bytes]) -> set[str]:
     """Return the names that a file of the project imports from another file of it, which keep their old names."""
-    from trainer.cli.migrate.names import RENAMED, lightning_root
-
     taken: set[str] = set()
     for source in sources:
         for module, names in EXPORTED.findall(source):
@@ -151,58 +138,40 @@ def _migrated(file: Path, source: bytes, kept: Collection[str]) -> tuple[bytes, 
     """Return the new contents of a file, and what a person must decide.
 
     Raises:
-        ValueError: the file cannot be understood.
+        ValueError, LookupError, RecursionError, ParserSyntaxError, YAMLError: the file cannot be read.
     """
     from trainer.cli.migrate.decisions import Finding
+    from trainer.cli.migrate.python_files import migrate_python
+    from trainer.cli.migrate.yaml_files import migrate_yaml
 
-    found: list[Finding] = []
-    new = source
-    if file.suffix == ".py":
-        new, found = _python(source, kept if file.name != "__init__.py" else ("LightningModule", "LightningDataModule"))
-    elif file.suffix == ".ipynb":
-        new, found = _notebook(source, kept) if b"lightning" in source else (source, [])
-    elif file.suffix in (*YAML, ".json"):
-        new, found = _yaml(source)
     if REQUIREMENTS.fullmatch(file.name):
         lines = source.decode(errors="replace").splitlines()
-        found += [
-            Finding(number, match[1], "where this is a requirement, write that of this package in its place")
-            for number, line in enumerate(lines, 1)
-            if "import" not in line and (match := REQUIREMENT.search(line.partition("#")[0]))
-        ]
-    return new, found
-
-
-def _python(source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding]]:
-    import libcst
-
-    from trainer.cli.migrate.python_files import migrate_python
-
-    try:
-        return migrate_python(source, kept)
-    except libcst.ParserSyntaxError as error:
-        raise ValueError(f"line {error.raw_line}: {error.message}; left as it is") from None
-    except (UnicodeDecodeError, LookupError) as error:
-        raise ValueError(f"not in its encoding ({error}); save it as UTF-8; left as it is") from None
-    except RecursionError:
-        raise ValueError("nested too deeply to be read; left as it is") from None
+        named = [(number, REQUIREMENT.search(line.partition("#")[0])) for number, line in enumerate(lines, 1)]
+        words = "where this is a requirement, write that of this package in its place"
+        return source, [Finding(number, match[1], words) for number, match in named if match is not None]
+    if file.suffix == ".py":
+        return migrate_python(source, kept if file.name != "__init__.py" else RENAMED)
+    if file.suffix == ".ipynb":
+        return _notebook(source, kept)
+    text, found = migrate_yaml(source.decode("utf-8"))
+    return text.encode("utf-8"), found
 
 
 def _notebook(source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding]]:
     """Rewrite the cells of a notebook as one file, so that an import in one cell counts in the others."""
-    try:
-        notebook = json.loads(source)
-        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        texts = ["".join(cell["source"]) for cell in cells]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"not a notebook ({error}); left as it is") from None
-    masked = "".join(f"{_CELL}{number}\n{_MAGIC.sub(_masked, text)}\n" for number, text in enumerate(texts))
-    new, found = _python(masked.encode(), kept)
+    from trainer.cli.migrate.python_files import migrate_python
+
+    notebook = json.loads(source)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    python = [_MAGIC.sub(r"\1pass  # \2", text) for text in texts]
+    masked = "".join(f"{_CELL}{number}\n{text}\n" for number, text in enumerate(python))
+    new, found = migrate_python(masked.encode(), kept)
     parts = re.split(rf"^{_CELL}\d+\n", new.decode(), flags=re.MULTILINE)[1:]
     for cell, before, part in zip(cells, texts, parts, strict=True):
         after = _MASKED.sub(r"\1\2", part.removesuffix("\n"))
         if after != before:
-            cell["source"] = after.splitlines(keepends=True) if isinstance(cell["source"], list) else after
+            cell["source"] = after.splitlines(keepends=True)
     lines = masked.splitlines()
     of_cell = [sum(line.startswith(_CELL) for line in lines[: one.line]) for one in found]
     found = [one._replace(what=f"cell {number}: {one.what}") for one, number in zip(found, of_cell, strict=True)]
@@ -213,24 +182,6 @@ def _notebook(source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding
 _CELL = "# -- cell "
 _MAGIC, _MASKED = re.compile(r"^(\s*)([%!?].*)$", re.MULTILINE), re.compile(r"^(\s*)pass  # ([%!?].*)$", re.MULTILINE)
 """Lines of IPython, which are no Python, and what stands for them while a notebook is read."""
-
-
-def _masked(line: re.Match[str]) -> str:
-    return f"{line[1]}pass  # {line[2]}"
-
-
-def _yaml(source: bytes) -> tuple[bytes, list[Finding]]:
-    import yaml
-
-    from trainer.cli.migrate.yaml_files import migrate_yaml
-
-    try:
-        text, found = migrate_yaml(source.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error}); left as it is") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"not YAML ({' '.join(str(error).split())}); left as it is") from None
-    return text.encode("utf-8"), found
 
 
 def _write(file: Path, new: bytes) -> None:
@@ -246,12 +197,11 @@ def _show(file: Path, old: bytes, new: bytes) -> None:
     before, after = (text.decode("utf-8", errors="replace").splitlines(keepends=True) for text in (old, new))
     name = file.as_posix().lstrip("/")
     for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
-        print(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n", end="")
+        print(line.rstrip("\n"))
 
 
 def _report(files: int, changed: int, places: list[str], write: bool) -> None:
     if places:
-        print(f"{'' if write and not changed else chr(10)}To decide by hand:")
-        print("\n".join(f"  {printable(place)}" for place in places))
-    done = "changed" if write else "would change (--write changes them)" if changed else "would change"
+        print("\nTo decide by hand:", *(f"  {printable(place)}" for place in places), sep="\n")
+    done = "changed" if write else "would change with --write"
     print(f"\nfiles that name Lightning or this package: {files}; {done}: {changed}; to decide by hand: {len(places)}")

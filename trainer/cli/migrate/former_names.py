@@ -1,4 +1,4 @@
-"""Names of Lightning 0 and 1 that Lightning 2 has no more, and what to use instead: strings only.
+"""Names of Lightning 1 that Lightning 2 has no more, and what to use instead: strings only.
 
 A run does not know them: they are read by `trainer migrate` alone.
 """
@@ -6,13 +6,6 @@ A run does not know them: they are read by `trainer migrate` alone.
 from __future__ import annotations
 
 NAMES = {
-    "LightningLoggerBase": "trainer.Logger",
-    **dict.fromkeys(("EVALUATE_OUTPUT", "EPOCH_OUTPUT", "_METRIC_COLLECTION"), "typing.Any"),
-    "apply_to_collections": "torch.utils._pytree.tree_map(function, one, other)",
-    "atomic_save": "torch.save",
-    "parse_gpu_ids": "Trainer(devices=...)",
-    "DistributedType": "the name of the strategy: trainer.strategy.name == 'ddp'",
-    "DeviceType": "trainer.device.type",
     "GPUAccelerator": "Trainer(accelerator='cuda')",
     **dict.fromkeys(("DDPPlugin", "DDPSpawnStrategy"), "trainer.strategies.DDPStrategy"),
     "DeepSpeedPlugin": "trainer.strategies.DeepSpeedStrategy",
@@ -33,15 +26,8 @@ NAMES = {
         ("ApexMixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "NativeMixedPrecision"),
         "Trainer(precision='16-mixed')",
     ),
-    "QuantizationAwareTraining": "torchao's quantization-aware training on the module before fit",
     **dict.fromkeys(("GPUStatsMonitor", "XLAStatsMonitor"), "trainer.callbacks.DeviceStatsMonitor"),
-    "ProgressBarBase": "trainer.callbacks.ProgressBar",
-    "TestTubeLogger": "trainer.callbacks.CSVLogger or TensorBoardLogger",
-    "LoggerCollection": "Trainer(logger=[...]), and trainer.loggers",
     "LightningLite": "trainer.Trainer: a loop of your own becomes training_step",
-    **dict.fromkeys(("TrainResult", "EvalResult"), "self.log in the step, which returns the loss"),
-    "data_loader": "train_dataloader, val_dataloader and the like without a decorator",
-    "auto_move_data": "trainer.predict, or batch.to(self.device)",
 }
 """Names that modules exported."""
 
@@ -65,9 +51,7 @@ MEMBERS: dict[str, dict[str, str]] = {
         "datamodule": "self.trainer.datamodule",
         "use_amp": "self.trainer.precision.name",
         "use_ddp": "self.trainer.world_size > 1",
-        "on_tpu": "self.device.type",
         "amp_level": "Trainer(precision=...)",
-        "grad_norm": "trainer.callbacks.GradNormMonitor, or torch.nn.utils.get_total_norm in on_before_optimizer_step",
         "test_dataloaders": "self.trainer.test_dataloaders",
         "truncated_bptt_steps": "automatic_optimization = False, and a loop over the parts in training_step",
         "optimizer_idx": "automatic_optimization = False, and self.optimizers() in training_step",
@@ -77,44 +61,20 @@ MEMBERS: dict[str, dict[str, str]] = {
     ),
     "Trainer": {
         **dict.fromkeys(("num_gpus", "gpus", "tpu_cores", "ipus", "num_cpus"), "trainer.num_devices"),
-        "num_processes": "trainer.world_size",
-        "root_gpu": "trainer.device",
-        "data_parallel_device_ids": "trainer.device_ids",
-        "training_type_plugin": "trainer.strategy",
-        "accelerator_connector": "trainer.strategy, device, world_size",
         "lr_schedulers": "trainer.lr_scheduler_configs",
-        "optimizer_frequencies": "automatic_optimization = False",
         **dict.fromkeys(
             ("reset_train_dataloader", "reset_val_dataloader", "reset_train_val_dataloaders"),
             "Trainer(reload_dataloaders_every_n_epochs=1)",
         ),
-        "logdir": "trainer.run_dir",
         "weights_save_path": "ModelCheckpoint(dirpath=...)",
         "tune": "`trainer tune`, or trainer.tuner.Tuner",
         **dict.fromkeys(("lr_find", "auto_lr_find"), "trainer.tuner.Tuner(trainer).lr_find(module)"),
         **dict.fromkeys(
             ("auto_scale_batch_size", "scale_batch_size"), "trainer.tuner.Tuner(trainer).scale_batch_size(module)"
         ),
-        "total_batch_idx": "trainer.global_step",
-        "split_idx": "automatic_optimization = False, and a loop over the parts in training_step",
-        "call_hook": "the hook itself",
-        "is_function_implemented": "module.overrides(name)",
-        "get_model": "trainer.lightning_module",
-        "disable_validation": "trainer.enable_validation",
-        "proc_rank": "trainer.global_rank",
         **dict.fromkeys(("use_amp", "amp_backend", "amp_level"), "trainer.precision.name"),
-        "on_gpu": "trainer.device.type == 'cuda'",
-        "prepare_data_per_node": "prepare_data_per_node of the data module",
         "add_argparse_args": "`trainer fit --config FILE --trainer.NAME VALUE`, or argparse with Trainer(**vars(args))",
         "from_argparse_args": "Trainer(**{name: value for name, value in vars(args).items() if value is not None})",
-        **dict.fromkeys(("parse_argparser", "match_env_arguments"), "Trainer(**vars(args))"),
-        "default_attributes": "trainer.settings.Settings()",
-        "run_stage": "fit, validate, test or predict",
-        "print_nan_gradients": "detect_anomaly=True",
-        **dict.fromkeys(("use_ddp", "use_dp", "use_ddp2", "data_parallel"), "trainer.world_size > 1"),
-        **dict.fromkeys(("distributed_backend", "_distrib_type", "_device_type"), "trainer.strategy.name"),
-        **dict.fromkeys(("use_tpu", "on_tpu"), "trainer.device.type"),
-        **dict.fromkeys(("checkpoint_connector", "hpc_load", "hpc_save"), "trainer.save_checkpoint, fit(ckpt_path=)"),
         **dict.fromkeys(
             (
                 *("resume_from_checkpoint", "resume_checkpoint_path", "tested_ckpt_path"),
@@ -122,30 +82,23 @@ MEMBERS: dict[str, dict[str, str]] = {
             ),
             "trainer.ckpt_path",
         ),
-        "logger_connector": "trainer.callback_metrics, logged_metrics",
-        "callback_connector": "trainer.callbacks",
-        **dict.fromkeys(("data_connector", "request_dataloader"), "trainer.train_loader, val_loaders"),
-        **dict.fromkeys(("model_connector", "optimizer_connector"), "trainer.lightning_module, optimizers"),
-        "train_loop": "trainer.progress, global_step, current_epoch, max_epochs, num_training_batches",
-        **dict.fromkeys(
-            ("evaluation_loop", "run_evaluation"), "trainer.validate or test, val_loaders, num_val_batches"
-        ),
-        "verbose_evaluate": "validate(verbose=)",
-        "dev_debugger": "a callback of your own",
-        "slurm_connector": "trainer.interrupted, received_sigterm",
-        **dict.fromkeys(("slurm_job_id", "is_slurm_managing_tasks"), "the environment variable SLURM_JOB_ID"),
-        "lightning_optimizers": "self.optimizers() of the module",
-        "should_rank_save_checkpoint": "trainer.is_global_zero",
         "progress_bar_dict": "trainer.progress_bar_metrics",
-        "early_stop_callback": "trainer.early_stopping_callback",
-        "terminate_on_nan": "trainer.settings.detect_anomaly",
-        "track_grad_norm": "callbacks=[GradNormMonitor()]",
-        "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(...)]",
-        "move_metrics_to_cpu": "nothing: logged values are read at each flush",
-        "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
     },
 }
 """Class -> attributes, beside hooks."""
+
+HOOKS = {
+    "on_post_move_to_device": "__init__ or configure_model, in which to tie weights: the strategies keep them tied",
+    "training_end": "the end of training_step: each process has its own batch and loss",
+    **dict.fromkeys(("on_init_start", "on_init_end", "on_configure_sharded_model"), "setup"),
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+    **{f"on_{one}_dataloader": f"{one}_dataloader" for one in ("train", "val", "test", "predict")},
+    **dict.fromkeys(("configure_apex", "amp_scale_loss"), "Trainer(precision='16-mixed')"),
+    **dict.fromkeys(("configure_ddp", "init_ddp_connection"), "a subclass of trainer.strategies.DDPStrategy"),
+    "get_tqdm_dict": "self.log(..., prog_bar=True)",
+}
+"""Methods of modules, beside those that a run refuses."""
 
 ARGUMENTS: dict[str, dict[str, str]] = {
     "LightningDataModule": {
@@ -163,38 +116,19 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("amp_backend", "amp_level"), "precision="),
         "progress_bar_refresh_rate": "callbacks=[ProgressBar(refresh_rate=...)]",
         "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
-        "replace_sampler_ddp": "use_distributed_sampler=",
         "weights_summary": "enable_model_summary=, or callbacks=[ModelSummary(max_depth=...)]",
-        "early_stop_callback": "callbacks=[EarlyStopping(...)]",
         "auto_lr_find": "Tuner(trainer).lr_find(module) of trainer.tuner",
         "auto_scale_batch_size": "Tuner(trainer).scale_batch_size(module) of trainer.tuner",
         "auto_select_gpus": "devices=N, which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
         "flush_logs_every_n_steps": "CSVLogger(flush_seconds=...)",
         "prepare_data_per_node": "prepare_data_per_node = False in the data module",
         "track_grad_norm": "callbacks=[GradNormMonitor()]",
-        "default_save_path": "default_root_dir=",
         "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
         "move_metrics_to_cpu": "nothing: logged values are read at each flush, and stay on the device before",
         "multiple_trainloader_mode": "CombinedLoader(loaders, mode=...) of trainer.utilities",
         "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(...)]",
-        "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
         "process_position": "nothing: the bar draws below what is printed",
         "truncated_bptt_steps": "automatic_optimization = False, and a loop over the parts in training_step",
-        "show_progress_bar": "enable_progress_bar=",
-        **dict.fromkeys(("log_save_interval", "row_log_interval", "add_row_log_interval"), "log_every_n_steps="),
-        "val_percent_check": "limit_val_batches=",
-        "test_percent_check": "limit_test_batches=",
-        "overfit_pct": "overfit_batches=",
-        "gradient_clip": "gradient_clip_val=",
-        "nb_sanity_val_steps": "num_sanity_val_steps=",
-        "min_nb_epochs": "min_epochs=",
-        "use_amp": "precision='16-mixed' or 'bf16-mixed'",
-        "print_nan_grads": "detect_anomaly=True",
-        "progress_bar_callback": "enable_progress_bar=, or callbacks=[ProgressBar(...)]",
-        "enable_pl_optimizer": "nothing: self.optimizers() gives optimizers that clip and count",
-        "train_percent_check": "limit_train_batches=",
-        "nb_gpu_nodes": "num_nodes=",
-        "max_nb_epochs": "max_epochs=",
     },
     "Logger": {
         **dict.fromkeys(
@@ -204,7 +138,6 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "ModelCheckpoint": {
         "filepath": "dirpath= and filename=",
         "prefix": "filename='my-{epoch}'",
-        **dict.fromkeys(("period", "every_n_val_epochs"), "every_n_epochs="),
         "save_function": "nothing: trainer.save_checkpoint is called",
     },
     **{one: {"mode": "max_depth=1, or -1 for all levels"} for one in ("ModelSummary", "RichModelSummary")},

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import trainer
 from trainer.cli.migrate import former_names
 from trainer.compat import answers, names
+from trainer.config.plug_names import callbacks
 from trainer.names import misses
 
 NAMES = {**former_names.NAMES, **names.NAMES}
@@ -79,11 +79,14 @@ NOT_THERE = {
 }
 """Packages of Lightning's that are neither here nor in the table -> what to use instead."""
 
+PUBLIC = ("trainer.callbacks", "trainer.strategies", "trainer.tuner")
+"""Packages whose names are written with their own paths."""
+
 UNKNOWN = "one of the names of docs/lightning-names.md: this one is not here"
 
 
-class Here(NamedTuple):
-    """The fate of a name or module."""
+class Place(NamedTuple):
+    """A place here of a name or module of Lightning's, or what to use instead."""
 
     path: str
     """The dotted path here; empty if nothing of that name is here."""
@@ -108,53 +111,42 @@ def lightning_root(path: str) -> str | None:
     return next((root for root in ROOTS if f"{path}.".startswith(f"{root}.")), None)
 
 
-def module_here(path: str) -> Here:
+def module_here(path: str) -> Place:
     """Return what became of one of Lightning's modules."""
     root = lightning_root(path)
     assert root is not None
     inside = (ROOTS[root] + path.removeprefix(root)).partition(".")[2]
-    if (package := inside.partition(".")[0]) in NOT_THERE:
-        return Here("", NOT_THERE[package])
+    package = inside.partition(".")[0]
+    if package in NOT_THERE:
+        return Place("", NOT_THERE[package])
     while inside in former_names.MODULES.split():  # its names are found in the package that it was in
         inside = inside.rpartition(".")[0]
-    if not inside or inside in names.MODULES.split() or _is_file(inside):
-        return Here(f"trainer.{inside}" if inside else "trainer")
-    return Here("", UNKNOWN)
+    if not inside:
+        return Place("trainer")
+    place = Path(trainer.__file__).parent.joinpath(*inside.split("."))
+    here = inside in names.MODULES.split() or place.is_dir() or place.with_suffix(".py").is_file()
+    return Place(f"trainer.{inside}") if here else Place("", UNKNOWN)
 
 
-def name_here(module: str, name: str) -> Here:
+def name_here(module: str, name: str) -> Place:
     """Return what became of the name `name` of Lightning's module `module`."""
-    if (served := module_here(f"{module}.{name}")).path:
+    served = module_here(f"{module}.{name}")
+    if served.path:
         return served
     inside = module_here(module)
     known = RENAMED.get(name, name)
     target = NAMES.get(f"{inside.path.partition('.')[2]}.{name}", NAMES.get(known, ""))
     if target and (" " in target or ":" not in target):
-        return Here("", target)
+        return Place("", target)
     if known in trainer.__all__:
-        return Here(f"trainer.{known}")
-    if target:
-        # A public home where there is one; else Lightning's path, which is served.
-        home = target.partition(":")[0]
-        home = home if home in ("trainer.callbacks", "trainer.strategies", "trainer.tuner") else inside.path
-        same = target.endswith(f":{known}")
-        return Here(f"{home if same and home else inside.path or 'trainer.utilities'}.{known}")
-    if known in callbacks():
-        return Here(f"trainer.{'loggers' if known.endswith('Logger') else 'callbacks'}.{known}")
-    return Here("", inside.instead or UNKNOWN)
-
-
-@cache
-def callbacks() -> frozenset[str]:
-    """Return the names that `trainer.callbacks` exports, read without importing torch."""
-    import ast
-
-    file = Path(trainer.__file__).parent / "callbacks" / "__init__.py"
-    lines = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom))
-    return frozenset(alias.name for line in lines for alias in line.names)
-
-
-def _is_file(inside: str) -> bool:
-    """Whether a module of this package is a file, found without importing it."""
-    path = Path(trainer.__file__).parent.joinpath(*inside.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+        return Place(f"trainer.{known}")
+    home = target.partition(":")[0]
+    if home in PUBLIC and target.endswith(f":{known}"):
+        return Place(f"{home}.{known}")
+    if target:  # Lightning's path is served
+        return Place(f"{inside.path or 'trainer.utilities'}.{known}")
+    if known in callbacks("Logger"):
+        return Place(f"trainer.loggers.{known}")
+    if known in callbacks("Callback"):
+        return Place(f"trainer.callbacks.{known}")
+    return Place("", inside.instead or UNKNOWN)

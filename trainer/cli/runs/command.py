@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from trainer.arguments import local_path
@@ -48,48 +49,56 @@ def run(arguments: list[str]) -> int:
     if not found:
         print(f"no runs below {printable(' '.join(options.folder))}", file=sys.stderr)
         return 1
-    rows = [(one, values_of(one)) for one in found]
-    known = list(dict.fromkeys(name for _, values in rows for name in values))
-    every = [values for _, values in rows]
-    for text in options.filter:
-        name, compare, wanted = _condition(text, known, every)
-        rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
-    shown = [one for one, _ in rows]
+    rows = {one.path: values_of(one) for one in found}
+    known = list(dict.fromkeys(name for values in rows.values() for name in values))
+    shown = _filtered(found, rows, options.filter, known)
     metrics = [_require_known(name, known) for name in options.metric or _main_metrics(shown)]
-    parameters = [
-        _require_known(name, known) for name in options.hparam or differing([one.hyperparameters for one in shown])
-    ]
+    varied = options.hparam or differing([one.hyperparameters for one in shown])
+    parameters = [_require_known(name, known) for name in varied]
     if options.sort:
-        name = _require_known(options.sort.removeprefix("-"), known)
-        rows.sort(key=lambda row: _sortable(row[1].get(name)), reverse=options.sort.startswith("-"))
-        rows.sort(key=lambda row: not _has_order(row[1].get(name)))  # which come last in both orders
+        shown = _sorted(shown, rows, _require_known(options.sort.removeprefix("-"), known), options.sort[0] == "-")
     head = [*COLUMNS, *metrics, *parameters]
-    titles = [_plain(name) for name in head]
+    table: list[list[Any]] = [[rows[one.path].get(name) for name in head] for one in shown]
     if options.json:
-        found_values = [{name: _json_ready(values.get(name)) for name in head} for _, values in rows]
-        print(json.dumps(found_values, indent=1, default=str))
+        print(json.dumps([dict(zip(head, map(_json_ready, row), strict=True)) for row in table], indent=1))
     elif options.csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(titles)
-        writer.writerows([_plain(values.get(name)) for name in head] for _, values in rows)
+        csv.writer(sys.stdout, lineterminator="\n").writerows(map(_plain, row) for row in (head, *table))
     else:
-        cells = [titles, *([_cell(name, values.get(name)) for name in head] for _, values in rows)]
-        named = {*(options.metric or ()), *(options.hparam or ()), (options.sort or "").removeprefix("-")}
-        first_to_go = sorted(_first_to_go(len(metrics), len(parameters)), key=lambda number: head[number] in named)
-        right = range(2, len(COLUMNS) + len(metrics))
-        print("\n".join(fitted_lines(cells, right, first_to_go, "--csv or --json")))
+        _print_table(head, table, len(metrics), len(parameters))
     return 0
 
 
-def _first_to_go(metrics: int, parameters: int) -> list[int]:
-    """Return the numbers of the columns that a narrow terminal leaves out, in that order; the name stays.
+def _print_table(head: list[str], table: list[list[Any]], metrics: int, parameters: int) -> None:
+    cells = [[str(_plain(name)) for name in head], *([*map(_cell, head, row)] for row in table)]
+    first_to_go = _first_to_go(metrics, parameters)
+    print("\n".join(fitted_lines(cells, range(2, len(COLUMNS) + metrics), first_to_go, "--csv or --json")))
 
-    Of the metrics and of the hyperparameters the first one stays longer than the state.
-    """
+
+Rows = dict[Path, dict[str, Any]]
+"""Values of each run, by its directory and by names."""
+
+
+def _filtered(found: list[RunSummary], rows: Rows, filters: list[str], known: list[str]) -> list[RunSummary]:
+    """Return the runs for which all conditions hold."""
+    conditions = [_condition(text, known, [*rows.values()]) for text in filters]
+    return [
+        one
+        for one in found
+        if all(_holds(compare, rows[one.path].get(name), wanted) for name, compare, wanted in conditions)
+    ]
+
+
+def _sorted(found: list[RunSummary], rows: Rows, name: str, largest_first: bool) -> list[RunSummary]:
+    """Return the runs by a value; those without one are last in both orders."""
+    keys = {one.path: _sortable(rows[one.path].get(name)) for one in found}
+    ordered = sorted(found, key=lambda one: keys[one.path], reverse=largest_first)
+    return sorted(ordered, key=lambda one: keys[one.path] == WITHOUT)
+
+
+def _first_to_go(metrics: int, parameters: int) -> list[int]:
+    """Return the numbers of the columns that a narrow terminal leaves out, in that order; the name stays."""
     _, state, step, epoch, began, time, *others = range(len(COLUMNS) + metrics + parameters)
-    first = [*others[:metrics][:1], *others[metrics:][:1]]
-    rest = [number for number in others if number not in first]
-    return [began, time, epoch, *reversed(rest), state, *reversed(first), step]
+    return [began, time, epoch, *reversed(others[1:]), state, *others[:1], step]
 
 
 def _parser() -> CommandParser:
@@ -137,22 +146,14 @@ def _condition(text: str, known: list[str], rows: list[dict[str, Any]]) -> tuple
     Raises:
         ConfigError: it is no condition, no run has the name, or numbers are to be smaller or larger than a text.
     """
-    match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==|<|>|=)\s*(.*?)\s*", text)
-    if match is None or (match[3] == "" and match[2] not in ("=", "==", "!=")):
+    match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==?|<|>)\s*(.*?)\s*", text)
+    if match is None:
         raise ConfigError(f"--filter {text!r}: write NAME>VALUE, with one of <, <=, >, >=, =, !=.")
     name, sign, wanted = _require_known(match[1], known), match[2].replace("==", "="), match[3]
     has_text = any(isinstance(values.get(name), str) for values in rows)
-    if sign not in ("=", "!=") and not has_text and not _is_number(wanted):
+    if sign not in ("=", "!=") and not has_text and _number(wanted) is None:
         raise ConfigError(f"--filter {text!r}: {name} is a number: give one after {sign}, and not {wanted!r}.")
     return name, COMPARISONS[sign], wanted
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _require_known(name: str, known: list[str]) -> str:
@@ -162,17 +163,17 @@ def _require_known(name: str, known: list[str]) -> str:
 
 
 def _holds(compare: Callable[[Any, Any], bool], value: Any, wanted: str) -> bool:
-    if value is None:
-        return False
+    one, other = _number(value), _number(wanted)
+    if one is None or other is None:
+        return value is not None and compare(str(value).lower(), wanted.lower())
+    return compare(one, other)
+
+
+def _number(value: Any) -> float | None:
     try:
-        return compare(float(value), float(wanted))
+        return float(value)
     except (TypeError, ValueError):
-        return compare(str(value).lower(), wanted.lower())
-
-
-def _has_order(value: Any) -> bool:
-    """Whether a value has a place in an order: a missing one and nan have none."""
-    return value is not None and not (isinstance(value, float) and math.isnan(value))
+        return None
 
 
 def _json_ready(value: Any) -> Any:
@@ -180,10 +181,14 @@ def _json_ready(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+WITHOUT = (2, "")
+"""The place in an order of what has none: a missing value, and nan."""
+
+
 def _sortable(value: Any) -> tuple[int, Any]:
     """Return a key that sorts numbers before texts."""
-    if not _has_order(value):
-        return (1, "")
+    if value is None or value != value:
+        return WITHOUT
     return (0, value) if isinstance(value, (int, float)) else (1, str(value))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import time
@@ -70,12 +71,11 @@ def run_directories(folder: Path) -> Iterator[Path]:
     A folder with the files of a run may be a project with results of its own, so what is below it is looked at, too.
     """
     for path, folders, files in os.walk(folder):
-        names = {*folders, *files}
-        project = bool(names & PROJECT) or any(name.endswith(".py") for name in files)
+        project = bool({*folders, *files} & PROJECT) or any(name.endswith(".py") for name in files)
         keeps = CHECKPOINTS in folders and _keeps_checkpoints(Path(path, CHECKPOINTS), or_nothing=not project)
-        if keeps or (not project and names & LOGGED):
+        if keeps or (not project and LOGGED & {*files}):
             yield Path(path)
-        left_out = {"__pycache__", *([CHECKPOINTS] if keeps else [])}
+        left_out = ("__pycache__", CHECKPOINTS if keeps else "")
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
 
 
@@ -110,29 +110,21 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     """Return what the files of a run directory say; files that are missing or damaged say nothing."""
     place = str(path.relative_to(folder)) if path != folder else path.absolute().name
     one = RunSummary(path, with_name(place, path), "no checkpoint")
-    with suppress(OSError):
-        times = [entry.stat().st_mtime for entry in os.scandir(path)]
-        one.began, one.seconds = min(times), max(times) - min(times)
     checkpoints = path / CHECKPOINTS
-    manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
-    infos = {name: entry["info"] for name, entry in manifests.items() if isinstance(entry.get("info"), dict)}
+    read = {target.parent.name: read_json(target).get("info") for target in checkpoints.glob("*/manifest.json")}
+    infos = {name: _checked(info) for name, info in read.items() if isinstance(info, dict)}
+    _fill_in_times(one, infos)
     last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
-    # A run that is resumed writes its files again, so their times may be those of its latest start.
-    counts = (_count(info, name) for info in infos.values() for name in ("began", "captured"))
-    starts = [count / 1e9 for count in counts if count is not None]
-    one.began = min([*starts, *([] if one.began is None else [one.began])], default=None)
-    last = last or max(infos.values(), key=lambda info: _count(info, "step") or 0, default=None)
+    last = last or max(infos.values(), key=lambda info: info["step"] or 0, default=None)
     if last is not None:
-        one.step, one.epoch = _count(last, "step"), _count(last, "epoch")
-        one.metrics = numbers((best or last).get("metrics"))
-        stopped = f"stopped ({last['stopped']})" if isinstance(last.get("stopped"), str) else "unfinished"
-        one.state = "finished" if last.get("finished") is True else stopped
-        if (captured := _count(last, "captured")) is not None and one.began is not None:
-            one.seconds = max(0.0, captured / 1e9 - one.began)  # a validation may have written to the folder since
+        one.step, one.epoch, one.state = last["step"], last["epoch"], last["state"]
+        one.metrics = (best or last)["metrics"]
+        if last["captured"] is not None and one.began is not None:
+            one.seconds = max(0.0, last["captured"] / 1e9 - one.began)  # a validation may have written here since
     else:
-        rows = read_metrics(path)
-        one.metrics = {name: points[-1][1] for name, points in rows.items() if points}
-        one.step = max((points[-1][0] for points in rows.values() if points), default=None)
+        ends = {name: points[-1] for name, points in read_metrics(path).items()}
+        one.metrics = {name: value for name, (_, value) in ends.items()}
+        one.step = max((step for step, _ in ends.values()), default=None)
     if is_locked(path) or is_locked(checkpoints):
         one.state = "running"
         one.seconds = None if one.began is None else time.time() - one.began
@@ -140,10 +132,25 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     return one
 
 
-def _count(info: dict[str, Any], name: str) -> int | None:
-    """Return a count in the info of a checkpoint, which anybody may have written; None if it is no count."""
-    value = info.get(name)
-    return value if type(value) is int and 0 <= value < 2**63 else None
+def _fill_in_times(one: RunSummary, infos: dict[str, dict[str, Any]]) -> None:
+    """Fill in when a run began, and how long it took, by its files and checkpoints."""
+    with suppress(OSError):
+        times = [entry.stat().st_mtime for entry in os.scandir(one.path)]
+        one.began, one.seconds = min(times), max(times) - min(times)
+        # A run that is resumed writes its files again, so their times may be those of its latest start.
+        counts = [count for info in infos.values() for count in (info["began"], info["captured"]) if count is not None]
+        one.began = min(one.began, min(counts, default=math.inf) / 1e9)
+
+
+def _checked(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the info of a checkpoint with values of the right kinds, and its state: anybody may have written it."""
+    found: dict[str, Any] = {}
+    for name in ("step", "epoch", "began", "captured"):
+        value = info.get(name)
+        found[name] = value if type(value) is int and 0 <= value < 2**63 else None
+    state = f"stopped ({info['stopped']})" if isinstance(info.get("stopped"), str) else "unfinished"
+    found["state"] = "finished" if info.get("finished") is True else state
+    return found | {"metrics": numbers(info.get("metrics"))}
 
 
 def _saved_hyperparameters(checkpoints: Path, infos: dict[str, Any]) -> dict[str, Any]:
@@ -196,26 +203,28 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     if file is None:
         return found
     with suppress(OSError, UnicodeDecodeError, csv.Error), open(file, newline="", encoding="utf-8") as lines:
-        if file.suffix == ".csv":
-            for row in csv.DictReader(lines):
-                _add(found, row)
-        else:
-            for line in lines:
-                with suppress(ValueError):
-                    row = json.loads(line)
-                    if isinstance(row, dict) and not isinstance(row.get("kind"), str):  # which is that of media
-                        _add(found, row)
+        for row in csv.DictReader(lines) if file.suffix == ".csv" else map(_row_of_json, lines):
+            _add(found, row)
     return found
 
 
+def _row_of_json(line: str) -> dict[str, Any]:
+    """Return the values of a line; none of a damaged line, and of one with media, which have a kind."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) and not isinstance(row.get("kind"), str) else {}
+
+
 def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None:
-    with suppress(TypeError, ValueError):
-        step = int(row["step"]) if "step" in row else -1
-        for name, value in row.items():
-            if name not in ("step", "epoch", None) and value not in ("", None) and step >= 0:
-                with suppress(TypeError, ValueError):
-                    point = step, float(value)
-                    found.setdefault(name, []).append(point)
+    """Add the numbers of a row, each with its step; anything may stand in a file of a stranger."""
+    with suppress(TypeError, ValueError, KeyError):
+        step = int(row["step"])
+        for name in [name for name in row if name not in ("step", "epoch", None)]:
+            with suppress(TypeError, ValueError):
+                point = step, float(row[name])
+                found.setdefault(name, []).append(point)
 
 
 def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:

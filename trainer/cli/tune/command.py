@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.arguments import local_path, make_folder
 from trainer.cli.columns import print_fitted
 from trainer.cli.main import usage_error
-from trainer.cli.options import CommandParser, byte_count
+from trainer.cli.options import CommandParser, size
 from trainer.cli.run import Job, run_command
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
@@ -71,8 +71,6 @@ def run(arguments: list[str]) -> int:
         parser.add_argument(option, type=kind)
     try:
         own, others = parser.parse_known_args(rest)
-        if (size := vars(own).get("memory_limit")) is not None:
-            own.memory_limit = byte_count(size, "--memory-limit")
     except ConfigError as error:
         return usage_error(str(error))
     return run_command("tune", others, EXAMPLES, lambda job: SEARCHES[which](job, own))
@@ -80,7 +78,7 @@ def run(arguments: list[str]) -> int:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "lr": {"--min-lr": float, "--max-lr": float, "--steps": int, "--mode": str, "--plot": str},
-    "batch-size": {"--mode": str, "--name": str, "--steps": int, "--first": int, "--max": int, "--memory-limit": str},
+    "batch-size": {"--mode": str, "--name": str, "--steps": int, "--first": int, "--max": int, "--memory-limit": size},
     "throughput": {"--steps": int},
 }
 
@@ -105,7 +103,7 @@ def _tune_lr(job: Job, options: Namespace) -> None:
         found.plot(suggest=True).savefig(plot)
         print(f"curve: {plot}")
     if suggestion is None:
-        raise ConfigError(f"{found.lack('--steps', '--min-lr', '--max-lr')}.")
+        raise ConfigError(f"{found.stopped}.")
     print(f"learning rate: {suggestion:.3g}  ({points} points, {len(found.falls)} constant rates)")
 
 
