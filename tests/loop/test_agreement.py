@@ -687,9 +687,6 @@ WARNED = {
     "validation": "the evaluation loader, Kept.kept: ",
     "hooks": "hooks differ between processes:\n  forward hooks of layers.0: missing on rank 0, and Hooked.__init__.<",
     "hooks of a parameter": "backward hooks of layers.0.weight: missing on rank 0, and Hooked.",
-    "names training": "logged by some of the processes only: 'extra' on rank 0. A",
-    "names validation": "logged by some of the processes only: 'extra' on rank 1. A",
-    "names hook": "logged by some of the processes only: 'extra' on rank 0. A",
     "names reduction": "the processes do not agree on the reduction: 'mean' on one, and 'max' on another.",
 }
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from trainer.errors import CheckpointError, ConfigError
-from trainer.metrics.metric_log import Entry, LogOptions, MetricLog, MetricScope, is_torchmetric
+from trainer.errors import CheckpointError
+from trainer.metrics.metric_log import Entry, LogOptions, MetricLog, MetricScope
 from trainer.metrics.reductions import Accumulator
+from trainer.metrics.torchmetrics_lists import is_torchmetric
 
 log = logging.getLogger("trainer")
 
@@ -37,22 +36,6 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
     }
 
 
-def check_torchmetrics(module: torch.nn.Module) -> None:
-    """Check the version of torchmetrics, if the module has metrics of it.
-
-    Raises:
-        ConfigError: the state of its metrics cannot be restored.
-    """
-    if not any(True for _ in _objects(module)):
-        return
-    version = str(sys.modules["torchmetrics"].__version__)
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (1, 6, 2):
-        raise ConfigError(
-            f"torchmetrics {version} is installed, whose metrics are wrong after a resume in the middle of an epoch: "
-            "pip install 'torchmetrics>=1.6.2'."
-        )
-
-
 def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], device: torch.device) -> None:
     """Restore the merged `states`, each returned by `metrics_state` of one process.
 
@@ -64,7 +47,6 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
     objects = dict(_objects(metrics.module))
     for state in states:
         metrics.names.update(state.get("names", ()))  # checkpoints of earlier versions have none
-    metrics.mark_restored()
     for scope, name in ((metrics.train, "train"), (metrics.hook_metrics, "hooks")):
         scope.entries.clear()
         for state in states:
