@@ -101,7 +101,7 @@ def checked_weight(name: str, weight: Any) -> Any:
     """Return the weight; raise `ConfigError` if it is not a number of at least 0."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() == 1:
-            return weight
+            return weight.clone()  # it may change before it is read
         raise ConfigError(
             f"self.log({name!r}): batch_size or weight is a tensor of shape {tuple(weight.shape)}; give one number, "
             "for example len(batch)."

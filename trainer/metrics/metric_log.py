@@ -67,10 +67,6 @@ class Entry:
     def __post_init__(self) -> None:
         self.epoch = Accumulator(self.options.reduction)
 
-    def add_to_window(self, value: Number, weight: Number) -> None:
-        """Keep a copy: a tensor may change before it is read, and may be a view that keeps a larger one in memory."""
-        self.window_values.append((_copied(value), _copied(weight)))
-
     @property
     def waits(self) -> bool:
         """Whether the loggers have not got the latest value of a name that is logged by step alone."""
@@ -317,19 +313,20 @@ class MetricLog:
         for entry in self.train.entries.values():
             entry.flushed = entry.window
 
-    def _read(self, tensors: list[torch.Tensor]) -> list[float]:
-        """Return tensors as numbers. The same copy to the host brings the sum of the losses and the loss scale."""
+    def _read(self, values: list[Number]) -> list[float]:
+        """Return values as numbers. The same copy to the host brings the sum of the losses and the loss scale."""
         losses = [loss for _, loss, _ in self._losses]
         scale = None if self.scaler is None else self.scaler._scale
         scales = [] if scale is None else [scale]
-        total, *numbers = to_host([total_of(losses), *scales, *tensors])
-        self.loss_scale = numbers.pop(0) if scales else None
+        total, *read = to_host([total_of(losses), *scales, *filter(is_tensor, values)])
+        self.loss_scale = read.pop(0) if scales else None
         if not math.isfinite(total):
             for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):
                 if not math.isfinite(loss):
                     self._keep_nonfinite(step, loss, divisor)
         self._losses.clear()
-        return numbers
+        numbers = iter(read)
+        return [next(numbers) if isinstance(value, torch.Tensor) else value for value in values]
 
     def log(self, name: str, value: Any, weight: Number | None = None, *options: Any) -> None:
         """Record a value; see `TrainModule.log`.
@@ -350,25 +347,28 @@ class MetricLog:
         if entry is None:
             entry = scope.entries[key] = self._new_entry(scope, name, key, value, LogOptions(*options))
         if isinstance(value, torch.Tensor):
-            if value.dim() or value.requires_grad:
-                value = _scalar(name, value)
+            # A copy without the graph: the tensor may change before it is read, and a view keeps a larger one alive.
+            value = (_scalar(name, value) if value.dim() else value).data.clone()
         elif is_torchmetric(value):
             self._log_metric(entry, value)
             return
         elif not isinstance(value, (int, float)):
             value = as_number(name, value)
-        weight = self._batch_weight() if weight is None else checked_weight(name, weight)
+        if weight is not None:
+            weight = checked_weight(name, weight)
+        else:  # without a call where the number is known
+            weight = self._batch_weight() if self._weight is None or not scope.batches else self._weight
         if entry.options.on_step and scope.steps:
             if entry.window != self.window:
                 if self._held is not None:
                     self._replaced.append((entry, entry.window, entry.window_values))
                 entry.window, entry.window_values = self.window, []
-            entry.add_to_window(value, weight)
+            entry.window_values.append((value, weight))
         if entry.options.on_epoch:
             if self._held is None:
                 entry.epoch.add(value, weight)
             else:
-                self._held.append((entry.epoch, _copied(value), _copied(weight)))
+                self._held.append((entry.epoch, value, weight))
         if scope.loader:
             overall = scope.overall.setdefault(name, Entry(name, entry.options))
             overall.epoch.add(value, weight)
@@ -428,8 +428,8 @@ class MetricLog:
             )
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
-        entry.window, entry.window_values = self.window, []
-        entry.add_to_window(_scalar(entry.name, value), self._batch_weight())
+        entry.window = self.window
+        entry.window_values = [(_scalar(entry.name, value).data.clone(), self._batch_weight())]
 
     def _batch_weight(self) -> Number:
         """Return the number of items of the batch, or else that of its samples: the first dimension of its tensors."""
@@ -437,6 +437,8 @@ class MetricLog:
             return 1
         if self._weight is None:
             items: Any = None if self.num_items is None else self.num_items(self._counted)
+            if isinstance(items, torch.Tensor):
+                items = items.item() if items.is_cpu else items.clone()
             self._weight = self._number_of_samples() if items is None else items
         return self._weight
 
@@ -463,14 +465,12 @@ class MetricLog:
         ]
         values = ReducedMetrics()
         with self.phase(LOGGING):
-            tensors = [n for e in logged for one in e.window_values for n in one if is_tensor(n)]
-            numbers = iter(self._read(tensors))
+            numbers = iter(self._read([number for e in logged for pair in e.window_values for number in pair]))
             local: dict[tuple[str, bool], tuple[LogOptions, Accumulator]] = {}
             for entry in logged:
                 accumulator = Accumulator(entry.options.reduction)
-                for one in entry.window_values:
-                    value, weight = (next(numbers) if is_tensor(n) else n for n in one)
-                    accumulator.add(value, weight)
+                for _ in entry.window_values:
+                    accumulator.add(next(numbers), next(numbers))
                 local[entry.name, entry.window != self.window] = (entry.options, accumulator)
             reduced = self._reduce(local)
             for (name, past), (options, value) in reduced.items():
@@ -626,14 +626,10 @@ def _several_numbers(name: str, what: str) -> ConfigError:
 
 
 def _scalar(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of one element without dimensions and without its graph."""
+    """Return a tensor of one element without dimensions."""
     if value.numel() != 1:
         raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
-    return value.data.reshape(())  # at half the price of `detach()`
-
-
-def _copied(number: Number) -> Number:
-    return number.clone() if isinstance(number, torch.Tensor) else number
+    return value.reshape(())
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
