@@ -23,62 +23,76 @@ NOT_TO_BE_TRIED = ("LBFGS", "SparseAdam")
 
 def engine_problems(name: str, stage: object, precision: Precision, device_type: str) -> list[str]:
     """Return why the engine cannot run at this stage, in this precision, on this kind of device; one sentence each."""
-    problems = []
-    if stage not in (1, 2, 3):
-        problems.append(f"strategy {name!r}: stage={stage!r}; allowed are 1, 2 and 3. Instead of stage 0 use 'ddp'.")
-    if device_type not in ("cpu", "cuda"):
-        problems.append(f"strategy {name!r} runs on 'cuda' and 'cpu', not on {device_type!r}.")
-    if precision.name not in PRECISIONS:
-        problems.append(f"precision {precision.name!r} is not one of DeepSpeed's: use {', '.join(PRECISIONS)}.")
-    elif precision.loss_scaling and device_type == "cpu":
-        problems.append(f"precision {precision.name!r} with DeepSpeed does not run on CPUs. Use 'bf16-mixed'.")
-    return problems
+    return _those_found(
+        (
+            stage not in (1, 2, 3),
+            f"strategy {name!r}: stage={stage!r}; allowed are 1, 2 and 3. Instead of stage 0 use 'ddp'.",
+        ),
+        (
+            device_type not in ("cpu", "cuda"),
+            f"strategy {name!r} runs on 'cuda' and 'cpu', not on {device_type!r}.",
+        ),
+        (
+            precision.name not in PRECISIONS,
+            f"precision {precision.name!r} is not one of DeepSpeed's: use {', '.join(PRECISIONS)}.",
+        ),
+        (
+            precision.name == "16-mixed" and device_type == "cpu",
+            "precision '16-mixed' with DeepSpeed does not run on CPUs. Use 'bf16-mixed'.",
+        ),
+    )
+
+
+def _those_found(*checks: tuple[object, str]) -> list[str]:
+    """Return the sentences of the checks that have found something."""
+    return [sentence for found, sentence in checks if found]
 
 
 def cpu_adam_problems(offload_optimizer: object) -> list[str]:
     """Return why DeepSpeed's CPUAdam cannot be used; one sentence each."""
-    problems = []
-    if offload_optimizer not in ("cpu", "nvme"):
-        problems.append("cpu_adam=True has no effect without offload_optimizer: give offload_optimizer='cpu', too.")
     missing = [program for program in ("g++", "ninja") if shutil.which(program) is None]
-    if missing:
-        problems.append(
+    return _those_found(
+        (
+            offload_optimizer not in ("cpu", "nvme"),
+            "cpu_adam=True has no effect without offload_optimizer: give offload_optimizer='cpu', too.",
+        ),
+        (
+            missing,
             f"cpu_adam=True: DeepSpeed compiles its CPUAdam, and {' and '.join(missing)} cannot be found. Install them "
-            "(apt install g++, pip install ninja), or drop cpu_adam=True."
-        )
-    return problems
+            "(apt install g++, pip install ninja), or drop cpu_adam=True.",
+        ),
+    )
 
 
 def module_problems(name: str, module: TrainModule, precision: Precision, device_type: str) -> list[str]:
     """Return why the engine cannot train the module, one sentence each."""
-    problems = []
-    if not module.automatic_optimization:
-        problems.append(
-            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine steps by itself. Use automatic "
-            "optimization, or strategy 'ddp' or 'fsdp'."
-        )
-    if module.overrides("configure_gradient_clipping"):
-        problems.append(
-            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
-            "norm gradient_clip_val of the start. Remove the method."
-        )
     layers = dict(module.named_modules())
-    if device_type == "cpu" and torch.bfloat16 in (precision.autocast, precision.weights):
-        norms = [path for path, layer in layers.items() if has_statistics(layer)]
-        problems += _mixed_dtypes(name, norms, "BatchNorms, whose statistics are float32, cannot on CPUs")
-    if precision.autocast is not None:
-        normed = [path for path, layer in layers.items() if multiplies_buffers(layer)]
-        problems += _mixed_dtypes(name, normed, "spectral norms, whose vectors are float32, cannot")
-    return problems
-
-
-def _mixed_dtypes(name: str, layers: list[str], cannot: str) -> list[str]:
-    if not layers:
-        return []
-    return [
-        f"strategy {name!r} computes with weights in 16 bits, and {cannot}: {first_of(layers)}. Use precision "
-        "'32-true', or strategy 'fsdp' or 'ddp'."
-    ]
+    norms = [path for path, layer in layers.items() if has_statistics(layer)]
+    spectral = [path for path, layer in layers.items() if multiplies_buffers(layer)]
+    in_bf16 = torch.bfloat16 in (precision.autocast, precision.weights)
+    instead = "Use precision '32-true', or strategy 'fsdp' or 'ddp'."
+    return _those_found(
+        (
+            not module.automatic_optimization,
+            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine steps by itself. Use automatic "
+            "optimization, or strategy 'ddp' or 'fsdp'.",
+        ),
+        (
+            module.overrides("configure_gradient_clipping"),
+            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
+            "norm gradient_clip_val of the start. Remove the method.",
+        ),
+        (
+            norms and in_bf16 and device_type == "cpu",
+            f"strategy {name!r} computes with weights in bfloat16, and BatchNorms, whose statistics are float32, "
+            f"cannot on CPUs: {first_of(norms)}. {instead}",
+        ),
+        (
+            spectral and precision.autocast,
+            f"strategy {name!r} computes with weights in 16 bits, and spectral norms, whose vectors are float32, "
+            f"cannot: {first_of(spectral)}. {instead}",
+        ),
+    )
 
 
 def unsupported_problems(name: str, stage: int, module: TrainModule) -> list[str]:
@@ -95,59 +109,63 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
             "groups of parameters to one optimizer."
         ]
     optimizer = optimizers[0]
-    kind = type(optimizer).__name__
-    problems = []
-    if kind in NOT_TO_BE_TRIED or not is_elementwise(optimizer):
-        problems.append(
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    frozen = [number for number, group in enumerate(groups) if not any(p.requires_grad for p in group["params"])]
+    other_adam = any(group.get("amsgrad") or group.get("maximize") for group in groups)
+    return _those_found(
+        (
+            kind in NOT_TO_BE_TRIED or not is_elementwise(optimizer),
             f"{kind} needs full parameters, and DeepSpeed flattens the parameters and shards the flat buffer: use an "
-            "optimizer that treats all elements alike, such as torch.optim.AdamW."
-        )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        problems.append(
+            "optimizer that treats all elements alike, such as torch.optim.AdamW.",
+        ),
+        (
+            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks,
             f"register_step_pre_hook or register_step_post_hook of the {kind}: it would be given flat parts of the "
-            "parameters. Use on_before_optimizer_step or on_train_batch_end, or strategy 'fsdp' or 'ddp'."
-        )
-    if kind == "Adagrad":
-        problems.append(
+            "parameters. Use on_before_optimizer_step or on_train_batch_end, or strategy 'fsdp' or 'ddp'.",
+        ),
+        (
+            kind == "Adagrad",
             "DeepSpeed makes an Adagrad of its own instead of yours, which schedules do not reach: use "
-            "torch.optim.AdamW or RMSprop."
-        )
-    if with_modes(optimizers):
-        problems.append(
+            "torch.optim.AdamW or RMSprop.",
+        ),
+        (
+            with_modes(optimizers),
             f"{kind}.eval() exchanges the weights for averaged ones, and would reach DeepSpeed's master weights only, "
-            "not the module's: use strategy 'fsdp' or 'ddp'."
-        )
-    if len(optimizers_inside(optimizer)) > 1 or extra_of(optimizer.state_dict()):
-        problems.append(
+            "not the module's: use strategy 'fsdp' or 'ddp'.",
+        ),
+        (
+            len(optimizers_inside(optimizer)) > 1 or extra_of(optimizer.state_dict()),
             f"{kind} keeps more than the states of its parameters (another optimizer, or entries of its own in "
-            "state_dict), and DeepSpeed puts flat parts in place of the parameters: use strategy 'fsdp' or 'ddp'."
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        if not any(parameter.requires_grad for parameter in group["params"]):
-            problems.append(f"group {number} of the {kind} has no parameter that requires a gradient: drop it.")
-    if cpu_adam and type(optimizer) not in (Adam, AdamW):
-        problems.append(f"cpu_adam=True computes Adam and AdamW, and configure_optimizers gave {kind}.")
-    elif cpu_adam and any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
-        problems.append("cpu_adam=True has no amsgrad and no maximize: drop cpu_adam=True.")
-    return problems
+            "state_dict), and DeepSpeed puts flat parts in place of the parameters: use strategy 'fsdp' or 'ddp'.",
+        ),
+        (
+            frozen,
+            f"group {first_of(frozen)} of the {kind} has no parameter that requires a gradient: drop it.",
+        ),
+        (
+            cpu_adam and (type(optimizer) not in (Adam, AdamW) or other_adam),
+            f"cpu_adam=True computes Adam and AdamW without amsgrad and maximize, and configure_optimizers gave {kind} "
+            "or one of these options.",
+        ),
+    )
 
 
 def step_problems(name: str, config: StepConfig) -> list[str]:
     """Return why the engine cannot make the steps: it clips by the norm, and flattens what trains at the start."""
-    problems = []
-    if config.clip_value is not None and config.clip_algorithm == "value":
-        problems.append(
+    return _those_found(
+        (
+            config.clip_value is not None and config.clip_algorithm == "value",
             f"gradient_clip_algorithm='value': strategy {name!r} cannot, since DeepSpeed clips by the norm. Use "
-            "'norm', or strategy 'fsdp'."
-        )
-    if config.unfreezing is not None:
-        problems.append(
+            "'norm', or strategy 'fsdp'.",
+        ),
+        (
+            config.unfreezing,
             f"{config.unfreezing} unfreezes parameters while training, and strategy {name!r} flattens those that train "
-            "at the start: use 'ddp' or 'fsdp'. Or train all from the start, in a group whose lr is 0 until then."
-        )
-    if config.models > 1:
-        problems.append(
+            "at the start: use 'ddp' or 'fsdp'. Or train all from the start, in a group whose lr is 0 until then.",
+        ),
+        (
+            config.models > 1,
             f"strategy {name!r} trains one model with one optimizer, and setup got {config.models} modules: use 'ddp' "
-            "or 'fsdp', or leave a module that is not trained out of setup and move it by module.to(engine.device)."
-        )
-    return problems
+            "or 'fsdp', or leave a module that is not trained out of setup and move it by module.to(engine.device).",
+        ),
+    )
