@@ -186,10 +186,10 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"strategy {self.name!r} needs the package 'deepspeed', which is not installed. "
                 f"Install it with: {install_command('deepspeed')}",
             ]
-        if self.stage != 3 and self.init_device != "cpu":
-            problems.append(f"init_device={self.init_device!r} needs stage 3, and the stage is {self.stage}.")
-        if self.stage != 3 and self.offload_parameters in ("cpu", "nvme"):
-            problems.append(f"offload_parameters needs stage 3, and the stage is {self.stage}.")
+        needed = {f"init_device={self.init_device!r}": self.init_device != "cpu"}
+        needed["offload_parameters"] = self.offload_parameters in ("cpu", "nvme")
+        for option in [option for option, given in needed.items() if given and self.stage != 3]:
+            problems.append(f"{option} needs stage 3, and the stage is {self.stage}.")
         problems += override_problems(module, self.name)
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:
@@ -453,14 +453,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         if algorithm == "norm" and value == math.inf:
             norm = None if self.begun else self.engine.get_global_grad_norm()
             return None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-        if algorithm == "norm" and self.own_loop:
-            self.engine.optimizer.clip_grad = value
-            return None
-        if algorithm != "norm" or value != self.clip_norm:
+        if algorithm != "norm" or (value != self.clip_norm and not self.own_loop):
             raise ConfigError(
                 f"strategy {self.name!r} clips by the norm {self.clip_norm}, as it was at the start, and cannot clip "
                 f"by {algorithm} {value}. Give Trainer(gradient_clip_val=...) and gradient_clip_algorithm='norm'."
             )
+        self.engine.optimizer.clip_grad = value
         return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:

@@ -45,10 +45,11 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
     objects = dict(_objects(metrics.module))
     for state in states:
         metrics.names.update(state.get("names", ()))  # checkpoints of earlier versions have none
-    for scope, name in ((metrics.train, "train"), (metrics.hook_metrics, "hooks")):
-        scope.entries.clear()
-        for state in states:
-            _add_to_scope(scope, _without_lost(state[name], objects), device)
+    metrics.train.entries.clear()
+    metrics.hook_metrics.entries.clear()
+    for state in states:
+        _add_to_scope(metrics.train, _without_lost(state["train"], objects), device)
+        _add_to_scope(metrics.hook_metrics, _without_lost(state["hooks"], objects), device)
     for state in states:  # checkpoints of earlier versions have no "steps"
         _add_unflushed(metrics, _without_lost(state.get("steps", {}), objects), device)
     for name, metric in objects.items():
