@@ -254,7 +254,7 @@ AUTO_ARGUMENTS = {
     "warmup_min_lr": "0.0",
     "warmup_max_lr": "optimizer.defaults['lr']",
 }
-"""What stands for "auto" in a call of one of DeepSpeed's schedules; its defaults stand for the others."""
+"""Values for "auto" in a call of one of DeepSpeed's schedules, whose defaults hold for the other arguments."""
 
 
 def scheduler_problems(section: Any, schedulers: Sequence[object] | None) -> list[str]:
