@@ -40,7 +40,8 @@ def read_map_location(map_location: MapLocation) -> torch.device | None:
     location: Any = map_location
     try:
         if isinstance(map_location, Mapping):
-            location = map_location.get("cpu", "cpu")
+            devices = {str(torch.device(key)): torch.device(value) for key, value in map_location.items()}
+            location = devices.get("cpu", "cpu")
         elif callable(map_location):
             storage = torch.UntypedStorage(0)
             moved = map_location(storage, "cpu")
