@@ -234,8 +234,6 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             return
         weight = weight if weight is not None else batch_size
         metrics = self.trainer.run.metrics
-        if rank_zero_only:
-            metrics.names_of_rank_0.add(name)
         if add_dataloader_idx or not metrics.scope.loader:
             metrics.log(name, value, weight, reduce_fx, on_step, on_epoch, prog_bar, logger)
         else:

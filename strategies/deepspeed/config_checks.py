@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.errors import did_you_mean
@@ -15,18 +13,10 @@ AUTO = "auto"
 READ_BY_THE_ENGINE = ("activation_checkpointing", "aio", "autotuning", "flops_profiler", "sequence_parallel_size")
 """Keys that `DeepSpeedConfig` does not look up: it hands the dict to other parts of DeepSpeed (0.19.8), which do."""
 
-MODELS = {
-    "zero_optimization": "zero_config",
-    "fp16": "float16_config",
-    "bf16": "bfloat16_config",
-    "bfloat16": "bfloat16_config",
-    "compile": "compile_config",
-    "tensor_parallel": "tensor_parallel_config",
-    "hybrid_engine": "hybrid_engine",
-}
-"""Sections that DeepSpeed reads with a pydantic model, and where its configuration object keeps that."""
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-ACCELERATE_EQUIVALENTS = {
+INSTEAD = {
+    "bfloat16": "bf16",
     "zero_stage": '{"zero_optimization": {"stage": ...}}',
     "offload_optimizer": '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
     "offload_optimizer_device": '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
@@ -36,15 +26,18 @@ ACCELERATE_EQUIVALENTS = {
     "deepspeed_config_file": "DeepSpeedStrategy(config=<that file>)",
     "mixed_precision": "Trainer(precision='16-mixed' or 'bf16-mixed')",
     "distributed_type": "Trainer(strategy='deepspeed')",
-    "deepspeed_config": "what stands under it, as DeepSpeed's own JSON",
+    "deepspeed_config": "the contents of that section, as DeepSpeed's own JSON",
 }
-"""Keys of Accelerate's plugin and of its configuration file, and what to give here."""
+"""Keys of Accelerate's plugin and of its configuration file, and DeepSpeed's former ones -> what to give here."""
 
 UNSUPPORTED = {
     "pipeline": "the pipeline engine has a loop of its own",
     "sequence_parallel_size": "it needs DeepSpeed's own attention and data loader",
     "autotuning": "it starts its own runs",
+    "data_efficiency": "it needs DeepSpeed's own data loader",
+    "torch_autocast": "give Trainer(precision='bf16-mixed' or '16-mixed')",
 }
+"""Keys that may be off only."""
 
 
 @functools.cache
@@ -84,89 +77,46 @@ def key_problems(config: Mapping[str, Any]) -> list[str]:
     """Return the keys and values that the installed DeepSpeed does not take, one sentence each; `"auto"` is skipped."""
     problems = []
     for key, value in config.items():
-        if key not in known_keys() and key in ACCELERATE_EQUIVALENTS:
-            problems.append(f"{key!r} is not a DeepSpeed key. Use {ACCELERATE_EQUIVALENTS[key]}.")
+        if key in INSTEAD:
+            problems.append(f"{key!r} is not a DeepSpeed key. Use {INSTEAD[key]}.")
         elif key not in known_keys():
             suggestion = did_you_mean(key, sorted(known_keys()))
             problems.append(f"{key!r} is not a DeepSpeed key, and it would be ignored.{suggestion}")
-        elif key in UNSUPPORTED and value not in (None, False, 1, {}, AUTO):
+        elif key in UNSUPPORTED and not _is_off(value):
             problems.append(f"{key!r} cannot be used with the trainer: {UNSUPPORTED[key]}. Remove it.")
+        elif key in SIZES and value != AUTO:
+            # DeepSpeed compares the global batch with the number of processes, which may not have been joined yet.
+            if type(value) is not int or value < 1:
+                problems.append(f"{key}={value!r}: give an integer from 1, or 'auto'.")
         elif value != AUTO:
-            problems += _section_problems(key, value)
+            problems += _objections(key, without_auto(value))
+    if config.get("gradient_allreduce_op") == "sum":
+        problems.append('gradient_allreduce_op="sum" would change the gradients: the trainer averages them.')
     return problems
 
 
-def complete_config_problems(config: Mapping[str, Any]) -> list[str]:
-    """Return why DeepSpeed refuses a configuration without `"auto"` of which each section is right by itself."""
-    # DeepSpeed compares the global batch with the number of processes, which may not have been joined yet.
-    return _objections({key: value for key, value in config.items() if key != "train_batch_size"}, "")
+def _is_off(value: Any) -> bool:
+    return value in (None, False, 1, {}, AUTO) or (isinstance(value, dict) and value.get("enabled") is False)
 
 
-def default_of(section: str, path: tuple[str, ...]) -> Any:
-    """Return the default that DeepSpeed's model of a section has, as JSON holds it.
-
-    Raises:
-        KeyError: the section has no model, or that has no such field.
-    """
-    default = _fields(section, path[:-1])[path[-1]].get_default(call_default_factory=True)
-    default = getattr(default, "value", default)
-    # DeepSpeed's integers print themselves as 5e8.
-    return int(default) if isinstance(default, int) and not isinstance(default, bool) else default
-
-
-def _section_problems(key: str, value: Any) -> list[str]:
-    """Return DeepSpeed's objections to one top-level entry."""
-    if key in (*MODELS, "optimizer", "scheduler") and not isinstance(value, Mapping):
-        return [f"{key}={value!r}: give an object, as in DeepSpeed's documentation: {{...}}."]
-    if key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        return [] if type(value) is int and value > 0 else [f"{key}={value!r}: give an integer from 1, or 'auto'."]
-    if key == "gradient_clipping":
-        number = type(value) in (int, float) and value >= 0
-        return [] if number else [f"{key}={value!r}: give a number, 0 for no clipping, or 'auto'."]
-    return _objections({key: _without_auto(value)}, key)
-
-
-def _without_auto(value: Any) -> Any:
+def without_auto(value: Any) -> Any:
+    """Return a configuration or a part of one without the keys whose value is "auto"."""
     if isinstance(value, Mapping):
-        return {key: _without_auto(part) for key, part in value.items() if part != AUTO}
+        return {key: without_auto(part) for key, part in value.items() if part != AUTO}
     return value
 
 
-def _objections(config: dict[str, Any], key: str) -> list[str]:
+def _objections(key: str, value: Any) -> list[str]:
+    """Return DeepSpeed's own objections to one top-level entry."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 
     try:
-        DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config})
+        DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, key: value})
     except ValidationError as error:
-        return [_sentence(key, dict(found)) for found in error.errors()]
+        found = [(".".join([key, *map(str, one["loc"])]), one["input"], one["msg"]) for one in error.errors()]
+        return [f"{path}={part!r}: {message}." for path, part, message in found]
     # DeepSpeed objects with every kind of exception, KeyError too.
     except Exception as error:
-        text = re.sub(r"\s+", " ", str(error)).strip()
-        return [f"{key}: {text}" if key and key not in text else text]
+        return [f"{key}: {' '.join(str(error).split())}"]
     return []
-
-
-def _sentence(section: str, found: dict[str, Any]) -> str:
-    """Return the message for one of pydantic's findings; `section` is empty where it is not known."""
-    path = tuple(str(part) for part in found["loc"])
-    where = ".".join(path if not section or path[0] == section else (section, *path))
-    if found["type"] == "extra_forbidden" and section in MODELS:
-        return f"{where!r} is not a DeepSpeed key.{did_you_mean(path[-1], _fields(section, path[:-1]))}"
-    return f"{where}={found['input']!r}: {found['msg'].removeprefix('Value error, ')}."
-
-
-def _fields(section: str, path: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the model at a path inside a section's, under every name that DeepSpeed takes."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    model: Any = type(getattr(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1}), MODELS[section]))
-    fields = _names(model)
-    for name in path:
-        annotation = fields[name].annotation  # such as Optional[Model]
-        fields = _names(next(m for m in (annotation, *typing.get_args(annotation)) if hasattr(m, "model_fields")))
-    return fields
-
-
-def _names(model: Any) -> dict[str, Any]:
-    return {**model.model_fields, **{field.alias: field for field in model.model_fields.values() if field.alias}}

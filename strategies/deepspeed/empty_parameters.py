@@ -8,6 +8,7 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.model.parameter_access import ParameterAccess, copy_advice, from_user_code, within_deepcopy
+from trainer.model.reachable import tensors_in
 
 _ATTRIBUTES = ("shape", "device", "dtype", "grad", "grad_fn", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
 _ALLOWED = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES}
@@ -29,15 +30,11 @@ class RefusingEmptyParameters(ParameterAccess):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        source = None
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            for one in value if type(value) in (list, tuple) else (value,):
-                if isinstance(one, torch.Tensor):
-                    view_of = self._check(func, one)
-                    source = source if view_of is None else view_of
+        checked = [self._check(func, tensor) for tensor in tensors_in((args, kwargs))]
         result = func(*args, **(kwargs or {}))
-        if source is not None:
-            result.empty_parameter = source
+        for parameter in checked:
+            if parameter is not None:
+                result.empty_parameter = parameter
         return result
 
     def _check(self, func: Any, tensor: Any) -> Any:

@@ -18,6 +18,7 @@ from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, materialize
 from trainer.errors import CheckpointError, ConfigError
 from trainer.model.full_parameters import checksum, same_bits
 from trainer.strategies.deepspeed.partitioning import (
+    cast_parameters,
     in_float32,
     is_zero3_partitioned,
     load_partition,
@@ -59,9 +60,9 @@ class MasterWeights:
     They outlive the engine: a checkpoint may be written after the end of the training.
     """
 
-    def __init__(self, zero: Any, optimizer: Optimizer) -> None:
+    def __init__(self, zero: Any, optimizer: Any) -> None:
         self.zero: Any = zero
-        self.optimizer = optimizer
+        self.optimizer: Optimizer = optimizer
         self.pieces: dict[nn.Parameter, ParameterSlice] = {}
         self.groups: list[int] = []
         """The optimizer's group of each flat tensor."""
@@ -158,8 +159,18 @@ class MasterWeights:
             if buffer is not None:
                 flat.grad = buffer.zero_()
 
-    def release_engine(self) -> None:
-        """Drop the engine and keep the state."""
+    def finish(self) -> None:
+        """Take over the changes of the last hooks, and drop groups with which the engine could not end."""
+        self.take_over_counted_changes()
+        self._drop_later_groups()
+
+    def _drop_later_groups(self) -> None:
+        """Remove the optimizer's groups that the engine does not know."""
+        del self.optimizer.param_groups[len(set(self.groups)) :]
+
+    def release_engine(self, module: nn.Module) -> None:
+        """Drop the engine and keep the state; the module's parameters become float32."""
+        cast_parameters(module, torch.float32)
         self.zero = None
         self._rounded_to = {parameter: data.dtype for parameter, _, data in self._seen}
         self._seen = []
@@ -368,18 +379,44 @@ class Zero3MasterWeights(MasterWeights):
             with self.swapped_in(number):
                 self.zero._reassign_or_swap_out_partitioned_parameters(number)
 
-    def release_engine(self) -> None:
+    def finish(self) -> None:
+        self._drop_later_groups()
+
+    def release_engine(self, module: nn.Module) -> None:
+        cast_parameters(module, torch.float32)
         if not self.swapped:
             self.zero = None
 
+    def take_over_later_changes(self) -> None:
+        """Do nothing: `refuse_lost_changes` refuses them."""
 
-def keep_only_shards(module: nn.Module, master_weights: MasterWeights | None) -> None:
+    def restore_full_parameters(self) -> None:
+        """Do nothing: the parameters stay sharded."""
+
+
+class NoMasterWeights(MasterWeights):
+    """No master weights, before a training, and of an engine of stage 3 that evaluates only."""
+
+    def _find(self) -> list[torch.Tensor]:
+        return []
+
+    def refresh(self) -> None:
+        self.zero.partition_all_parameters()
+
+    def finish(self) -> None:
+        """Do nothing: there is no optimizer."""
+
+    def release_engine(self, module: nn.Module) -> None:
+        self.zero = None
+
+
+def keep_only_shards(module: nn.Module, master_weights: MasterWeights) -> None:
     """Replace the parameters that stage 3 partitioned by this process's slices of their master weights."""
     for parameter in partitioned_parameters(module):
         part: Any = parameter.ds_tensor
         parameter.ds_active_sub_modules.clear()
-        piece = master_weights.pieces.get(parameter) if master_weights is not None else None
-        if master_weights is not None and piece is not None and master_weights.flats[piece.flat].numel():
+        piece = master_weights.pieces.get(parameter)
+        if piece is not None and master_weights.flats[piece.flat].numel():  # empty: it is on NVMe
             part.data = master_weights.flats[piece.flat].detach().narrow(0, piece.offset, part.ds_numel)
         parameter.data = torch.empty(0, dtype=part.dtype, device=parameter.device)
         parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
@@ -396,23 +433,21 @@ def refuse_lost_changes(module: nn.Module) -> None:
             )
 
 
-def weights(module: nn.Module, master_weights: MasterWeights | None) -> dict[str, torch.Tensor | Shard]:
+def weights(module: nn.Module, master_weights: MasterWeights) -> dict[str, torch.Tensor | Shard]:
     """Return weights and buffers by name, as `Strategy.module_state`: float32 master weights if there are any."""
-    # Tied parameters have one entry under several names.
-    found: dict[int, torch.Tensor | Shard] = {}
     state = module.state_dict(keep_vars=True)
-    for tensor in state.values():
-        if id(tensor) in found:
-            continue
-        if not isinstance(tensor, torch.Tensor):  # a module's extra state
-            found[id(tensor)] = tensor
-        elif master_weights is not None and isinstance(tensor, nn.Parameter) and tensor in master_weights.pieces:
-            found[id(tensor)] = master_weights.shard(tensor)
-        elif is_zero3_partitioned(tensor):
-            found[id(tensor)] = partition_shard(tensor)
-        else:
-            found[id(tensor)] = in_float32(tensor.detach()) if isinstance(tensor, nn.Parameter) else tensor.detach()
-    return {name: found[id(tensor)] for name, tensor in state.items()}
+    # Tied parameters have one entry under several names.
+    distinct = {id(value): value for value in state.values()}
+    found = {key: _weight(value, master_weights) for key, value in distinct.items()}
+    return {name: found[id(value)] for name, value in state.items()}
+
+
+def _weight(value: Any, master_weights: MasterWeights) -> Any:
+    if not isinstance(value, nn.Parameter):  # a buffer, or a module's extra state
+        return value.detach() if isinstance(value, torch.Tensor) else value
+    if value in master_weights.pieces:
+        return master_weights.shard(value)
+    return partition_shard(value) if is_zero3_partitioned(value) else in_float32(value.detach())
 
 
 class EngineValues(Values):
@@ -421,9 +456,9 @@ class EngineValues(Values):
     The weights that the module computes with are to be made from the master weights afterwards.
     """
 
-    def __init__(self, master_weights: MasterWeights | None) -> None:
+    def __init__(self, master_weights: MasterWeights) -> None:
         self.of_masters: dict[nn.Parameter, Loadable | Shard] = {}
-        self._pieces: Mapping[Any, ParameterSlice] = {} if master_weights is None else master_weights.pieces
+        self._pieces: Mapping[Any, ParameterSlice] = master_weights.pieces
 
     def shape_of_part(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
         return shape_of(tensor) if tensor in self._pieces or is_zero3_partitioned(tensor) else None

@@ -40,6 +40,11 @@ def partition_shard(parameter: Any) -> Shard:
     return Shard(own, tuple(parameter.ds_shape), extent)
 
 
+def local_values(tensor: torch.Tensor) -> torch.Tensor | Shard:
+    """Return this process's slice of a partitioned parameter, and any other tensor in full."""
+    return partition_shard(tensor) if is_zero3_partitioned(tensor) else tensor.detach()
+
+
 def in_float32(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of 16-bit numbers in float32, and any other as it is."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -29,14 +29,13 @@ from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.deepspeed.config import (
-    DEFAULT_STAGE,
     TrainerSettings,
     config_problems,
     hidden_size_of,
-    offload_device,
+    read_config,
     resolve_config,
+    value_at,
     write_config,
-    zero_of,
 )
 from trainer.strategies.deepspeed.empty_parameters import RefusingEmptyParameters
 from trainer.strategies.deepspeed.engine import (
@@ -54,6 +53,7 @@ from trainer.strategies.deepspeed.engine import (
 from trainer.strategies.deepspeed.master_weights import (
     EngineValues,
     MasterWeights,
+    NoMasterWeights,
     Zero3MasterWeights,
     keep_only_shards,
     refuse_lost_changes,
@@ -63,19 +63,17 @@ from trainer.strategies.deepspeed.partitioning import (
     cast_parameters,
     expose_shapes,
     is_zero3_partitioned,
+    local_values,
     partition_module,
-    partition_shard,
     partitioned_parameters,
     restore_empty,
 )
 from trainer.strategies.deepspeed.problems import (
-    buffer_problems,
     cpu_adam_problems,
     engine_problems,
-    flattening_problems,
     module_problems,
-    norm_problems,
     optimizer_problems,
+    step_problems,
     unsupported_problems,
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
@@ -125,7 +123,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     name: ClassVar[str] = "deepspeed"
     default_stage: ClassVar[int | None] = None
-    default_offload: ClassVar[Offload] = False
+    default_offload: ClassVar[str | None] = None
     shards_state = True
 
     def __init__(
@@ -142,35 +140,34 @@ class DeepSpeedStrategy(DistributedStrategy):
     ) -> None:
         super().__init__(timeout_seconds)
         self.init_device = init_device
-        self.given = config
-        self.given_stage = self.default_stage if stage is None else stage
-        zero = zero_of(config)
-        default = zero["stage"] if isinstance(zero.get("stage"), int) else DEFAULT_STAGE
-        self.stage: int = default if self.given_stage is None else self.given_stage
-        offload = self.default_offload or None
-        if offload_optimizer is None:
-            offload_optimizer = offload or offload_device(zero, "offload_optimizer")
-        if offload_parameters is None:
-            offload_parameters = (offload if self.stage == 3 else None) or offload_device(zero, "offload_param")
-        # None: not set. False: on the device.
-        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        self.config = read_config(config)
+        given = self.default_stage if stage is None else stage
+        self.stage: int = value_at(self.config, "zero_optimization.stage", 2) if given is None else given
+        for_parameters = self.default_offload if self.stage == 3 else None
+        self.offload_optimizer = self._offload_device(offload_optimizer, "optimizer", self.default_offload)
+        self.offload_parameters = self._offload_device(offload_parameters, "param", for_parameters)
         self.nvme_path = None if nvme_path is None else local_path(nvme_path, "nvme_path")
         self.cpu_adam = cpu_adam
         self.collective_forward = self.stage == 3
         self.engine: Any = None
-        self._order = CallOrder(self.processes, self.name, "gradient of")
+        self._order = CallOrder(self.processes, self.name, "")
         self._packs_at_once = True
         """False with stage 1, which reduces the gradients when all are there, in the order of the parameters."""
-        self._arrived: set[str] = set()
         self._trained: set[str] = set()
         """Names of the parameters that may have no gradient; empty after that was said once."""
         self._used: set[str] = set()
         """Names of those that have one in the step in progress."""
-        self.master_weights: MasterWeights | None = None
+        self.master_weights: MasterWeights = NoMasterWeights(None, None)
         self.clip_norm: float | None = None
         self.own_loop = False
         self.groups: list[list[nn.Parameter]] = []
         """The parameters of each of the optimizer's groups; DeepSpeed puts others in their place."""
+
+    def _offload_device(self, given: Offload | None, section: str, default: str | None) -> str | None:
+        """Return "cpu", "nvme" or "none"; None where neither the strategy nor the JSON names a device."""
+        if given is None:
+            return default or value_at(self.config, f"zero_optimization.offload_{section}.device")
+        return given or "none"
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
@@ -189,38 +186,31 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"strategy {self.name!r} needs the package 'deepspeed', which is not installed. "
                 f"Install it with: {install_command('deepspeed')}",
             ]
-        if self.init_device != "cpu" and self.stage != 3:
-            problems.append(f"init_device={self.init_device!r} needs stage 3, and the stage is {self.stage}.")
+        needed = {f"init_device={self.init_device!r}": self.init_device != "cpu"}
+        needed["offload_parameters"] = self.offload_parameters in ("cpu", "nvme")
+        for option in [option for option, given in needed.items() if given and self.stage != 3]:
+            problems.append(f"{option} needs stage 3, and the stage is {self.stage}.")
         problems += override_problems(module, self.name)
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:
             problems += cpu_adam_problems(self.offload_optimizer)
         if config is not None:
-            problems += flattening_problems(self.name, config.unfreezing, config.models)
+            problems += step_problems(self.name, config)
         if module is not None:
-            clipped = config is not None and config.clip_value is not None
-            problems += module_problems(self.name, module, config.clip_algorithm if config and clipped else None)
+            problems += module_problems(self.name, module, precision, device_type)
             problems += unsupported_problems(self.name, self.stage, module)
-            problems += norm_problems(self.name, module, precision, device_type)
-            problems += buffer_problems(self.name, module, precision)
-        if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
+        if self.config or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
-            problems += config_problems(self.given, self._settings(precision, device_type, num_processes, config))
-        elif self.offload_parameters and self.stage != 3:
-            problems.append(f"offload_parameters needs stage 3, and the stage is {self.stage}.")
+            problems += config_problems(self.config, self._settings(precision, num_processes, config or StepConfig()))
         return problems
 
-    def _settings(
-        self, precision: Precision, device_type: str, world_size: int, config: StepConfig | None, **known: Any
-    ) -> TrainerSettings:
-        config = StepConfig() if config is None else config
+    def _settings(self, precision: Precision, world_size: int, config: StepConfig, **known: Any) -> TrainerSettings:
         return TrainerSettings(
-            stage=self.given_stage,
-            offload_optimizer="none" if self.offload_optimizer is False else self.offload_optimizer,
-            offload_parameters="none" if self.offload_parameters is False else self.offload_parameters,
+            stage=self.stage,
+            offload_optimizer=self.offload_optimizer,
+            offload_parameters=self.offload_parameters,
             nvme_path=None if self.nvme_path is None else str(self.nvme_path),
             precision=precision,
-            device_type=device_type,
             world_size=world_size,
             micro_batch=config.micro_batch_size,
             window=config.accumulate_grad_batches,
@@ -262,18 +252,18 @@ class DeepSpeedStrategy(DistributedStrategy):
             use_contiguous_parameters(module)
         self._full = SwappedParameters(self, self._computing_full)
         self._refusing = RefusingEmptyParameters(module, self.name)
-        former = self.master_weights if vars(self).get("module") is module else None
+        former = self.master_weights if vars(self).get("module") is module else NoMasterWeights(None, None)
         self._take_over_later_changes(module)
-        self.master_weights = None
+        self.master_weights = NoMasterWeights(None, None)
         super().setup_module(module, for_training, activation_checkpointing)
-        if former is not None and self.stage < 3:
-            # Rounding them a second time would lose what the former run has in its master weights.
-            former.restore_full_parameters()
+        # Rounding them a second time would lose what the former run has in its master weights.
+        former.restore_full_parameters()
         cast_parameters(module, torch.float32 if for_training else self.precision.weights)
         if for_training:
             expose_shapes(module)
         elif self.stage == 3:
             self._start(None, in_full_precision(self._resolve(module)))
+            self.master_weights = NoMasterWeights(self.engine.optimizer, None)
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         raise_problems(optimizer_problems(optimizers, self.cpu_adam), f"strategy {self.name!r}")
@@ -286,23 +276,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.clip_norm, self.own_loop = resolved["gradient_clipping"] or None, config.own_loop
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         low = low_precision(resolved)
-        # As long as master weights are missing, those in full precision stay in memory.
-        full = (
-            {p: partition_shard(p) if is_zero3_partitioned(p) else p.data for p in module.parameters()} if low else {}
-        )
+        full = {}
         if low:
+            # As long as master weights are missing, those in full precision stay in memory.
+            full = {parameter: local_values(parameter) for parameter in module.parameters()}
             cast_parameters(module, low)
-        self._order = CallOrder(self.processes, self.name, "gradient of")
         self._packs_at_once = self.stage >= 2 or bool(resolved["zero_optimization"].get("overlap_comm"))
-        compares = self.stage < 3 and self.processes.world_size > 1
-        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        if compares:  # before the engine's hook packs the gradients with others
-            self._order.watch_gradients(trained, self._order.call if self._packs_at_once else self._arrived.add)
         self._start(cpu_adam_of(self.deepspeed, optimizer) if self.cpu_adam else optimizer, resolved)
-        if compares and not self._packs_at_once:
-            self._compare_before_reducing()
-        self._trained = set(trained)
-        self._order.watch_gradients(trained, self._used.add)
         kind = Zero3MasterWeights if self.stage == 3 else MasterWeights
         self.master_weights = kind(self.engine.optimizer, self.engine.basic_optimizer)
         self.master_weights.write(full)
@@ -321,35 +301,50 @@ class DeepSpeedStrategy(DistributedStrategy):
             ConfigError: everything that contradicts the trainer.
         """
         known = {"hidden_size": hidden_size_of(module), "optimizer": optimizer}
-        settings = self._settings(self.precision, self.device.type, self.processes.world_size, config, **known)
-        resolved = resolve_config(self.given, settings)
-        if optimizer is not None and self.processes.is_global_zero:
-            for note in resolved.notes:
+        settings = self._settings(self.precision, self.processes.world_size, config or StepConfig(), **known)
+        completed = resolve_config(self.config, settings)
+        if config is not None and self.processes.is_global_zero:
+            for note in completed.notes:
                 log.info("deepspeed: %s", note)
-            if config is not None and config.run_dir is not None:
-                write_config(resolved.config, config.run_dir)
-        return resolved.config
+            if config.run_dir is not None:
+                write_config(completed.config, config.run_dir)
+        return completed.config
 
     def _start(self, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
+        """Start the engine, after the hooks that have to come before its own."""
+        module = self.module
+        layers = {name: one for name, one in module.named_modules() if [*one.parameters(recurse=False)]}
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if self.stage == 3:
+            self._order = CallOrder(self.processes, self.name, "layer", [*layers])
+        else:
+            self._order = CallOrder(self.processes, self.name, "gradient of")
+        self._order.watch_gradients(trained, self._note_gradient)
+        self._trained = set(trained)
         # The engine turns an autocast around it off.
-        steps = StepForward(self.module, partial(self.precision.forward_context, self.device))
+        steps = StepForward(module, partial(self.precision.forward_context, self.device))
         with local_rank_env(self._device_number), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.engine, *_ = self.deepspeed.initialize(
                 model=steps, optimizer=optimizer, config=config, dist_init_required=False
             )
-        self._tables = ParameterTables(self.module)
+        self._tables = ParameterTables(module)
         self._is_first_step = True
         if self.stage == 3:
-            layers = {name: one for name, one in self.module.named_modules() if [*one.parameters(recurse=False)]}
-            self._order = CallOrder(self.processes, self.name, "layer", [*layers])
-            if self.processes.world_size > 1:
-                self._order.watch(layers)
+            self._order.watch(layers)
             self._refusing.begin()
             self._copy_lists = keep_lists()
             # The module's own forward need not be called, and may be: it gives back only what this does not hold.
-            for parameter in self.module.parameters(recurse=False):
+            for parameter in module.parameters(recurse=False):
                 self.deepspeed.zero.register_external_parameter(steps, parameter)
+        elif not self._packs_at_once:
+            self._compare_before_reducing()
+
+    def _note_gradient(self, name: str) -> None:
+        """Note that a parameter has its gradient, before stage 2 packs it with others."""
+        self._used.add(name)
+        if self.stage < 3 and self._packs_at_once:
+            self._order.call(name)
 
     def _compare_before_reducing(self) -> None:
         """Have stage 1 compare which gradients there are, when it reduces them in the order of the parameters."""
@@ -358,9 +353,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         def reduce_the_same(*args: Any, **options: Any) -> Any:
             if engine.is_gradient_accumulation_boundary():
                 with self._order.of(BACKWARD):
-                    for name in sorted(self._arrived):
+                    for name in sorted(self._used):
                         self._order.call(name)
-                self._arrived.clear()
             return reduce(*args, **options)
 
         engine.allreduce_gradients = reduce_the_same
@@ -369,7 +363,6 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         if not self.begun:
-            assert self.master_weights is not None
             self.master_weights.begin_step()
             self.begun = True
         self.engine.set_gradient_accumulation_boundary(last)
@@ -380,42 +373,43 @@ class DeepSpeedStrategy(DistributedStrategy):
             return super().call_step(step, *args)
         if self.stage == 3 and not self._tables.unchanged() and not self._tables.same_parameters():
             self.parameters_changed(describe_changes(self._tables.changes()), [])
-        if self.master_weights is not None:
-            self.master_weights.take_over_changes()
+        self.master_weights.take_over_changes()
+        compared = self._order.of(step) if self.stage == 3 else NULL_CONTEXT
+        gradients = torch.is_grad_enabled()  # never in inference mode
         try:
-            compared = self._order.of(step) if self.stage == 3 else NULL_CONTEXT
-            with local_rank_env(self._device_number), self._unchanged(step), compared:
-                if not torch.is_inference_mode_enabled():
-                    return self.engine(step, *args)
-                # Weights that are gathered in inference mode could not be used for training afterwards.
-                with torch.inference_mode(False), torch.no_grad():
-                    return self.engine(step, *args)
+            # Weights that are gathered in inference mode could not be used for training afterwards.
+            with (
+                local_rank_env(self._device_number),
+                self._unchanged(step),
+                compared,
+                torch.inference_mode(False),
+                torch.set_grad_enabled(gradients),
+            ):
+                return self.engine(step, *args)
         except BaseException as error:
             stop_gathering(self.engine.module)
             self._explain_freed_weights(error, _WITHIN_A_STEP)
             raise
 
     def _unchanged(self, step: str) -> AbstractContextManager[None]:
-        """Return the context of a forward, which compares gathered weights in the first step, and to find anomalies.
+        """Return the context of a forward, which compares weights in the first training step, and to find anomalies.
 
-        Else nothing is looked for in a forward of stage 3. Below it, what changes has to change alike.
+        Below stage 3 what changes has to change alike; gathered weights of stage 3 may not change.
         """
+        compares = step == "training_step" and (self._is_first_step or torch.is_anomaly_enabled())
+        self._is_first_step = self._is_first_step and step != "training_step"
         if self.stage < 3:
-            first, self._is_first_step = self._is_first_step, False
-            return changed_alike(self) if first and self.processes.world_size > 1 else NULL_CONTEXT
-        if step != "training_step" or not (self._is_first_step or torch.is_anomaly_enabled()):
+            return changed_alike(self) if compares else NULL_CONTEXT
+        if not compares or has_compiled(self.module):
             return self._refusing.paused()
-        self._is_first_step = False
-        if has_compiled(self.module):
-            return self._refusing.paused()
-        units = {child: partitioned_parameters(child, recurse=False) for child in self.module.modules()}
         names = {parameter: name for name, parameter in self.module.named_parameters()}
 
-        def gathered(own: list[Any]) -> dict[str, torch.Tensor]:
+        def gathered(unit: nn.Module) -> dict[str, torch.Tensor]:
+            own = partitioned_parameters(unit, recurse=False)
             return {names[p]: p for p in own if p.ds_status is type(p.ds_status).AVAILABLE}
 
-        with_own = [(unit, partial(gathered, own)) for unit, own in units.items() if own]
-        return unchanged_while_gathered(with_own, hooks_of(self.engine), self)
+        units = [(unit, partial(gathered, unit)) for unit in self.module.modules()]
+        return unchanged_while_gathered(units, hooks_of(self.engine), self)
 
     def backward(self, loss: torch.Tensor) -> None:
         with local_rank_env(self._device_number), self._refusing.paused():
@@ -459,20 +453,17 @@ class DeepSpeedStrategy(DistributedStrategy):
         if algorithm == "norm" and value == math.inf:
             norm = None if self.begun else self.engine.get_global_grad_norm()
             return None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-        if algorithm == "norm" and self.own_loop:
-            self.engine.optimizer.clip_grad = value
-            return None
-        if algorithm != "norm" or value != self.clip_norm:
+        if algorithm != "norm" or (value != self.clip_norm and not self.own_loop):
             raise ConfigError(
                 f"strategy {self.name!r} clips by the norm {self.clip_norm}, as it was at the start, and cannot clip "
                 f"by {algorithm} {value}. Give Trainer(gradient_clip_val=...) and gradient_clip_algorithm='norm'."
             )
+        self.engine.optimizer.clip_grad = value
         return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         if closure is not None:
             raise ConfigError(f"strategy {self.name!r} cannot evaluate the loss several times a step.")
-        assert self.master_weights is not None
         self.master_weights.take_over_changes()
         if self._trained - self._used:
             self._report_unused()
@@ -518,33 +509,26 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _take_over_later_changes(self, module: TrainModule) -> None:
         """Have changes of a module whose run has ended count."""
         refuse_lost_changes(module)
-        if self.master_weights is not None and self.stage < 3:
-            self.master_weights.take_over_later_changes()
+        self.master_weights.take_over_later_changes()
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
         if self.engine is None:
             self._take_over_later_changes(self.module)
-        elif self.master_weights is not None:
+        else:
             self.master_weights.take_over_changes()
         return weights(self.module, self.master_weights)
 
     def load_module_state(self, state: Mapping[str, Loadable | Shard], strict: bool = True, hooks: bool = True) -> None:
         values = EngineValues(self.master_weights)
         load_values(self.module, state, strict, hooks, values)
-        if self.master_weights is not None:
-            self.master_weights.write(values.of_masters)
+        self.master_weights.write(values.of_masters)
         if self.engine is None:  # after a run
-            if self.master_weights is not None and self.stage < 3:
-                self.master_weights.restore_full_parameters()
-            return
-        if self.master_weights is not None:
+            self.master_weights.restore_full_parameters()
+        else:
             self.master_weights.refresh()
             self.master_weights.remember_weights()
-        else:
-            self.engine.optimizer.partition_all_parameters()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.master_weights is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         own = self.master_weights.optimizer  # whose parameters are flat
         common = {key: value for key, value in own.state.items() if not isinstance(key, torch.Tensor)}
@@ -563,7 +547,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         }
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        assert self.master_weights is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         own = [[names[parameter] for parameter in parameters] for parameters in self.groups]
         saved = matching_groups(self.module, optimizer, state, own)
@@ -579,23 +562,22 @@ class DeepSpeedStrategy(DistributedStrategy):
             return
         self._refusing.end()
         engine, self.engine = self.engine, None
-        if self.master_weights is not None:
-            if self.stage < 3:  # of the last hooks
-                self.master_weights.take_over_counted_changes()
-            # The engine could not end with groups that it does not know.
-            del self.master_weights.optimizer.param_groups[len(self.groups) :]
+        self.master_weights.finish()
         end_engine(engine, self.stage)
         if self.stage == 3:
             self._copy_lists()
             keep_only_shards(self.module, self.master_weights)
-        if self.master_weights is not None:
-            cast_parameters(self.module, torch.float32)
-            self.master_weights.release_engine()
+        self.master_weights.release_engine(self.module)
 
     def __str__(self) -> str:
-        options = {"stage": self.stage, "offload_optimizer": self.offload_optimizer or None}
-        options |= {"offload_parameters": self.offload_parameters or None, "cpu_adam": self.cpu_adam or None}
-        return f"{self.name} ({', '.join(f'{name}={value}' for name, value in options.items() if value is not None)})"
+        options = {
+            "stage": self.stage,
+            "offload_optimizer": self.offload_optimizer,
+            "offload_parameters": self.offload_parameters,
+            "cpu_adam": self.cpu_adam,
+        }
+        given = [f"{name}={value}" for name, value in options.items() if value not in (None, "none", False)]
+        return f"{self.name} ({', '.join(given)})"
 
 
 class DeepSpeedStage1Strategy(DeepSpeedStrategy):
@@ -623,11 +605,11 @@ class DeepSpeedStage2OffloadStrategy(DeepSpeedStage2Strategy):
     """ZeRO 2 with the optimizer in the memory of the CPU."""
 
     name: ClassVar[str] = "deepspeed_stage_2_offload"
-    default_offload: ClassVar[Offload] = "cpu"
+    default_offload: ClassVar[str | None] = "cpu"
 
 
 class DeepSpeedStage3OffloadStrategy(DeepSpeedStage3Strategy):
     """ZeRO 3 with the optimizer and the weights in the memory of the CPU."""
 
     name: ClassVar[str] = "deepspeed_stage_3_offload"
-    default_offload: ClassVar[Offload] = "cpu"
+    default_offload: ClassVar[str | None] = "cpu"

@@ -592,31 +592,13 @@ class Hooked(MLP):
 
 
 class Logging(MLP):
-    """Logs a name on rank 0 only, in the ways that are meant or not."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
+    """Logs a name with another reduction on each process, and in other steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.kind == "training" and self.trainer.rank == 0:
-            self.log("extra", 1.0)
-        if self.kind == "meant" and self.trainer.is_global_zero:
-            self.log("extra", 1.0, rank_zero_only=True)
-        if self.kind == "in other steps" and batch_idx % 2 == self.trainer.rank:
-            self.log("extra", 1.0)
-        if self.kind == "reduction":
-            self.log("extra", 1.0, on_epoch=True, reduce_fx=("mean", "max")[self.trainer.rank])
+        if batch_idx % 2 == self.trainer.rank:
+            self.log("of some", 1.0)
+        self.log("extra", 1.0, on_epoch=True, reduce_fx=("mean", "max")[self.trainer.rank])
         return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        super().validation_step(batch, batch_idx)
-        if self.kind == "validation" and self.trainer.rank == 1:
-            self.log("extra", 1.0)
-
-    def on_train_epoch_end(self) -> None:
-        if self.kind == "hook" and self.trainer.rank == 0:
-            self.log("extra", 1.0)
 
 
 class Warnings(logging.Handler):
@@ -649,9 +631,7 @@ def warned(name: str) -> dict[str, str]:
     found["combined"] = run(Combined(), CombinedLoader([data(), other]))
     found["validation"] = run(MLP(), data(), other)
     found["hooks of a parameter"] = run(Hooked("gradient", rank), data())
-    kinds = ("training", "validation", "hook", "meant", "in other steps", "reduction", "")
-    found |= {f"names {kind}": run(Logging(kind), data(), DataLoader(MLP.data(2), 1)) for kind in kinds}
-    found["names of a process without batches"] = run(Logging(""), data(), DataLoader(MLP.data(1), 1))
+    found["names reduction"] = run(Logging(), data(), DataLoader(MLP.data(2), 1))
     return found
 
 
@@ -667,9 +647,6 @@ WARNED = {
     "validation": "the evaluation loader, Kept.kept: ",
     "hooks": "hooks differ between processes:\n  forward hooks of layers.0: missing on rank 0, and Hooked.__init__.<",
     "hooks of a parameter": "backward hooks of layers.0.weight: missing on rank 0, and Hooked.",
-    "names training": "logged by some of the processes only: 'extra' on rank 0. A",
-    "names validation": "logged by some of the processes only: 'extra' on rank 1. A",
-    "names hook": "logged by some of the processes only: 'extra' on rank 0. A",
     "names reduction": "the processes do not agree on the reduction: 'mean' on one, and 'max' on another.",
 }
 

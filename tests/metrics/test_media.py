@@ -118,7 +118,7 @@ def test_a_data_frame() -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "shape": (lambda log: log.log_image("a", torch.zeros(5, 4, 4)), r"shape \(5, 4, 4\): give a tensor of \(channels"),
     "no picture": (lambda log: log.log_image("a", "missing.png"), "cannot read the picture 'missing.png'"),
-    "object": (lambda log: log.log_image("a", object()), "log_image got <object"),
+    "object": (lambda log: log.log_image("a", object()), "log_image got a object of shape"),
     "captions": (lambda log: log.log_image("a", picture(), caption=["a", "b"]), "1 images were given with caption="),
     "options": (lambda log: log.log_image("a", picture(), masks=3), "masks=3: give a list with one for each"),
     "text": (lambda log: log.log_text("a", 3), "log_text got 3: give a text"),

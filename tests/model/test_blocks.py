@@ -194,7 +194,7 @@ def test_several_classes_come_children_first() -> None:
 def test_subclasses_count_for_a_class_but_not_for_its_name() -> None:
     module = Tree(inner=Towers(one=nn.Linear(2, 2)))
     assert names(module, Tree) == ["inner"]
-    with pytest.raises(ConfigError, match="Tree is the module itself"):
+    with pytest.raises(ConfigError, match="no submodule of Tree with a forward is a Tree"):
         find_blocks(module, "Tree")
 
 
@@ -219,22 +219,18 @@ def test_everything_that_matches_nothing_is_named_with_what_there_is() -> None:
     with pytest.raises(ConfigError) as caught:
         find_blocks(Tree(layers=blocks(2), head=nn.Linear(8, 1)), ["Blok", "ModuleList", nn.Conv2d, "Linear"])
     text = str(caught.value)
-    assert "no submodule of Tree is a Blok. Did you mean 'Block'?" in text
-    assert "ModuleList has no forward, so it cannot be a block" in text
-    assert "no submodule of Tree is a Conv2d" in text
+    assert "no submodule of Tree with a forward is a Blok. Did you mean 'Block'?" in text
+    assert "with a forward is a ModuleList" in text
+    assert "with a forward is a Conv2d" in text
     assert "Block (2), Linear (5), Sequential (2), LayerNorm (2), GELU (2)" in text
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (10_000, "no submodule of Tree has 10,000 parameters or more. Its classes"),
+        (10_000, "no submodule of Tree has 10,000 parameters or more. The classes"),
         (lambda name, child: False, "returned False for every submodule"),
-        (0, "at least 1, and is 0"),
-        (True, "at least 1, and is True"),
-        ([], r"got \[\]"),
-        (1.5, "got 1.5"),
-        ([1], r"got \[1\]"),
+        ([], "The classes of its submodules"),
     ],
 )
 def test_a_policy_that_cannot_be_is_reported(policy: Any, message: str) -> None:

@@ -63,7 +63,7 @@ def test_what_a_training_cannot_be() -> None:
     normed = Net()
     normed.norm = nn.BatchNorm1d(4)
     (one,) = DeepSpeedStage1Strategy().problems(PRECISIONS["bf16-mixed"], "cpu", 2, StepConfig(), normed)
-    assert "on CPUs norm cannot, as BatchNorm keeps its statistics in float32" in one
+    assert "BatchNorms, whose statistics are float32, cannot on CPUs: norm" in one
     window, clipping = training_problems(strategy, Net(), 3, 1.0, "norm")
     assert "gradient_accumulation_steps" in window
     assert "gradient_clipping" in clipping
@@ -152,7 +152,7 @@ def test_the_trainers_arguments_are_compared_with_the_json_at_once() -> None:
         "bf16.enabled=true",
         "gradient_accumulation_steps=4",
         "gradient_clipping=0.5",
-        'micro-batch 3 x window 2 x processes 2 = 12. Write "auto".',
+        "but micro-batch 3 x window 2 x processes 2 = 12",
     ):
         assert message in str(raised.value)
 
@@ -164,7 +164,7 @@ def test_the_loaders_batch_size_is_compared_before_the_start() -> None:
     with pytest.raises(ConfigError) as raised:
         trainer.fit(Net(), loader)
     assert "train_micro_batch_size_per_gpu=3" in str(raised.value)
-    assert "micro-batch 4 x window 2 x processes 2 = 16. Write 16" in str(raised.value)
+    assert "but micro-batch 4 x window 2 x processes 2 = 16" in str(raised.value)
 
 
 def test_a_loader_of_the_users_own_is_not_compared() -> None:
@@ -180,7 +180,7 @@ def test_a_loader_of_the_users_own_is_not_compared() -> None:
 
 def test_a_clipping_of_0_in_the_json_means_none() -> None:
     (one,) = training_problems(DeepSpeedStrategy({"gradient_clipping": 0.0}), Net(), 1, 1.0, "norm")
-    assert "Trainer(gradient_clip_val=None)" in one
+    assert "gradient_clip_val=1.0" in one
 
 
 @pytest.mark.parametrize(("argument", "section"), [("optimizer", "optimizer"), ("parameters", "param")])
@@ -203,7 +203,7 @@ def test_what_is_possible_has_no_problems() -> None:
 def test_problems_are_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "stage=4" in problems(DeepSpeedStrategy(stage=4))
     assert "'mps'" in problems(DeepSpeedStage1Strategy(), device_type="mps")
-    assert "Type fp16 is not supported on your device" in problems(DeepSpeedStage1Strategy(), "16-mixed")
+    assert "does not run on CPUs" in problems(DeepSpeedStage1Strategy(), "16-mixed")
     assert "'64-true' is not one of DeepSpeed's" in problems(DeepSpeedStage1Strategy(), "64-true")
     assert "needs stage 3" in problems(DeepSpeedStage1Strategy(offload_parameters="cpu"))
     assert "no effect without offload_optimizer" in problems(DeepSpeedStage1Strategy(cpu_adam=True))

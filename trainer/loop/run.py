@@ -22,7 +22,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
-from trainer.errors import ConfigError, first_of, format_ranks
+from trainer.errors import ConfigError
 from trainer.fault_tolerance.collective_check import CollectiveCheck, listen, require_same_call, wait_after_run
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
@@ -279,7 +279,7 @@ class Run:
         self.progress = session.progress
         self.options = OptionsCheck(self.strategy, self.progress)
         items = module.num_items if module.overrides("num_items") else None
-        self.metrics = MetricLog(module, self.options.gather, report_names=self._report_names, num_items=items)
+        self.metrics = MetricLog(module, self.options.gather, num_items=items)
         self.call_step: Callable[..., Any] = self.strategy.call_step
         self.times = HostTimes()
         self.transfer_hooks = transfer_hooks(module, datamodule)
@@ -844,19 +844,6 @@ class Run:
             with self.phase(LOGGING), self.times.during(LOGGING):
                 for logger in self.loggers:
                     logger.log_metrics(values.logger, self.progress.step)
-
-    def _report_names(self, positions: dict[str, list[int]]) -> None:
-        """Warn of names that only some of the processes that report have logged."""
-        processes = self.strategy.processes
-        if processes.is_global_zero:
-            ranks = {
-                name: format_ranks([processes.reporters[one] for one in where]) for name, where in positions.items()
-            }
-            log.warning(
-                "logged by some of the processes only: %s. A value is reduced over those that log it. Log the same "
-                "names on all of them; or give self.log(..., rank_zero_only=True), if that of rank 0 is meant.",
-                first_of([f"{name!r} on {where}" for name, where in ranks.items()]),
-            )
 
     def new_value(self, config: SchedulerConfig) -> float | None:
         """Return the value that a scheduler monitors; None without one since the scheduler's last. Collective."""

@@ -44,7 +44,6 @@ from trainer.loop.training_state import (
     restore_training,
     restore_weights,
 )
-from trainer.metrics.state import check_torchmetrics
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
 from trainer.model.compile import start_compiling
 from trainer.model.dispatched import refuse_dispatched
@@ -279,7 +278,6 @@ def build_module(
         check_weights(run, pretrained)
     if training:
         run.record_facts({"module": facts_of_module(module, strategy.precision)})
-        check_torchmetrics(module)
         if run.checkpoint_callbacks:
             check_buffers_storable(module)
     if checkpoint is not None:

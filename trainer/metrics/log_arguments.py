@@ -68,6 +68,17 @@ def check_name(name: Any, disabled_reason: str | None) -> None:
         )
 
 
+def check_value(name: str, value: Any) -> None:
+    """Raise `ConfigError` for a complex number, and for a tensor of which this process holds a part."""
+    if isinstance(value, torch.Tensor) and value.is_complex():
+        raise ConfigError(f"self.log({name!r}) got a complex number: log value.abs(), or value.real.")
+    if hasattr(value, "full_tensor"):
+        raise ConfigError(
+            f"self.log({name!r}) got a {type(value).__name__}, of which this process holds a part: log "
+            "value.full_tensor(), and call that on all processes."
+        )
+
+
 def as_number(name: str, value: Any) -> float:
     """Return a numpy scalar or the like as a float.
 
@@ -90,7 +101,7 @@ def checked_weight(name: str, weight: Any) -> Any:
     """Return the weight; raise `ConfigError` if it is not a number of at least 0."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() == 1:
-            return weight
+            return weight.clone()  # it may change before it is read
         raise ConfigError(
             f"self.log({name!r}): batch_size or weight is a tensor of shape {tuple(weight.shape)}; give one number, "
             "for example len(batch)."

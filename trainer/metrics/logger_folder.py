@@ -54,21 +54,23 @@ class LoggerFolder:
     def begin(self, run_dir: Path | None) -> None:
         """Choose the folder of a new run, in which no earlier run has left files."""
         self.number = None
-        while self.depends_on_files:
-            folder = self.folder(run_dir)
-            if folder is None or not any(folder.glob(self.files)):
-                break
+        while self.depends_on_files and self._has_files(run_dir):
             version = self.version_in(run_dir) if self.name or self.number is not None else 0
             self.number = version + 1 if isinstance(version, int) else 1
 
+    def _has_files(self, run_dir: Path | None) -> bool:
+        folder = self.folder(run_dir)
+        return folder is not None and any(folder.glob(self.files))
+
     def folder(self, run_dir: Path | None) -> Path | None:
         """Return the folder of the files; None before a run that gives it."""
-        if not self.name and self.version is None and self.number is None:
-            place = self.given if self.given is not None or run_dir is None else run_dir
-        else:
+        place = self.given or run_dir
+        if self.name or self.version is not None or self.number is not None:
             version, root = self.version_in(run_dir), self.root_dir(run_dir)
-            place = None if root is None or version is None else Path(root, _folder_of(version))
-        return place if place is None or self.sub_dir is None else place / self.sub_dir
+            place = (
+                None if root is None else Path(root, f"version_{version}" if isinstance(version, int) else str(version))
+            )
+        return None if place is None else place / (self.sub_dir or "")
 
     def log_dir(self, run_dir: Path | None) -> str | None:
         """Return the folder of the files as a text, as Lightning's loggers give it."""
@@ -77,9 +79,8 @@ class LoggerFolder:
 
     def root_dir(self, run_dir: Path | None) -> str | None:
         """Return the folder in which the versions are."""
-        if not self.name and self.version is None and self.given is None:
-            return None if run_dir is None else str(run_dir.parent)
-        return None if self.save_dir(run_dir) is None else str(Path(self.save_dir(run_dir) or "", self.name or ""))
+        save_dir = self.save_dir(run_dir)
+        return None if save_dir is None else str(Path(save_dir, self.name or ""))
 
     def save_dir(self, run_dir: Path | None) -> str | None:
         """Return the folder in which the names are."""
@@ -93,16 +94,13 @@ class LoggerFolder:
 
     def version_in(self, run_dir: Path | None) -> int | str | None:
         """Return the given version, or the run directory's where no earlier run has it."""
-        if self.number is not None:
-            return self.number
-        if self.version is not None or run_dir is None:
-            return self.version if self.version is not None else 0 if self.given is not None else None
+        given = self.version if self.number is None else self.number
+        if given is not None:
+            return given
+        if run_dir is None:
+            return None if self.given is None else 0
         number = run_dir.name.removeprefix("version_")
         return int(number) if number.isdecimal() else run_dir.name
-
-
-def _folder_of(version: int | str) -> str:
-    return f"version_{version}" if isinstance(version, int) else version
 
 
 def plain_number(value: Any) -> float:

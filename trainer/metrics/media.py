@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,15 +101,12 @@ def _arrays(image: Any) -> list[np.ndarray[Any, Any]]:
 
     if isinstance(image, (str, Path)) or hasattr(image, "convert"):
         return [_opened(image)]
-    if isinstance(image, torch.Tensor):
-        array = on_cpu(image, "log_image").numpy()
-        if array.ndim == 4:
-            return [_bytes(np.moveaxis(one, 0, -1), image.shape) for one in array]
-        return [_bytes(np.moveaxis(array, 0, -1) if array.ndim == 3 else array, image.shape)]
-    array = np.asarray(image)
-    if array.dtype.kind not in "biuf":
-        raise ConfigError(f"log_image got {shown(image)}: give a tensor, an array, a picture of PIL, or a path.")
-    return [_bytes(array, array.shape)]
+    if not isinstance(image, torch.Tensor):
+        return [_bytes(np.asarray(image), image)]
+    array = on_cpu(image, "log_image").numpy()
+    if array.ndim > 2:
+        array = np.moveaxis(array, -3, -1)
+    return [_bytes(one, image) for one in (array if array.ndim == 4 else [array])]
 
 
 def _opened(image: Any) -> np.ndarray[Any, Any]:
@@ -129,12 +127,13 @@ def _opened(image: Any) -> np.ndarray[Any, Any]:
 def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    if array.ndim == 2:
-        array = array[..., None]
-    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or 0 in array.shape:
+    array = array[..., None] if array.ndim == 2 else array
+    of_numbers = array.dtype.kind in "biuf" and array.size
+    if not of_numbers or array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
         raise ConfigError(
-            f"log_image got a picture of shape {tuple(given)}: give a tensor of (channels, height, width), an array of "
-            "(height, width, channels), with 1, 3 or 4 channels, or either of (height, width)."
+            f"log_image got a {type(given).__name__} of shape {tuple(np.shape(given))}: give a tensor of (channels, "
+            "height, width), an array of (height, width, channels), with 1, 3 or 4 channels, or either of (height, "
+            "width); or a picture of PIL, or a path."
         )
     if array.dtype == np.uint8:
         return array.copy()
@@ -163,12 +162,9 @@ def as_histogram(values: Any, bins: int) -> Histogram:
     """
     import numpy as np
 
-    if isinstance(values, torch.Tensor):
-        array = on_cpu(values, "log_histogram").numpy()
-    else:
-        array = np.asarray(values)
-        if array.dtype.kind not in "biuf":
-            raise ConfigError(f"log_histogram got {shown(values)}: give a tensor, an array or a list of numbers.")
+    array = np.asarray(on_cpu(values, "log_histogram") if isinstance(values, torch.Tensor) else values)
+    if array.dtype.kind not in "biuf":
+        raise ConfigError(f"log_histogram got {shown(values)}: give a tensor, an array or a list of numbers.")
     array = array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32).reshape(-1)
     finite = array[np.isfinite(array)]
     if not finite.size:
@@ -205,21 +201,21 @@ def as_table(columns: Any, data: Any, dataframe: Any) -> Table:
         raise ConfigError("log_table takes either columns= and data=, a list of rows, or dataframe=.")
     if dataframe is not None:
         columns, data = list(dataframe.columns), dataframe.values.tolist()
-    rows = [list(row) if isinstance(row, (list, tuple)) or hasattr(row, "tolist") else [row] for row in data]
-    names = [str(i) for i in range(len(rows[0]) if rows else 0)] if columns is None else [str(c) for c in columns]
+    rows = [[_plain(cell) for cell in row] for row in data]
+    names = [*map(str, range(len(rows[0]) if rows else 0) if columns is None else columns)]
     for number, row in enumerate(rows):
         if len(row) != len(names):
             raise ConfigError(
                 f"log_table: row {number} has {len(row)} cells, and there are {len(names)} columns: {', '.join(names)}."
             )
-    return Table(names, [[_plain(cell) for cell in row] for row in rows])
+    return Table(names, rows)
 
 
 def _plain(cell: Any) -> Any:
     """Return a cell as a number, a text or None; other values as texts."""
-    if isinstance(cell, torch.Tensor) or hasattr(cell, "tolist"):
+    if hasattr(cell, "tolist"):  # of a tensor, or of numpy
         cell = cell.tolist()
-    return cell if cell is None or isinstance(cell, (bool, int, float, str)) else str(cell)
+    return cell if isinstance(cell, (int, float, str, NoneType)) else str(cell)
 
 
 def on_cpu(tensor: torch.Tensor, method: str) -> torch.Tensor:

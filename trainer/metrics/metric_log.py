@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
 from trainer.distributed.sendable import sendable
 from trainer.errors import ConfigError
-from trainer.metrics.log_arguments import as_number, check_name, checked_weight, reduction_named
+from trainer.metrics.log_arguments import as_number, check_name, check_value, checked_weight, reduction_named
 from trainer.metrics.monitor import ValueKind
 from trainer.metrics.phases import LOGGING, Phase, unheard
 from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host, total_of
+from trainer.metrics.torchmetrics_lists import ListStates, is_torchmetric
 
 GatherObjects = Callable[[Any], list[Any]]
-ReportNames = Callable[[dict[str, list[int]]], object]
-CompareNames = Callable[[list[list[str]]], object]
+Place = Literal["all", "logger", "progress_bar"]
 CountItems = Callable[[Any], int | torch.Tensor | None]
 
 
@@ -39,9 +37,14 @@ class LogOptions(NamedTuple):
     metric: str | None = None
     """Name of a logged `torchmetrics.Metric` in `named_modules`."""
 
-    def goes_to(self, place: Literal["all", "logger", "progress_bar"]) -> bool:
+    @property
+    def by_both(self) -> bool:
+        """Whether the name has values by step and by epoch, which get suffixes."""
+        return bool(self.on_step and self.on_epoch)
+
+    def goes_to(self, place: Place) -> bool:
         """Return True if the value belongs to `place`."""
-        return place == "all" or (self.logger if place == "logger" else self.prog_bar)
+        return {"all": True, "logger": self.logger, "progress_bar": self.prog_bar}[place]
 
 
 @dataclass
@@ -55,8 +58,6 @@ class Entry:
     window: int = -1
     window_values: list[tuple[Number, Number]] = field(default_factory=list)
     """The values of the latest window in which the name was logged by step, with their weights."""
-    from_float32: bool = False
-    """True if the values are numbers that were float32 tensors on the CPU."""
     superseded: int = -1
     """The window up to which a value of an epoch or an evaluation replaces the name's values by step."""
     flushed: int = -1
@@ -66,23 +67,11 @@ class Entry:
     def __post_init__(self) -> None:
         self.epoch = Accumulator(self.options.reduction)
 
-    def add_to_window(self, value: Number, weight: Number) -> None:
-        """Keep a copy: a tensor may change before it is read, and may be a view that keeps a larger one in memory."""
-        # A number costs less than a copy, where nothing has to wait for it.
-        self.from_float32 = isinstance(value, torch.Tensor) and value.is_cpu and value.dtype is torch.float32
-        kept = value.item() if self.from_float32 else _copied(value)  # type: ignore[union-attr]
-        self.window_values.append((kept, weight if type(weight) is int else _copied(weight)))
-
     @property
     def waits(self) -> bool:
         """Whether the loggers have not got the latest value of a name that is logged by step alone."""
         alone = bool(self.options.on_step) and not self.options.on_epoch and self.metric is None
         return alone and self.window > max(self.superseded, self.flushed)
-
-    def latest(self) -> Number:
-        """Return the latest value by step, with the dtype of the tensor that it was."""
-        value = self.window_values[-1][0]
-        return torch.tensor(value, dtype=torch.float32) if self.from_float32 else value
 
 
 @dataclass
@@ -98,8 +87,6 @@ class MetricScope:
     entries: dict[str, Entry] = field(default_factory=dict)
     overall: dict[str, Entry] = field(default_factory=dict)
     """The reductions over all loaders, if there are several."""
-    of_padding: set[str] = field(default_factory=set)
-    """The names logged in batches of padding, which have no values."""
 
 
 @dataclass
@@ -124,19 +111,17 @@ class ReducedMetrics:
         past: bool = False,
     ) -> None:
         """Add a value; `past`: it is of an earlier step than the last."""
-        full_name = with_suffix(name, suffix, loader) if options.on_step and options.on_epoch else name
+        full_name = with_suffix(name, suffix, loader) if options.by_both else name
         if full_name in self.results:
             other = name.removesuffix(f"_{suffix}")
             raise ConfigError(
                 f"two values are logged as {full_name!r}: one by that name, and one as {other!r} with on_step=True, "
                 "on_epoch=True. Give one of them another name."
             )
-        self.all[full_name] = self.results[full_name] = value
-        self.all[name] = value
-        of_step: ValueKind = "past" if past else "step"
-        self.kinds[name] = "epoch" if suffix == "epoch" else "interim" if options.on_epoch and not past else of_step
-        if full_name != name:
-            self.kinds[full_name] = "epoch" if suffix == "epoch" else of_step
+        self.all[full_name] = self.all[name] = self.results[full_name] = value
+        kind: ValueKind = "epoch" if suffix == "epoch" else "past" if past else "step"
+        self.kinds[full_name] = kind
+        self.kinds[name] = "interim" if options.on_epoch and kind == "step" else kind
         if options.logger:
             self.logger[full_name] = value
         if options.prog_bar:
@@ -163,8 +148,6 @@ class MetricLog:
     without a batch logs nothing), because names are gathered with the values.
 
     Args:
-        report_names: called once, with names that only some of the processes have logged in an epoch or an evaluation,
-            and the positions of these in what is gathered.
         num_items: the items of a batch, by which its losses are weighted; None: its samples.
     """
 
@@ -173,7 +156,6 @@ class MetricLog:
         module: torch.nn.Module,
         all_gather_object: GatherObjects,
         phase: Phase = unheard,
-        report_names: ReportNames | None = None,
         num_items: CountItems | None = None,
     ) -> None:
         self.module = module
@@ -183,8 +165,8 @@ class MetricLog:
         self.hook_metrics = MetricScope(batches=False, steps=False)
         self.evaluation_hooks = MetricScope(batches=False, steps=False)
         """The values logged in the hooks at the end of the current evaluation."""
-        self.included: MetricScope | None = None
-        """The scope of the hooks at the end of an epoch or evaluation, while they run: `latest` has its values."""
+        self.included: dict[str, Entry] = {}
+        """The names logged in the hooks at the end of an epoch or evaluation, while they run, for `latest`."""
         self.watches_losses = True
         self.copies_losses = False
         """True if the memory of a step's tensors is used again in the next step."""
@@ -196,8 +178,7 @@ class MetricLog:
         """The gradient scaler, whose loss scale is read with the losses."""
         self.loss_scale: float | None = None
         """The loss scale as it was last read."""
-        self._refused: list[Any] = []
-        """torchmetrics objects that cannot be computed by hand until `reset_computed`."""
+        self._lists = ListStates(all_gather_object)
         self.computed: list[Any] = []
         """torchmetrics objects whose epoch has ended, until `reset_computed`."""
         self._metrics: dict[str, Any] = {}
@@ -206,11 +187,6 @@ class MetricLog:
         """The scope to which `log` adds; see `recording`."""
         self.names: set[str] = set()
         """All names ever logged, by this process."""
-        self.names_of_rank_0: set[str] = set()
-        """The names that are meant for rank 0 only; known there."""
-        self._restored = False
-        """True until the end of an epoch whose values are in part those of a checkpoint."""
-        self._report_names = report_names
         self.window = self.repeats = 0
         """Number of windows begun; and of those among them that were begun again."""
         self.batch: Any = None
@@ -224,7 +200,7 @@ class MetricLog:
         """The batch in progress as the loader gave it, of which the loss counts the items, too."""
         self._held: list[tuple[Accumulator, Number, Number]] | None = None
         """The values of this window for the epoch, which do not count yet; None: they count at once."""
-        self._replaced: list[tuple[Entry, int, list[tuple[Number, Number]], bool]] = []
+        self._replaced: list[tuple[Entry, int, list[tuple[Number, Number]]]] = []
         """The values by step that this window has replaced, to be restored if it does not count."""
         self.disabled_reason: str | None = None
         """The reason for refusing values now; None: values are accepted."""
@@ -239,11 +215,11 @@ class MetricLog:
         return Recording(self, scope)
 
     @contextmanager
-    def latest_including(self, scope: MetricScope | None) -> Iterator[None]:
+    def latest_including(self, scope: MetricScope) -> Iterator[None]:
         """Include the values of `scope` in `latest`, in the block and, after an error, in `on_exception`."""
-        self.included = scope
+        self.included = scope.entries
         yield
-        self.included = None
+        self.included = {}
 
     def begin_evaluation_end(self) -> MetricScope:
         """Return a new scope for the hooks at the end of an evaluation."""
@@ -262,10 +238,6 @@ class MetricLog:
         self.batch, self.samples, self._weight = batch, samples, samples
         if self.num_items is not None:
             self._weight, self._counted = None, batch
-
-    def mark_restored(self) -> None:
-        """Compare no names until the end of the epoch, whose values are in part those of a checkpoint."""
-        self._restored = True
 
     def unflushed_entry(self, name: str, options: LogOptions) -> Entry:
         """Return the entry for values of a checkpoint: of a step before the next one, and not yet in the loggers."""
@@ -292,8 +264,8 @@ class MetricLog:
         replaced, self._replaced = self._replaced, []
         for accumulator, value, weight in held if keep else ():
             accumulator.add(value, weight)
-        for entry, window, values, from_float32 in () if keep else replaced:
-            entry.window, entry.window_values, entry.from_float32 = window, values, from_float32
+        for entry, window, values in () if keep else replaced:
+            entry.window, entry.window_values = window, values
 
     def watch_loss(self, step: int, loss: torch.Tensor, divisor: Number | None) -> None:
         """Keep a loss until values are next read, to report one that is not finite. Reads nothing from a device.
@@ -341,21 +313,20 @@ class MetricLog:
         for entry in self.train.entries.values():
             entry.flushed = entry.window
 
-    def _read(self, tensors: list[torch.Tensor]) -> list[float]:
-        """Return tensors as numbers. The same copy to the host brings the sum of the losses and the loss scale."""
+    def _read(self, values: list[Number]) -> list[float]:
+        """Return values as numbers. The same copy to the host brings the sum of the losses and the loss scale."""
         losses = [loss for _, loss, _ in self._losses]
         scale = None if self.scaler is None else self.scaler._scale
         scales = [] if scale is None else [scale]
-        sums = [total_of(losses)] if losses else []
-        numbers = to_host([*sums, *scales, *tensors])
-        total = numbers.pop(0) if sums else 0.0
-        self.loss_scale = numbers.pop(0) if scales else None
-        if self.nonfinite_loss is None and not math.isfinite(total):
+        total, *read = to_host([total_of(losses), *scales, *filter(is_tensor, values)])
+        self.loss_scale = read.pop(0) if scales else None
+        if not math.isfinite(total):
             for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):
                 if not math.isfinite(loss):
                     self._keep_nonfinite(step, loss, divisor)
         self._losses.clear()
-        return numbers
+        numbers = iter(read)
+        return [next(numbers) if isinstance(value, torch.Tensor) else value for value in values]
 
     def log(self, name: str, value: Any, weight: Number | None = None, *options: Any) -> None:
         """Record a value; see `TrainModule.log`.
@@ -369,57 +340,35 @@ class MetricLog:
                 possible now.
         """
         scope = self.scope
-        key = f"{name}/{scope.loader}" if scope.loader else name
-        if scope.batches and self.samples == 0:
-            scope.of_padding.add(key)
+        if scope.batches and self.samples == 0:  # padding
             return
+        key = f"{name}/{scope.loader}" if scope.loader else name
         entry = scope.entries.get(key)
         if entry is None:
-            check_name(name, self.disabled_reason)
-            if isinstance(value, torch.Tensor) and value.is_complex():
-                raise ConfigError(f"self.log({name!r}) got a complex number: log value.abs(), or value.real.")
-            if hasattr(value, "full_tensor"):
-                raise ConfigError(
-                    f"self.log({name!r}) got a {type(value).__name__}, of which this process holds a part: log "
-                    "value.full_tensor(), and call that on all processes."
-                )
-            metric = value if is_torchmetric(value) else None
-            entry = scope.entries[key] = self._new_entry(scope, key, metric, LogOptions(*options))
-            self.names.update((name, key))
-        if entry.metric is not None and value is entry.metric:
+            entry = scope.entries[key] = self._new_entry(scope, name, key, value, LogOptions(*options))
+        if isinstance(value, torch.Tensor):
+            # A copy without the graph: the tensor may change before it is read, and a view keeps a larger one alive.
+            value = (_scalar(name, value) if value.dim() else value).data.clone()
+        elif is_torchmetric(value):
             self._log_metric(entry, value)
             return
-        if isinstance(value, torch.Tensor):
-            if value.dim():
-                if value.numel() != 1:
-                    shape = tuple(value.shape)
-                    raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {shape}.")
-                value = value.reshape(())
-            if value.requires_grad:
-                value = value.data
         elif not isinstance(value, (int, float)):
-            if is_torchmetric(value):  # another object with the same name
-                self._log_metric(entry, value)
-                return
             value = as_number(name, value)
         if weight is not None:
             weight = checked_weight(name, weight)
-        elif scope.batches:
-            weight = self._weight if self._weight is not None else self._batch_weight()
-        else:
-            weight = 1
+        else:  # without a call where the number is known
+            weight = self._batch_weight() if self._weight is None or not scope.batches else self._weight
         if entry.options.on_step and scope.steps:
             if entry.window != self.window:
                 if self._held is not None:
-                    self._replaced.append((entry, entry.window, [*entry.window_values], entry.from_float32))
-                entry.window = self.window
-                entry.window_values.clear()
-            entry.add_to_window(value, weight)
+                    self._replaced.append((entry, entry.window, entry.window_values))
+                entry.window, entry.window_values = self.window, []
+            entry.window_values.append((value, weight))
         if entry.options.on_epoch:
             if self._held is None:
                 entry.epoch.add(value, weight)
             else:
-                self._held.append((entry.epoch, _copied(value), _copied(weight)))
+                self._held.append((entry.epoch, value, weight))
         if scope.loader:
             overall = scope.overall.setdefault(name, Entry(name, entry.options))
             overall.epoch.add(value, weight)
@@ -430,30 +379,32 @@ class MetricLog:
         with self.recording(MetricScope(scope.batches, scope.steps, entries=scope.entries)):
             self.log(name, *value_and_options)
 
-    def _new_entry(self, scope: MetricScope, key: str, metric: Any, options: LogOptions) -> Entry:
+    def _new_entry(self, scope: MetricScope, name: str, key: str, value: Any, options: LogOptions) -> Entry:
         """Return the entry of a name that is logged for the first time; the options of this call are kept."""
-        on_step, on_epoch = options.on_step, options.on_epoch
+        check_name(name, self.disabled_reason)
+        check_value(name, value)
         options = options._replace(reduction=reduction_named(options.reduction), logger=options.logger is not False)
         if options.reduction not in REDUCTIONS:
             allowed = ", ".join(REDUCTIONS)
-            raise ConfigError(f"self.log({key!r}, reduce_fx={options.reduction!r}): allowed are {allowed}.")
+            raise ConfigError(f"self.log({name!r}, reduce_fx={options.reduction!r}): allowed are {allowed}.")
+        metric = value if is_torchmetric(value) else None
         by_step = scope.steps and (metric is None or metric._forward_cache is not None)
-        if on_step is None:
-            on_step = by_step
-        if on_epoch is None:
-            on_epoch = not by_step
+        on_step = by_step if options.on_step is None else options.on_step
+        on_epoch = not by_step if options.on_epoch is None else options.on_epoch
         if not on_step and not on_epoch:
-            raise ConfigError(f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
+            raise ConfigError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
         if on_step and not on_epoch and not scope.steps:
             warnings.warn(
-                f"self.log({key!r}, on_step=True): the steps are those of training, so that in an evaluation or an "
+                f"self.log({name!r}, on_step=True): the steps are those of training, so that in an evaluation or an "
                 "epoch's hook the mean is logged instead.",
                 stacklevel=5,
             )
             on_step, on_epoch = False, True
-        where = self._name_of_metric(key, metric) if metric is not None else None
-        if where is not None:
+        where = None
+        if metric is not None:
+            where = self._name_of_metric(name, metric)
             self._metrics[where] = metric
+        self.names.update((name, key))
         return Entry(key, options._replace(on_step=on_step, on_epoch=on_epoch, metric=where), metric)
 
     def _name_of_metric(self, key: str, metric: torch.nn.Module) -> str:
@@ -477,23 +428,28 @@ class MetricLog:
             )
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
-        weight = self._weight if self._weight is not None else self._batch_weight()
-        entry.window, entry.window_values = self.window, []
-        entry.add_to_window(value.detach().reshape(()), weight)
+        entry.window = self.window
+        entry.window_values = [(_scalar(entry.name, value).data.clone(), self._batch_weight())]
 
     def _batch_weight(self) -> Number:
         """Return the number of items of the batch, or else that of its samples: the first dimension of its tensors."""
-        items: Any = None if self.num_items is None else self.num_items(self._counted)
-        if isinstance(items, torch.Tensor) and items.is_cpu:
-            items = items.item()
-        if items is None and self.samples is None:
+        if not self.scope.batches:
+            return 1
+        if self._weight is None:
+            items: Any = None if self.num_items is None else self.num_items(self._counted)
+            if isinstance(items, torch.Tensor):
+                items = items.item() if items.is_cpu else items.clone()
+            self._weight = self._number_of_samples() if items is None else items
+        return self._weight
+
+    def _number_of_samples(self) -> int:
+        if self.samples is None:
             sizes: dict[int, None] = {}
             add_sizes(self.batch, sizes)
             self.samples = next(iter(sizes), 1)
             if len(sizes) != 1:
                 _warn_of_sizes(sizes)
-        self._weight = self.samples if items is None else items
-        return self._weight  # type: ignore[return-value]
+        return self.samples
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -509,14 +465,12 @@ class MetricLog:
         ]
         values = ReducedMetrics()
         with self.phase(LOGGING):
-            tensors = [n for e in logged for one in e.window_values for n in one if is_tensor(n)]
-            numbers = iter(self._read(tensors))
+            numbers = iter(self._read([number for e in logged for pair in e.window_values for number in pair]))
             local: dict[tuple[str, bool], tuple[LogOptions, Accumulator]] = {}
             for entry in logged:
                 accumulator = Accumulator(entry.options.reduction)
-                for one in entry.window_values:
-                    value, weight = (next(numbers) if is_tensor(n) else n for n in one)
-                    accumulator.add(value, weight)
+                for _ in entry.window_values:
+                    accumulator.add(next(numbers), next(numbers))
                 local[entry.name, entry.window != self.window] = (entry.options, accumulator)
             reduced = self._reduce(local)
             for (name, past), (options, value) in reduced.items():
@@ -524,27 +478,21 @@ class MetricLog:
                     values.put(name, options, value, "step", past=past)
         return values
 
-    def latest(self, of: Literal["all", "logger", "progress_bar"] = "all") -> dict[str, Number]:
+    def latest(self, of: Place = "all") -> dict[str, Number]:
         """Return the latest values of this process, without reading them.
 
         Those logged by step in training; in the hooks at the end of an epoch or an evaluation also those logged there.
         """
+        by_step = [e for e in self.train.entries.values() if e.window > e.superseded and e.window_values]
+        found: list[tuple[Entry, str, Number | None]] = [(e, "step", e.window_values[-1][0]) for e in by_step]
+        found += [(e, "epoch", e.epoch.local_value()) for e in self.included.values()]
         values: dict[str, Number] = {}
-        for name, entry in self.train.entries.items():
-            if entry.window <= entry.superseded or not entry.window_values:
+        for entry, kind, value in found:
+            if value is None or not entry.options.goes_to(of):
                 continue
-            if entry.options.goes_to(of):
-                full_name = with_suffix(name, "step") if entry.options.on_epoch else name
-                values[full_name] = entry.latest()
-                if of == "all":
-                    values[name] = values[full_name]
-        for name, entry in self.included.entries.items() if self.included is not None else ():
-            value = entry.epoch.local_value()
-            if value is not None and entry.options.goes_to(of):
-                full_name = with_suffix(name, "epoch") if entry.options.on_step else name
-                values[full_name] = value
-                if of == "all":
-                    values[name] = value
+            values[with_suffix(entry.name, kind) if entry.options.by_both else entry.name] = value
+            if of == "all":
+                values[entry.name] = value
         return values
 
     def read_epoch(self, scope: MetricScope) -> ReducedMetrics:
@@ -553,11 +501,7 @@ class MetricLog:
         Values by step alone that the loggers have not got yet stay. torchmetrics objects are computed; `reset_computed`
         resets them.
         """
-        batches_of_some = scope.batches and scope is not self.train
-        compare = partial(self._compare_names, batches_of_some)
-        values = self._read_entries(scope.entries, scope.loader, compare, scope.of_padding)
-        scope.of_padding.clear()
-        self._restored = self._restored and scope is not self.train
+        values = self._read_entries(scope.entries, scope.loader)
         self.computed += [e.metric for e in scope.entries.values() if e.metric is not None and not e.options.on_epoch]
         kept = {name: e for name, e in scope.entries.items() if scope is self.train and e.waits}
         scope.entries.clear()
@@ -566,8 +510,7 @@ class MetricLog:
 
     def reset_computed(self) -> None:
         """Reset the torchmetrics objects that were computed, or logged by step only."""
-        while self._refused:
-            del self._refused.pop().sync
+        self._lists.allow_all()
         with torch.inference_mode(False):  # otherwise the state could be updated only in inference mode from now on
             while self.computed:
                 self.computed.pop().reset()
@@ -588,28 +531,17 @@ class MetricLog:
         """Return the reductions over all loaders of an evaluation; empty if there is only one loader."""
         return self._read_entries(scope.overall)
 
-    def _read_entries(
-        self,
-        entries: dict[str, Entry],
-        loader: str = "",
-        compare: CompareNames | None = None,
-        of_padding: Iterable[str] = (),
-    ) -> ReducedMetrics:
+    def _read_entries(self, entries: dict[str, Entry], loader: str = "") -> ReducedMetrics:
         local = {name: (e.options, e.epoch) for name, e in entries.items() if e.options.on_epoch}
         values = ReducedMetrics()
         with self.phase(LOGGING):
-            for name, (options, value) in self._reduce(local, {*entries, *of_padding}, compare).items():
+            for name, (options, value) in self._reduce(local).items():
                 values.put(name, options, value, "epoch", loader)
         for name in values.all.keys() & self.train.entries.keys():
             self.train.entries[name].superseded = self.window
         return values
 
-    def _reduce(
-        self,
-        local: Mapping[Any, tuple[LogOptions, Accumulator]],
-        names: Iterable[str] = (),
-        compare: CompareNames | None = None,
-    ) -> dict[Any, tuple[LogOptions, float]]:
+    def _reduce(self, local: Mapping[Any, tuple[LogOptions, Accumulator]]) -> dict[Any, tuple[LogOptions, float]]:
         """Reduce with one host copy and one gather; every process then does the same arithmetic.
 
         The keys are names, or for values by step pairs of a name and whether the step is an earlier one.
@@ -621,10 +553,7 @@ class MetricLog:
         numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
         mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
         combined: dict[Any, tuple[LogOptions, float | None, float]] = {}
-        everywhere = self.all_gather_object((mine, list(names) if compare is not None else []))
-        if compare is not None:
-            compare([theirs for _, theirs in everywhere])
-        for theirs, _ in everywhere:
+        for theirs in self.all_gather_object(mine):
             for name, (options, value, weight) in theirs.items():
                 if name in combined:
                     options_before, before, weight_before = combined[name]
@@ -639,28 +568,6 @@ class MetricLog:
             if options.metric is not None or (value is not None and (options.reduction != "mean" or weight))
         }
 
-    def _compare_names(self, batches_of_some: bool, everywhere: list[list[str]]) -> None:
-        """Report once the names that only some of the processes have logged.
-
-        Args:
-            batches_of_some: a process may have had no batch, and so have logged nothing.
-        """
-        if self._report_names is None or self._restored:
-            return
-        found: dict[str, list[int]] = {}
-        for position, names in enumerate(everywhere):
-            for name in names:
-                found.setdefault(name, []).append(position)
-        all_of_them = [position for position, names in enumerate(everywhere) if names or not batches_of_some]
-        some = {
-            name: where
-            for name, where in found.items()
-            if where != all_of_them and not {name, name.rpartition("/")[0]} & self.names_of_rank_0
-        }
-        if some:
-            self._report_names(some)
-            self._report_names = None
-
     def _finish(self, name: str, options: LogOptions, value: float | None, weight: float) -> float:
         if value is None:
             assert options.metric is not None
@@ -668,7 +575,7 @@ class MetricLog:
         return value / weight if options.reduction == "mean" else value
 
     def _compute(self, name: str, metric: Any) -> float:
-        self._fill_empty_lists(name, metric)
+        self._lists.fill(metric)
         with warnings.catch_warnings():
             # A process without a batch computes too, because `compute` synchronizes all processes.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
@@ -680,53 +587,7 @@ class MetricLog:
 
     def fill_empty_lists(self) -> None:
         """Make the list states of the module's torchmetrics objects ready to be computed in hooks. Collective."""
-        for collection in self.module.modules():
-            if type(collection).__name__ == "MetricCollection":
-                # Metrics that share a state get it when they are read.
-                list(collection.values(copy_state=False))  # type: ignore[operator]
-        self._fill_empty_lists(None, self.module)
-
-    def _fill_empty_lists(self, name: str | None, metric: Any) -> None:
-        """Give list states without an entry an empty one of the other processes' dtype and shape. Collective.
-
-        A process without samples has none, and torchmetrics would gather an empty vector of floats from it.
-
-        Args:
-            name: of the logged value; None: of values that hooks may compute.
-            metric: the metric, or a module that has metrics.
-        """
-        own = {
-            f"{prefix}.{key}": (part, key, reduction)
-            for prefix, part in metric.named_modules()
-            for key, reduction in (part._reductions.items() if is_torchmetric(part) else ())
-            if isinstance(getattr(part, key), list)
-        }
-        if not own:
-            return
-        values = {path: getattr(part, key) for path, (part, key, _) in own.items()}
-        described = {path: [(one.dtype, one.shape[1:]) for one in value[:1]] for path, value in values.items()}
-        everywhere = self.all_gather_object((described, {path: len(value) for path, value in values.items()}))
-        for path, (part, key, reduction) in own.items():
-            most = max(lengths[path] for _, lengths in everywhere)
-            concatenates = reduction is not None or type(part).__module__.startswith("torchmetrics.retrieval.")
-            if not concatenates and any(lengths[path] < most for _, lengths in everywhere):
-                call = "compute()" if name is None else f"self.log({name!r})"
-                refused = ConfigError(
-                    f"{call}: {type(part).__name__} gathers its state {key!r} entry by entry, and the processes have "
-                    "different numbers of entries. Evaluate it on one process (devices=1)."
-                )
-                if name is not None:
-                    raise refused
-                if "sync" not in vars(part):
-                    part.sync = partial(_refuse_sync, refused)
-                    self._refused.append(part)
-                continue
-            known = next((theirs[path][0] for theirs, _ in everywhere if theirs[path]), None)
-            lacking = (most if reduction is None else min(most, 1)) - len(values[path])
-            if lacking > 0 and known is not None:
-                dtype, shape = known
-                empty = torch.empty(0, *shape, dtype=dtype, device=part.device)
-                setattr(part, key, [*values[path], *[empty] * lacking])
+        self._lists.fill(self.module)
 
 
 def with_suffix(name: str, suffix: str, loader: str = "") -> str:
@@ -744,12 +605,6 @@ def _check_reductions(name: str | tuple[str, bool], one: LogOptions, other: LogO
         f"self.log({(name if isinstance(name, str) else name[0])!r}): the processes do not agree on the reduction: "
         f"{kinds[0]} on one, and {kinds[1]} on another. Log a name in the same way on all of them."
     )
-
-
-def _refuse_sync(error: ConfigError, *_: Any, should_sync: bool = True, **__: Any) -> None:
-    """Refuse to gather a metric's state: in place of its `sync`, which `compute` calls."""
-    if should_sync:
-        raise error
 
 
 def _warn_of_sizes(sizes: Collection[int]) -> None:
@@ -770,34 +625,26 @@ def _several_numbers(name: str, what: str) -> ConfigError:
     )
 
 
-def _copied(number: Number) -> Number:
-    return number.clone() if isinstance(number, torch.Tensor) else number
+def _scalar(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of one element without dimensions."""
+    if value.numel() != 1:
+        raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
+    return value.reshape(())
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
 
 
-def is_torchmetric(value: Any) -> bool:
-    """Return True for a `torchmetrics.Metric`, without importing torchmetrics."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
-
-
 def add_sizes(batch: Any, sizes: dict[int, None]) -> None:
     """Add the first dimension of each tensor in `batch` (nested dicts, lists, tuples, dataclasses) to `sizes`."""
-    if isinstance(batch, (list, tuple)):
-        for item in batch:
-            if not isinstance(item, torch.Tensor):
-                add_sizes(item, sizes)
-            elif shape := item.shape:
-                sizes[shape[0]] = None
-    elif isinstance(batch, torch.Tensor):
-        if shape := batch.shape:
-            sizes[shape[0]] = None
+    if isinstance(batch, torch.Tensor):
+        if batch.dim():
+            sizes[batch.shape[0]] = None
     elif isinstance(batch, Mapping):
-        for item in batch.values():
-            add_sizes(item, sizes)
+        add_sizes([*batch.values()], sizes)
     elif is_dataclass(batch) and not isinstance(batch, type):
-        for one in fields(batch):
-            add_sizes(getattr(batch, one.name), sizes)
+        add_sizes([getattr(batch, one.name) for one in fields(batch)], sizes)
+    elif isinstance(batch, (list, tuple)):
+        for item in batch:
+            add_sizes(item, sizes)

@@ -137,14 +137,13 @@ class Accumulator:
 
     def local_value(self) -> Number | None:
         """Return the reduction so far, without reading the device; None without a value."""
-        pending = zip(self.pending.tensors(), self.pending.weights, strict=True)
-        tensors = [to_float64(value) * weight for value, weight in pending]
-        tensors += [self.on_device] if self.on_device is not None else []
-        combine = _COMBINE[self.reduction]
-        value: Number | None = reduce(combine, tensors) if tensors else None
-        if self.on_host is not None:
-            on_host = self.on_host
-            value = on_host if value is None else combine(value, torch.full_like(value, on_host))  # type: ignore[arg-type]
+        tensors = [to_float64(v) * w for v, w in zip(self.pending.tensors(), self.pending.weights, strict=True)]
+        if self.on_device is not None:
+            tensors.append(self.on_device)
+        value: Number | None = self.on_host
+        if tensors:
+            on_host = [] if self.on_host is None else [torch.full_like(tensors[0], self.on_host)]
+            value = reduce(_COMBINE[self.reduction], tensors + on_host)
         if self.reduction != "mean" or value is None:
             return value
         return value / (self.weight_on_host + (0.0 if self.weight_on_device is None else self.weight_on_device))
@@ -221,9 +220,8 @@ def as_tensors(values: Mapping[str, Number]) -> dict[str, torch.Tensor]:
 
 def total_of(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of one-element tensors, on the device of the first: it is finite only if all of them are."""
-    if not tensors:
-        return torch.zeros(())
-    if all(tensor.is_cpu for tensor in tensors):  # one by one at 2/3 of the price: `stack` takes the GIL for each again
+    # One by one at 2/3 of the price: `stack` takes the GIL for each again. Without tensors it is zero.
+    if all(tensor.is_cpu for tensor in tensors):
         return torch.tensor(sum(tensor.item() for tensor in tensors), dtype=torch.float64)
     try:
         return torch.stack(tensors).sum(dtype=torch.float32)

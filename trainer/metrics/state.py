@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from trainer.errors import CheckpointError, ConfigError
-from trainer.metrics.metric_log import Entry, LogOptions, MetricLog, MetricScope, is_torchmetric
+from trainer.errors import CheckpointError
+from trainer.metrics.metric_log import Entry, LogOptions, MetricLog, MetricScope
 from trainer.metrics.reductions import Accumulator
+from trainer.metrics.torchmetrics_lists import is_torchmetric
 
 log = logging.getLogger("trainer")
 
@@ -23,34 +22,16 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
 
     Lists of tensors in torchmetrics objects are not copied.
     """
+    ended = set(map(id, metrics.computed))
+    objects = {name: _object_state(metric) for name, metric in _objects(metrics.module) if id(metric) not in ended}
     return {
         "train": _scope_state(metrics.train),
         "steps": _unflushed(metrics.train),
         "hooks": _scope_state(metrics.hook_metrics),
         "names": sorted(metrics.names),
         "trackers": {name: tracker.n_steps for name, tracker in _trackers(metrics.module)},
-        "objects": {
-            name: {"updates": metric.update_count, "state": metric.metric_state, "beside": _beside(metric)}
-            for name, metric in _objects(metrics.module)
-            if (metric.update_count or _beside(metric)) and not any(metric is one for one in metrics.computed)
-        },
+        "objects": {name: state for name, state in objects.items() if state is not None},
     }
-
-
-def check_torchmetrics(module: torch.nn.Module) -> None:
-    """Check the version of torchmetrics, if the module has metrics of it.
-
-    Raises:
-        ConfigError: the state of its metrics cannot be restored.
-    """
-    if not any(True for _ in _objects(module)):
-        return
-    version = str(sys.modules["torchmetrics"].__version__)
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (1, 6, 2):
-        raise ConfigError(
-            f"torchmetrics {version} is installed, whose metrics are wrong after a resume in the middle of an epoch: "
-            "pip install 'torchmetrics>=1.6.2'."
-        )
 
 
 def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], device: torch.device) -> None:
@@ -64,11 +45,11 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
     objects = dict(_objects(metrics.module))
     for state in states:
         metrics.names.update(state.get("names", ()))  # checkpoints of earlier versions have none
-    metrics.mark_restored()
-    for scope, name in ((metrics.train, "train"), (metrics.hook_metrics, "hooks")):
-        scope.entries.clear()
-        for state in states:
-            _add_to_scope(scope, _without_lost(state[name], objects), device)
+    metrics.train.entries.clear()
+    metrics.hook_metrics.entries.clear()
+    for state in states:
+        _add_to_scope(metrics.train, _without_lost(state["train"], objects), device)
+        _add_to_scope(metrics.hook_metrics, _without_lost(state["hooks"], objects), device)
     for state in states:  # checkpoints of earlier versions have no "steps"
         _add_unflushed(metrics, _without_lost(state.get("steps", {}), objects), device)
     for name, metric in objects.items():
@@ -90,11 +71,14 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
 
 def _without_lost(entries: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
     """Return the entries without those of torchmetrics objects that the module does not have any more."""
-    lost = {name: one["options"]["metric"] for name, one in entries.items()}
-    lost = {name: metric for name, metric in lost.items() if metric is not None and metric not in objects}
-    for name, metric in lost.items():
-        log.warning("%r: the module has no metric %r, so its values of this epoch so far are dropped", name, metric)
-    return {name: one for name, one in entries.items() if name not in lost}
+    kept = {}
+    for name, one in entries.items():
+        metric = one["options"]["metric"]
+        if metric is None or metric in objects:
+            kept[name] = one
+        else:
+            log.warning("%r: the module has no metric %r, so its values of this epoch so far are dropped", name, metric)
+    return kept
 
 
 @contextmanager
@@ -107,23 +91,29 @@ def preserve_torchmetrics(metrics: MetricLog) -> Iterator[None]:
 
 def kept_torchmetrics(metrics: MetricLog) -> Callable[[], None]:
     """Return a function that restores the state that torchmetrics objects have now."""
-    before = []
     steps = [(tracker, tracker.n_steps) for _, tracker in _trackers(metrics.module)]
-    for _, metric in _objects(metrics.module):
-        state = metric.metric_state if metric.update_count or _beside(metric) else {}
-        copies = {k: v.clone() if isinstance(v, torch.Tensor) else list(v) for k, v in state.items()}
-        before.append((metric, {"updates": metric.update_count, "state": copies, "beside": _beside(metric)}))
+    before = [(metric, _object_state(metric)) for _, metric in _objects(metrics.module)]
+    for _, saved in before:
+        if saved is not None:
+            saved["state"] = {k: v.clone() if isinstance(v, torch.Tensor) else [*v] for k, v in saved["state"].items()}
 
     def restore() -> None:
         for tracker, number in steps:
             _set_steps(tracker, number)
-        for metric, state in before:
+        for metric, saved in before:
             metric.reset()
-            _set_beside(metric, state)
-            if state["state"]:
-                _add_to_object(metric, state, first=True)
+            if saved is not None:
+                _add_to_object(metric, saved, first=True)
 
     return restore
+
+
+def _object_state(metric: Any) -> dict[str, Any] | None:
+    """Return the state of a torchmetrics object; None for one that has counted nothing."""
+    beside = _beside(metric)
+    if not metric.update_count and not beside:
+        return None
+    return {"updates": metric.update_count, "state": metric.metric_state, "beside": beside}
 
 
 _BESIDE = {"MinMaxMetric": ("min_val", "max_val"), "Running": ("_num_vals_seen",)}
@@ -139,7 +129,7 @@ def _set_beside(metric: Any, saved: dict[str, Any]) -> None:
     given = saved.get("beside", {})  # checkpoints of earlier versions have none
     for name, now in _beside(metric).items():
         if type(value := given.get(name)) is type(now):
-            setattr(metric, name, _moved(value, metric.device) if isinstance(value, torch.Tensor) else value)
+            setattr(metric, name, _moved(value, metric.device))
 
 
 def _scope_state(scope: MetricScope) -> dict[str, Any]:
@@ -169,23 +159,32 @@ def _unflushed(train: MetricScope) -> dict[str, Any]:
 def _add_unflushed(metrics: MetricLog, state: dict[str, Any], device: torch.device) -> None:
     """Restore what `_unflushed` returned, as values of a step before the next one."""
     for name, saved in state.items():
-        numbers = [number for one in saved["values"] for number in one if isinstance(number, torch.Tensor)]
-        if any(one.dim() or one.is_complex() for one in numbers) or any(len(one) != 2 for one in saved["values"]):
-            raise CheckpointError("a logged value of the checkpoint is not a number: it is damaged")
         entry = metrics.unflushed_entry(name, LogOptions(**saved["options"]))
-        for value, weight in saved["values"]:
-            moved = (one.to(device) if isinstance(one, torch.Tensor) else one for one in (value, weight))
-            entry.window_values.append((next(moved), next(moved)))
+        for pair in saved["values"]:
+            if len(pair) != 2:
+                raise _damaged()
+            entry.window_values.append((_number(pair[0], device), _number(pair[1], device)))
+
+
+def _number(value: Any, device: torch.device) -> Any:
+    """Return a number of a checkpoint; a tensor is moved to the device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() or value.is_complex():
+        raise _damaged()
+    return value.to(device)
+
+
+def _damaged() -> CheckpointError:
+    return CheckpointError("a logged value of the checkpoint is not a number: it is damaged")
 
 
 def _accumulator(state: dict[str, Any], device: torch.device) -> Accumulator:
-    moved: dict[str, Any] = {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in state.items()
-    }
-    values, weights = moved.pop("pending"), moved.pop("pending_weights")
-    single = [moved[name] for name in ("on_device", "weight_on_device") if moved.get(name) is not None]
-    if any(one.dim() or not one.is_floating_point() for one in single) or values.is_complex() or values.dim() != 1:
-        raise CheckpointError("a logged value of the checkpoint is not a number: it is damaged")
+    moved = dict(state)
+    values, weights = moved.pop("pending").to(device), moved.pop("pending_weights")
+    if values.is_complex() or values.dim() != 1:
+        raise _damaged()
+    moved = {name: _number(value, device) for name, value in moved.items()}
     accumulator = Accumulator(**moved)
     if weights:
         accumulator.pending.begin(values)
@@ -197,12 +196,11 @@ def _accumulator(state: dict[str, Any], device: torch.device) -> Accumulator:
 def _add_to_scope(scope: MetricScope, state: dict[str, Any], device: torch.device) -> None:
     for name, saved in state.items():
         accumulator = _accumulator(saved["epoch"], device)
-        entry = scope.entries.get(name)
-        if entry is None:
+        if name in scope.entries:
+            scope.entries[name].epoch.merge(accumulator)
+        else:
             entry = scope.entries[name] = Entry(name, LogOptions(**saved["options"]))
             entry.epoch = accumulator
-        else:
-            entry.epoch.merge(accumulator)
 
 
 def _objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -275,9 +273,9 @@ def _require_states_of(metric: Any, saved: dict[str, Any]) -> None:
     """Raise CheckpointError for states that the metric does not have, or that are not tensors as the metric's are."""
     current = metric.metric_state
     for name, value in saved.items():
-        expected = current.get(name)
-        listed = isinstance(value, list) and all(isinstance(one, torch.Tensor) for one in value)
-        if name not in current or not (listed if isinstance(expected, list) else isinstance(value, torch.Tensor)):
+        tensors = value if isinstance(current.get(name), list) else [value]
+        of_its_kind = isinstance(tensors, list) and all(isinstance(one, torch.Tensor) for one in tensors)
+        if name not in current or not of_its_kind:
             raise CheckpointError(
                 f"{type(metric).__name__} has no state {name!r} of this kind: the checkpoint is damaged"
             )
@@ -286,4 +284,4 @@ def _require_states_of(metric: Any, saved: dict[str, Any]) -> None:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [one.to(device) for one in value]
-    return value.to(device)
+    return value.to(device) if isinstance(value, torch.Tensor) else value

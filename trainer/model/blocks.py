@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from trainer.arguments import PositiveInt, failed_function
-from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
+from trainer.arguments import PositiveInt
+from trainer.errors import ConfigError, did_you_mean, first_of
 
 BlockPolicy = str | type | PositiveInt | Collection[str | type] | Callable[[str, nn.Module], bool]
 """The choice of blocks: `"auto"`, class names or classes, a least number of parameters, or a function of a
@@ -41,31 +41,20 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
     - a callable: the submodules for which `policy(name, submodule)` is true.
 
     Raises:
-        ConfigError: the policy has another type, or matches nothing.
+        ConfigError: the policy matches nothing.
     """
     if policy == "auto":
         return _auto(module)
-    if isinstance(policy, bool) or (isinstance(policy, int) and policy < 1):
-        raise ConfigError(f"the blocks' least number of parameters has to be at least 1, and is {policy!r}.")
     if isinstance(policy, int):
-        found = _by_size(module, policy)
+        found = dict(_large(module, policy))
         problem = f"no submodule of {type(module).__name__} has {policy:,} parameters or more"
     elif isinstance(policy, (str, type)):
         return _by_class(module, [policy])
-    elif callable(policy):
-        try:
-            found = {name: child for name, child in _submodules(module) if policy(name, child)}
-        except Exception as error:
-            words = "True or False for a name and a submodule"
-            raise failed_function("the choice of blocks (policy", words, error) from error
-        problem = "the function that chooses the blocks returned False for every submodule with a forward"
-    elif isinstance(policy, Collection) and policy and all(isinstance(entry, (str, type)) for entry in policy):
+    elif isinstance(policy, Collection):
         return _by_class(module, policy)
     else:
-        raise ConfigError(
-            f"blocks are chosen by 'auto', class names, classes, a least number of parameters, or a function of a name "
-            f"and a submodule; got {policy!r}."
-        )
+        found = {name: child for name, child in _submodules(module) if policy(name, child)}
+        problem = "the function that chooses the blocks returned False for every submodule with a forward"
     if not found:
         raise ConfigError(f"{problem}. {_list_classes(module)}")
     return found
@@ -92,11 +81,10 @@ def without_caches(arguments: Any) -> Any:
     A block adds its keys to the cache, so that a second forward, on the same or other tokens, would attend to both.
     """
     transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return arguments
+    kinds = () if transformers is None else transformers.Cache
     if isinstance(arguments, dict):
-        return {name: None if isinstance(value, transformers.Cache) else value for name, value in arguments.items()}
-    return tuple(None if isinstance(value, transformers.Cache) else value for value in arguments)
+        return {name: None if isinstance(value, kinds) else value for name, value in arguments.items()}
+    return tuple(None if isinstance(value, kinds) else value for value in arguments)
 
 
 def describe_blocks(blocks: dict[str, nn.Module]) -> str:
@@ -150,16 +138,14 @@ def _elements(parameter: nn.Parameter) -> int:
 # -- by size -----------------------------------------------------------------------------------------------------------
 
 
-def _by_size(module: nn.Module, minimum: int, taken: Collection[nn.Module] = ()) -> dict[str, nn.Module]:
-    """Return submodules with at least `minimum` parameters that are in no `taken` module and no block below."""
+def _large(module: nn.Module, minimum: int, taken: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield submodules with at least `minimum` parameters that are in no `taken` module and no one below."""
     covered = {id(parameter) for block in taken for parameter in block.parameters()}
-    found = {}
     for name, child in _submodules(module):
         rest = {id(p): _elements(p) for p in child.parameters() if id(p) not in covered}
         if sum(rest.values()) >= minimum:
-            found[name] = child
             covered |= rest.keys()
-    return found
+            yield name, child
 
 
 # -- by class ----------------------------------------------------------------------------------------------------------
@@ -168,10 +154,14 @@ def _by_size(module: nn.Module, minimum: int, taken: Collection[nn.Module] = ())
 def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.Module]:
     children = list(_submodules(module))
     unmatched = [kind for kind in kinds if not any(_is_a(child, kind) for _, child in children)]
-    problems = [_no_such_class(module, kind) for kind in unmatched]
-    if problems:
-        problems[-1] += " " + _list_classes(module)
-    raise_problems(problems, "the choice of blocks")
+    if unmatched or not kinds:
+        names = [kind.__name__ if isinstance(kind, type) else kind for kind in unmatched]
+        known = {class_of(child).__name__ for _, child in children}
+        problems = [
+            f"no submodule of {type(module).__name__} with a forward is a {name}.{did_you_mean(name, known)}"
+            for name in names
+        ]
+        raise ConfigError(" ".join([*problems, _list_classes(module)]))
     return {name: child for name, child in children if any(_is_a(child, kind) for kind in kinds)}
 
 
@@ -194,32 +184,14 @@ def class_of(module: nn.Module) -> type:
     return cls.__bases__[0] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
 
 
-def _no_such_class(module: nn.Module, kind: str | type) -> str:
-    if any(_is_a(child, kind) for child in module.modules() if child is not module):
-        return f"{_named(kind)} has no forward, so it cannot be a block: name the class of its members."
-    if _is_a(module, kind):
-        return f"{_named(kind)} is the module itself: name a class within it."
-    known = {class_of(child).__name__ for _, child in _submodules(module)}
-    suggestion = did_you_mean(_named(kind), known)
-    return f"no submodule of {type(module).__name__} is a {_named(kind)}.{suggestion}"
-
-
-def _named(kind: str | type) -> str:
-    return kind.__name__ if isinstance(kind, type) else kind
-
-
 def _list_classes(module: nn.Module) -> str:
     """Return the classes of the submodules, those with most parameters first."""
-    counts: Counter[str] = Counter()
+    counts = Counter(class_of(child).__name__ for _, child in _submodules(module))
     sizes: Counter[str] = Counter()
     for _, child in _submodules(module):
-        counts[class_of(child).__name__] += 1
         sizes[class_of(child).__name__] += _size(child)
-    if not counts:
-        return f"{type(module).__name__} has no submodules with a forward."
-    ordered = sorted(counts, key=lambda name: -sizes[name])
-    shown = first_of((f"{name} ({counts[name]})" for name in ordered), 20)
-    return f"Its classes, with how many there are of each: {shown}."
+    shown = first_of((f"{name} ({counts[name]})" for name, _ in sizes.most_common()), 20)
+    return f"The classes of its submodules, with how many there are of each: {shown or 'none'}."
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------
@@ -228,104 +200,87 @@ def _list_classes(module: nn.Module) -> str:
 def _auto(module: nn.Module) -> dict[str, nn.Module]:
     owners = _number_of_owners(module)
     declared = _not_to_be_split(module)
-    stacks = _stacks(module, declared, _repeated)
+    stacks = _stacks(module, declared, attributes=3)
     if not declared and not stacks:
-        stacks = _stacks(module, [], partial(_repeated_attributes, minimum=2))
-    stacks += _stacks(module, declared + [block for stack in stacks for block in stack], _plain_members)
+        stacks = _stacks(module, [], attributes=2)
+    stacks += _stacks(module, [*declared, *chain.from_iterable(stacks)], plain=True)
     by_kind: Counter[type] = Counter()
     for stack in stacks:
         by_kind[class_of(stack[0])] += sum(map(_size, stack))
     largest = max(by_kind.values(), default=0)
     large_stacks = [stack for stack in stacks if by_kind[class_of(stack[0])] * 10 >= largest]
-    chosen = declared + [block for stack in large_stacks for block in stack]
-    chosen = [block for block in chosen if not _tied(block, owners)]
+    chosen = [block for block in chain(declared, *large_stacks) if not _tied(block, owners)]
 
     total = _size(module)
     if sum(map(_size, chosen)) * 2 < total:
         own = [sum(map(_elements, child.parameters(recurse=False))) for _, child in _submodules(module)]
         minimum = max(1, min(total // MIN_BLOCK_FRACTION, max(own, default=1)))
-        large = [block for block in _by_size(module, minimum, chosen).values() if not _tied(block, owners)]
-        # A parent of a block is no block.
-        around = _around(module, chosen + large)
-        chosen += [block for block in large if id(block) not in around]
+        for _, child in _large(module, minimum, [*chosen]):
+            if _is_apart(child, chosen) and not _tied(child, owners):
+                chosen.append(child)
     wanted = set(map(id, chosen))
     return {name: child for name, child in _submodules(module) if id(child) in wanted}
 
 
 def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules in the `_no_split_modules` of Hugging Face models."""
+    models: list[Any] = [model for model in module.modules() if getattr(model, "_no_split_modules", None)]
+    named = {part for model in models for part in model.modules() if class_of(part).__name__ in model._no_split_modules}
     declared: list[nn.Module] = []
-    for model in module.modules():
-        names = vars(type(model)).get("_no_split_modules") or vars(model).get("_no_split_modules") or ()
-        declared += [child for child in model.modules() if class_of(child).__name__ in names and child is not module]
-    unique = {id(block): block for block in declared if has_forward(block) and _size(block)}
-    within = {id(child) for block in unique.values() for child in block.modules() if child is not block}
-    return [block for key, block in unique.items() if key not in within]
+    for _, child in reversed([*_submodules(module)]):
+        if child in named and _size(child) and _is_apart(child, declared):
+            declared.append(child)
+    return declared
+
+
+def _is_apart(module: nn.Module, blocks: Iterable[nn.Module]) -> bool:
+    """Whether a module is in no block and has none in it."""
+    within = {id(child) for block in blocks for child in block.modules()}
+    return within.isdisjoint(map(id, module.modules()))
 
 
 def _stacks(
-    module: nn.Module, taken: list[nn.Module], repeated: Callable[[nn.Module], list[list[nn.Module]]]
+    module: nn.Module, taken: list[nn.Module], plain: bool = False, attributes: int = 3
 ) -> list[list[nn.Module]]:
-    """Return the outermost groups of repeated modules that do not overlap with `taken`."""
-    within = {id(child) for block in taken for child in block.modules()}
-    around = _around(module, taken)
-
-    def below(parent: nn.Module) -> list[list[nn.Module]]:
-        found = [group for group in repeated(parent) if not any(id(m) in around or id(m) in within for m in group)]
-        inside = {id(member) for group in found for member in group} | within
-        for child in parent.children():
-            if id(child) not in inside and not isinstance(child, ParametrizationList):
-                found += below(child)
-        return found
-
-    return below(module)
+    """Return the outermost groups of repeated modules that do not overlap with `taken`; see `_groups`."""
+    groups = [one for one in _groups(module, plain, attributes) if all(_is_apart(member, taken) for member in one)]
+    inside = set(map(id, chain(taken, *groups)))
+    for child in module.children():
+        if id(child) not in inside and not isinstance(child, ParametrizationList):
+            groups += _stacks(child, taken, plain, attributes)
+    return groups
 
 
-def _repeated(module: nn.Module) -> list[list[nn.Module]]:
-    """Return groups of list members, or of at least three attributes: two are likely towers with their own blocks."""
-    return _composite_members(module) if isinstance(module, LISTS) else _repeated_attributes(module, minimum=3)
+def _groups(parent: nn.Module, plain: bool, attributes: int) -> list[list[nn.Module]]:
+    """Return the groups of a module's children of one class.
 
-
-def _composite_members(module: nn.Module) -> list[list[nn.Module]]:
-    """Return the groups of a container's members of one class that have children.
-
-    In a ModuleList one member is enough, because a list is meant to repeat. Lists of blocks are no blocks.
+    Args:
+        plain: groups of plain layers in a list, as in an MLP; else of modules with children. In a ModuleList one of
+            these is enough, because a list is meant to repeat. Lists of blocks are no blocks.
+        attributes: how many attributes of one class are a group: two are likely towers with their own blocks.
     """
-    minimum = 1 if isinstance(module, nn.ModuleList) else 2
-    groups = [group for group in _by_kind(module) if len(group) >= minimum and _is_composite(group[0])]
-    return [g for g in groups if not (isinstance(g[0], LISTS) and any(map(_composite_members, g)))]
-
-
-def _plain_members(module: nn.Module) -> list[list[nn.Module]]:
-    """Return the groups of a container's plain layers of one class, as in an MLP."""
-    if not isinstance(module, LISTS):
+    is_list = isinstance(parent, LISTS)
+    if plain and not is_list:
         return []
-    return [group for group in _by_kind(module) if len(group) > 1 and not _is_composite(group[0])]
+    minimum = attributes
+    if is_list:
+        minimum = 1 if isinstance(parent, nn.ModuleList) and not plain else 2
+    by_kind: dict[type, list[nn.Module]] = {}
+    for child in parent.children():
+        if has_forward(child) and _size(child) and _is_composite(child) != plain:
+            by_kind.setdefault(class_of(child), []).append(child)
+    return [group for group in by_kind.values() if len(group) >= minimum and not _are_lists(group, is_list)]
 
 
-def _repeated_attributes(module: nn.Module, minimum: int) -> list[list[nn.Module]]:
-    """Return the groups of attributes of one class that have children: `self.block1`, `self.block2`."""
-    groups = _by_kind(module)
-    return [g for g in groups if len(g) >= minimum and _is_composite(g[0]) and not isinstance(g[0], LISTS)]
+def _are_lists(group: list[nn.Module], in_list: bool) -> bool:
+    """Whether the members of a group are lists, in a list those of blocks."""
+    of_blocks = not in_list or any(_groups(member, False, 2) for member in group)
+    return isinstance(group[0], LISTS) and of_blocks
 
 
 def _is_composite(module: nn.Module) -> bool:
     children = module.named_children()
     return any(not (name == "parametrizations" and is_parametrized(module)) for name, _ in children)
-
-
-def _by_kind(module: nn.Module) -> list[list[nn.Module]]:
-    groups: dict[type, list[nn.Module]] = {}
-    for child in module.children():
-        if has_forward(child) and _size(child):
-            groups.setdefault(class_of(child), []).append(child)
-    return list(groups.values())
-
-
-def _around(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
-    """Return the ids of the modules that contain one of `blocks`."""
-    wanted = set(map(id, blocks))
-    return {id(m) for m in module.modules() if any(id(child) in wanted for child in m.modules() if child is not m)}
 
 
 def _number_of_owners(module: nn.Module) -> Counter[int]:

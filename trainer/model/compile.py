@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import re
 import shutil
-import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import did_you_mean, raise_problems
+from trainer.errors import raise_problems, shortened, shown
 from trainer.model.activation_checkpointing import compile_block
 from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks, has_forward, is_compiled
 from trainer.model.recompilation import RecompilationMonitor
@@ -28,11 +27,6 @@ log = logging.getLogger("trainer")
 CompileSetting = bool | str | Mapping[str, Any] | None
 """The values of `Trainer(compile=...)`."""
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-BUILTIN_BACKENDS = ("inductor", "eager", "aot_eager")
-"""Backends of every torch installation."""
-NOT_OPTIONS = ("model", "disable", "name")
-"""Arguments of torch.compile that users cannot set."""
 GRAPH_BREAKING_METHODS = ("log", "log_dict", "print")
 """Methods of a module that break the graph when a compiled `forward` calls them."""
 RECOMPILE_WARNING_THRESHOLD = 3
@@ -82,63 +76,35 @@ def read_compile(setting: CompileSetting) -> Compilation | None:
         ConfigError: the setting has problems; the message lists all of them.
     """
     raise_problems(compile_problems(setting), "compile=")
-    if setting is None or setting is False:
-        return None
-    if setting is True:
-        return Compilation({})
-    if isinstance(setting, str):
-        return Compilation({}, "auto") if setting == "blocks" else Compilation({"mode": setting})
-    options = dict(setting)
-    blocks = options.pop("blocks", None)
-    if blocks is False:
-        blocks = None
-    return Compilation(options, "auto" if blocks is True else blocks)
+    return None if setting is None or setting is False else _parse(setting)
+
+
+def _parse(setting: bool | str | Mapping[str, Any]) -> Compilation:
+    if isinstance(setting, Mapping):
+        options = dict(setting)
+        blocks = options.pop("blocks", False)
+        return Compilation(options, "auto" if blocks is True else blocks or None)
+    if setting == "blocks":
+        return Compilation({}, "auto")
+    return Compilation({"mode": setting} if isinstance(setting, str) else {})
 
 
 def compile_problems(setting: Any) -> list[str]:
-    """Return the problems of the setting, one sentence each."""
+    """Return torch's objection to the setting, in a list; nothing is compiled."""
     if setting is None or isinstance(setting, bool):
         return []
-    if isinstance(setting, str):
-        return [] if setting == "blocks" else _wrong_mode(setting, f"compile={setting!r}", ("blocks", *MODES))
-    if not isinstance(setting, Mapping):
-        return [
-            f"compile={setting!r}: give True, 'blocks', a mode ({', '.join(MODES)}), or a dict of torch.compile's "
-            "arguments, such as {'mode': 'max-autotune', 'blocks': True}."
-        ]
-    known = ("blocks", *(name for name in inspect.signature(torch.compile).parameters if name not in NOT_OPTIONS))
-    problems = [
-        f"compile has no option {name!r}.{did_you_mean(str(name), known)} Known: {', '.join(known)}."
-        for name in setting
-        if name not in known
-    ]
-    if setting.get("mode") is not None:
-        problems += _wrong_mode(setting["mode"], f"compile mode={setting['mode']!r}", MODES)
-        if setting.get("options") is not None:
-            problems.append("compile: torch takes either mode or options, not both: leave one out.")
-    return problems + _wrong_backend(setting.get("backend"))
+    advice = "give True, 'blocks', a mode, or a dict of torch.compile's arguments and 'blocks'."
+    if not isinstance(setting, (str, Mapping)):
+        return [f"compile={setting!r}: {advice}"]
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what inductor imports
+            torch.compile(_nothing, **_parse(setting).options)
+    except (TypeError, RuntimeError) as error:
+        return [f"compile={shown(setting)}: {shortened(str(error), 300)}: {advice}"]
+    return []
 
 
-def _wrong_mode(mode: Any, given: str, known: tuple[str, ...]) -> list[str]:
-    if mode in MODES:
-        return []
-    from torch._inductor import list_mode_options
-
-    known = tuple(dict.fromkeys([*known, *list_mode_options()]))  # the modes of the installed torch
-    if mode in known:
-        return []
-    return [f"{given}: there is no such mode.{did_you_mean(str(mode), known)} Known: {', '.join(known)}."]
-
-
-def _wrong_backend(backend: Any) -> list[str]:
-    if backend is None or callable(backend) or backend in BUILTIN_BACKENDS:
-        return []
-    from torch._dynamo import list_backends
-
-    known = list_backends(exclude_tags=())
-    if backend in known:
-        return []
-    return [f"compile backend={backend!r} is unknown.{did_you_mean(str(backend), known)} Known: {', '.join(known)}."]
+def _nothing() -> None: ...
 
 
 def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
@@ -147,25 +113,16 @@ def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
         return ["compile= has no effect on torch_xla's devices, which compile every step anyway: leave it out."]
     if compilation.options.get("backend", "inductor") != "inductor":
         return []
-    instead = "or try compile={'backend': 'aot_eager'}, which needs no compiler and is not faster"
-    if device_type == "cuda" and find_spec("triton") is None:
-        return [f"compile= needs the package 'triton' on CUDA. Install it, {instead}."]
-    if device_type != "cpu":
-        return []
-    problems = []
-    on_mac = sys.platform == "darwin"
-    compiler = os.environ.get("CXX") or ("clang++" if on_mac else "g++")
-    if shutil.which(compiler.split()[0]) is None:
-        where = (
-            f"Install it ({'xcode-select --install' if on_mac else 'apt-get install g++'}), or name another one in CXX"
-        )
-        problems.append(f"compile= needs a C++ compiler on the CPU, and {compiler!r} is not found. {where}; {instead}.")
-    if sys.platform == "linux" and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        problems.append(
-            "compile= needs Python's header files on the CPU, and there is no "
-            f"{sysconfig.get_path('include')}/Python.h. Install them ('apt-get install python3-dev'); {instead}."
-        )
-    return problems
+    missing = []
+    if device_type == "cuda":
+        missing = [] if find_spec("triton") else ["the package 'triton'"]
+    elif device_type == "cpu":
+        compiler = (os.environ.get("CXX") or "g++").split()[0]
+        headers = Path(sysconfig.get_path("include"), "Python.h")
+        missing = [] if shutil.which(compiler) else [f"a C++ compiler, and {compiler!r} is not found"]
+        missing += [] if headers.exists() else [f"Python's header files (apt-get install python3-dev): no {headers}"]
+    instead = "Install it, or try compile={'backend': 'aot_eager'}, which needs no compiler and is not faster."
+    return [f"compile= needs on {device_type} {what}. {instead}" for what in missing]
 
 
 def start_compiling(

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from trainer.distributed.process_group import TorchProcessGroup, broadcast_into
 from trainer.errors import ConfigError, first_of, raise_problems
+from trainer.model.reachable import tensors_in
 
 log = logging.getLogger("trainer")
 
@@ -136,14 +137,11 @@ def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) 
 
 def _plain_meta_tensors(module: nn.Module) -> list[str]:
     """Return the names of attributes that are or hold meta tensors, apart from parameters and buffers."""
-    parameters = {id(parameter) for parameter in module.parameters()}
     found = []
     for prefix, owner in module.named_modules():
         for name, value in vars(owner).items():
-            values = value.values() if isinstance(value, dict) else value
-            held = values if isinstance(value, (dict, list, tuple)) else (value,)
-            plain = [one for one in held if isinstance(one, torch.Tensor) and id(one) not in parameters]
-            if name not in ("_parameters", "_buffers") and any(one.is_meta for one in plain):
+            held = [] if name in ("_parameters", "_buffers") else tensors_in(value)
+            if any(one.is_meta and not isinstance(one, nn.Parameter) for one in held):
                 found.append(f"{prefix}.{name}".removeprefix("."))
     return found
 

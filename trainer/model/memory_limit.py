@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory", "bad allocation")
 
@@ -52,7 +48,7 @@ def limited_memory(more: int | None) -> Iterator[None]:
 
     The operating system would end the process, where an error can be caught.
     """
-    if more is None or resource is None:
+    if more is None:
         yield
         return
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

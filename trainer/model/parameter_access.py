@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.model.full_parameters import name_of_shard
+from trainer.model.reachable import tensors_in
 
 _HERE = (__name__, "trainer.strategies.deepspeed.empty_parameters")
 
@@ -72,8 +73,8 @@ class ExplainingShards(ParameterAccess):
         except TrainerError:
             raise
         except Exception as error:
-            values = [one for value in args for one in (value if isinstance(value, (list, tuple)) else (value,))]
-            name = next((name for one in values if (name := name_of_shard(self._module, one)) is not None), None)
+            named = [name_of_shard(self._module, one) for one in tensors_in(args)]
+            name = next(filter(None, named), None)
             if name is None or not from_user_code() or stepping_optimizer(_callers()) is not None:
                 raise
             said = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -46,11 +46,7 @@ def read_map_location(map_location: MapLocation) -> torch.device | None:
             storage = torch.UntypedStorage(0)
             moved = map_location(storage, "cpu")
             location = (storage if moved is None else moved).device
-        if location is None:
-            return None
-        if not isinstance(location, (str, torch.device)):
-            raise TypeError(f"it is a {type(location).__name__}")
-        return torch.empty(0, device=location).device
+        return None if location is None else torch.empty(0, device=location).device
     except Exception as error:
         raise ConfigError(
             f"map_location={map_location!r} gives no device of this machine ({type(error).__name__}: {error}). Give a "
@@ -145,12 +141,10 @@ def _load_parts(module: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str
     """Set the parts of the quantized parameters that a state has; return their names in it."""
     found: set[str] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        parts = dict(parts_of(name, parameter)) if is_quantized(parameter) else {}
-        if (
-            parts
-            and parts.keys() <= state.keys()
-            and all(part.shape == state[key].shape for key, part in parts.items())
-        ):
+        if not is_quantized(parameter):
+            continue
+        parts = dict(parts_of(name, parameter))
+        if all(key in state and state[key].shape == part.shape for key, part in parts.items()):
             for key, part in parts.items():
                 part.copy_(state[key])
             found |= parts.keys()
@@ -177,14 +171,15 @@ class SettingParts(TorchFunctionMode):
         self._shape_of, self._set_value = shape_of, set_value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_ or func == _GET_SHAPE:
-            shape = self._shape_of(args[0])
-            if shape is not None and func == _GET_SHAPE:
-                return torch.Size(shape)
-            if shape is not None:
-                self._set_value(*args[:2])
-                return args[0]
-        return func(*args, **(kwargs or {}))
+        if func is not torch.Tensor.copy_ and func != _GET_SHAPE:
+            return func(*args, **(kwargs or {}))
+        shape = self._shape_of(args[0])
+        if shape is None:
+            return func(*args, **(kwargs or {}))
+        if func == _GET_SHAPE:
+            return torch.Size(shape)
+        self._set_value(*args[:2])
+        return args[0]
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:

@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 from trainer.arguments import defines
 from trainer.callback import Callback
 from trainer.hyperparameters import is_scalar
-from trainer.metrics.metric_log import is_torchmetric
 from trainer.metrics.state import kept_torchmetrics
+from trainer.metrics.torchmetrics_lists import is_torchmetric
 from trainer.model.reachable import attributes, content, is_container, is_generator
 from trainer.model.unsupported import shares_elements
 from trainer.module import EXCLUDED_FROM_PICKLE
