@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,10 +12,10 @@ from torch._C._distributed_c10d import Store
 from trainer.distributed.all_gather import describe_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.deadlock import DeadlockWatch
 from trainer.fault_tolerance.ended_processes import has_ended
-from trainer.fault_tolerance.failure import first_failure
-from trainer.fault_tolerance.stacks import users_calls, where
+from trainer.fault_tolerance.failure import SAME_CALLS, first_failure
+from trainer.fault_tolerance.flight_recorder import position
+from trainer.fault_tolerance.stacks import innermost_call, users_calls, where
 from trainer.fault_tolerance.stop import StopCoordinator
 
 _GRACE_S = 1.0
@@ -26,25 +27,23 @@ class CollectiveCheck:
 
     torch's `monitored_barrier` is similar; this one knows the name of the call on each process. A process that has
     begun more windows of training, or more of the trainer's own collectives, than the waiting one has passed this point
-    without the call.
+    without the call. One that waits in a collective of torch which the waiting one has not begun will never come.
 
     Args:
         store: shared by the processes of this run (`StopCoordinator.store`).
         rank, world_size: of this process.
         begun: returns the number of windows and collectives that this process has begun; a larger one when it is
             shutting down.
-        deadlocks: finds a process that waits elsewhere for this one.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, begun: Callable[[], int], deadlocks: DeadlockWatch
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, begun: Callable[[], int]) -> None:
         self._store: Any = store  # torch's stubs do not know all methods
         self._rank, self._world_size = rank, world_size
         self._begun = begun
-        self._deadlocks = deadlocks
         self._calls = 0
-        self._published = -1
+        # Used by the thread that publishes the progress.
+        self._seen: object = None
+        self._since = self._next_look = 0.0
 
     def wait_for_all(self, call: str) -> None:
         """Return when all processes have come to `call`. Only for the main thread.
@@ -53,10 +52,6 @@ class CollectiveCheck:
             ConfigError: another process has gone on without the call, or makes another one.
             RuntimeError: another process has failed.
         """
-        with self._deadlocks.barrier("calls", f"calls {_named(call)}"):
-            self._compare_calls(call)
-
-    def _compare_calls(self, call: str) -> None:
         self._calls += 1
         self._store.set(self._key(self._rank), call)
         if self._calls > 2:  # all processes have left the call before the last
@@ -82,37 +77,48 @@ class CollectiveCheck:
         while not self._store.check(keys):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-            if self._deadlocks.found is not None:
-                raise ConfigError(self._deadlocks.found)
             if time.monotonic() - begun > _GRACE_S:
                 self._require_not_passed(call, ranks)
                 pause = 0.25
 
     def publish_progress(self, store: Store) -> None:
-        """Tell waiting processes how far this one is. Called regularly by a thread, with its own store."""
-        begun = self._begun()
-        if begun != self._published:
-            store.set(f"collective/begun/{self._rank}", f"{begun} {where()}")
-            self._published = begun
+        """Tell waiting processes how far this one is, and in which collective of torch it waits.
+
+        Called regularly by a thread, with its own store. Torch is asked, which takes milliseconds, only while the main
+        thread stays in one call.
+        """
+        seen, now = (self._begun(), innermost_call()), time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since, self._next_look = seen, now, now + _GRACE_S
+            waits_in = None
+        elif now < self._next_look:
+            return
+        else:
+            self._next_look = now + (now - self._since)  # a long computation is looked at less and less often
+            waits_in = position().waits_in
+        store.set(f"collective/begun/{self._rank}", json.dumps([seen[0], where(), waits_in]))
 
     def _require_not_passed(self, call: str, ranks: Iterable[int]) -> None:
         if first_failure(self._store) is not None:
             raise RuntimeError(f"{_named(call)} was not finished, because another process failed")
+        newest = position().newest
         for rank in ranks:
             key = f"collective/begun/{rank}"
-            begun, _, place = (
-                self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("-1", "", "")
-            )
-            # The second check comes after the progress was read: the process may have come in between.
-            if int(begun) > self._begun() and not self._store.check([self._key(rank)]):
+            if not self._store.check([key]):
+                continue
+            begun, place, waits_in = json.loads(self._store.get(key))
+            if begun > self._begun():
+                reason = f"has gone on without, to {place}"
+            elif waits_in is not None and newest.get(waits_in[0], waits_in[1]) < waits_in[1]:
+                reason = f"waits in {waits_in[2]}, in {place}: they wait for each other"
+            else:
+                continue
+            # This check comes after the progress was read: the process may have come in between.
+            if not self._store.check([self._key(rank)]):
                 # Where user code catches the error, the next call of this process is the others' next one, too.
                 self._store.delete_key(self._key(self._rank))
                 self._calls -= 1
-                raise ConfigError(
-                    f"rank {self._rank} calls {_named(call)}, and rank {rank} has gone on without, to {place}. All "
-                    "processes have to call it, at the same place: take it out of `if trainer.is_global_zero`, "
-                    "`if rank == 0`, and conditions that differ between the processes."
-                )
+                raise ConfigError(f"rank {self._rank} calls {_named(call)}, and rank {rank} {reason}. {SAME_CALLS}")
 
     def _key(self, name: int | str) -> str:
         return f"collective/{self._calls}/{name}"
@@ -129,7 +135,7 @@ def listen(
     """
     check, stop = None, StopCoordinator(processes.store, processes.rank, processes.world_size)
     if stop.store is not None:
-        check = CollectiveCheck(stop.store, processes.rank, processes.world_size, begun, stop.deadlocks)
+        check = CollectiveCheck(stop.store, processes.rank, processes.world_size, begun)
         processes.wait_for_all = check.wait_for_all
     stop.install(signals=signals, polls=[] if check is None else [check.publish_progress])
     return stop, check

@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError, format_ranks
-from trainer.fault_tolerance.deadlock import SAME_CALLS
-from trainer.fault_tolerance.failure import lost_connection, write_error
+from trainer.fault_tolerance.failure import SAME_CALLS, lost_connection, write_error
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

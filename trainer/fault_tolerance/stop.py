@@ -14,8 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.rendezvous import attempt
-from trainer.errors import ConfigError, TrainerError
-from trainer.fault_tolerance.deadlock import DeadlockWatch
+from trainer.errors import TrainerError
 from trainer.fault_tolerance.failure import first_failure, follow_failure
 from trainer.fault_tolerance.process_monitor import LocalProcessMonitor, mark_done
 from trainer.fault_tolerance.signals import EXIT_RETRY, end_as_child, in_main_thread, install_handler, restore_handler
@@ -70,7 +69,6 @@ class StopCoordinator:
         self.world_size = world_size
         self.store = _own_keys(store, rank) if store is not None and world_size > 1 else None
         """The store with the keys of this run only; also for `report_failure`."""
-        self.deadlocks = DeadlockWatch(rank, world_size)
         self._interval = interval
         self._timeout = timeout
         # While a process waits. Slower with many processes, since they all poll one store.
@@ -237,8 +235,7 @@ class StopCoordinator:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-            with self.deadlocks.barrier("end", "is at the end of training"):
-                self._wait(lambda: self._ended, step)
+            self._wait(lambda: self._ended, step)
             return self._reason
 
     def _decide(self, step: int) -> str | None:
@@ -261,8 +258,6 @@ class StopCoordinator:
             while not ready():
                 if self._error is not None:
                     raise TrainerError(f"lost the other processes at step {step}: {self._error}")
-                if self.deadlocks.found is not None:
-                    raise ConfigError(self.deadlocks.found)
                 self._changed.wait(1.0)
         finally:
             self._waiting_since = None
@@ -285,7 +280,7 @@ class StopCoordinator:
                 self._announce(store)
                 if ending:
                     self._end(store)
-                for poll in (*polls, self.deadlocks.poll):
+                for poll in polls:
                     poll(store)
                 self._pause()
         except Exception as error:

@@ -754,7 +754,9 @@ class Run:
         Args:
             complete: nothing is left to train: it need not be started again.
         """
-        self.stop_reason = self.stop_reason or self.stop_coordinator.finish(self.progress.step)
+        if self.stop_reason is None:
+            self._wait_for_all("the end of training")
+            self.stop_reason = self.stop_coordinator.finish(self.progress.step)
         if complete and exit_code(self.stop_reason) == EXIT_RETRY:
             if self.strategy.processes.is_global_zero:
                 log.info("%s came when nothing was left to train.", self.stop_reason)

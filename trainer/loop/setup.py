@@ -428,7 +428,6 @@ def start_watchdog(run: Run, cleanup: ExitStack) -> None:
     cleanup.callback(run.watchdog.stop)
     limit, steps = run.settings.watchdog_seconds, lambda: run.progress.step
     folder = None if run.settings.fast_dev_run else run.session.run_dir
-    stop.deadlocks.keep_records_in(folder)
     run.watchdog.start(stop.store, rank, world_size, limit, steps, folder)
     if run.deadline is not None and run.stage == "fit":
         cleanup.callback(run.deadline.stop)
