@@ -28,24 +28,20 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
     if accelerator is None or accelerator not in (*ACCELERATORS, other):
         known = [*ACCELERATORS, *filter(None, [other])]
         raise unknown_name_error("accelerator", accelerator, known, OTHER_ACCELERATORS)
-    if accelerator == "tpu":
-        return _tpu(accelerator)
     if accelerator == "cpu":
         return "cpu", "cpu: as asked"
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if accelerator in ("auto", "gpu", "cuda") and cuda:
-        count = torch.cuda.device_count()
-        return "cuda", f"{accelerator}: {count} CUDA device{'s' if count > 1 else ''} found"
-    if accelerator in ("auto", "gpu", "mps") and mps:
+    wanted = {"auto": ("cuda", "mps", "tpu", other), "gpu": ("cuda", "mps")}.get(accelerator, (accelerator,))
+    if "cuda" in wanted and torch.cuda.is_available():
+        return "cuda", f"{accelerator}: CUDA devices found: {torch.cuda.device_count()}"
+    if "mps" in wanted and torch.backends.mps.is_available():
         return "mps", f"{accelerator}: Apple GPU (MPS) found"
-    if accelerator == "auto" and tpu_is_there():
+    if accelerator == "tpu" or ("tpu" in wanted and tpu_is_there()):
         return _tpu(accelerator)
-    if other is not None and accelerator in ("auto", other):
-        count = torch.accelerator.device_count()
-        return other, f"{accelerator}: torch.accelerator has {count} {other} device{'s' if count > 1 else ''}"
+    if other is not None and other in wanted:
+        return other, f"{accelerator}: {other} devices of torch.accelerator: {torch.accelerator.device_count()}"
+    missing = {"cuda": _no_cuda(), "mps": "no MPS"}.get(accelerator, f"{_no_cuda()}, no MPS")
     if accelerator == "auto":
-        return "cpu", f"auto: {_no_cuda()}, no MPS"
-    missing = {"cuda": _no_cuda(), "mps": "no MPS", "gpu": f"{_no_cuda()}, no MPS"}[accelerator]
+        return "cpu", f"auto: {missing}"
     raise ConfigError(f"accelerator={accelerator!r}, but: {missing}. Use accelerator='auto' or 'cpu'.")
 
 

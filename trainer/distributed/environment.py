@@ -42,8 +42,6 @@ class Environment:
     master_addr: str = ""
     """Address of the rendezvous; empty for a single process."""
     master_port: int = 0
-    nproc_flag: str = "--nproc-per-node"
-    """The option of the starting program for the number of processes on a machine."""
 
     def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Set torchrun's variables, so that all libraries in this process read the same ranks from them."""
@@ -190,7 +188,7 @@ def _ray(environ: Mapping[str, str]) -> Environment | str:
     found = _torchrun(environ)
     if isinstance(found, str):
         return f"not in a worker of Ray Train: {found}"
-    return replace(found, source="Ray Train", nproc_flag="ScalingConfig(num_workers=...)")
+    return replace(found, source="Ray Train")
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ class _Mpi:
             )
         port = _port(environ, _port_of_job(environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or "mpi"))
         node, nodes = rank // local_size, -(-size // local_size)
-        return Environment(rank, local_rank, size, local_size, node, nodes, self.start, address, port, "mpirun -n")
+        return Environment(rank, local_rank, size, local_size, node, nodes, self.start, address, port)
 
 
 def _slurm(environ: Mapping[str, str]) -> Environment | str:
@@ -253,10 +251,8 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
         )
     port = _port(environ, _port_of_job(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"))
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    address = environ.get("MASTER_ADDR") or slurm.hosts(nodelist)[0]
-    return Environment(
-        rank, local_rank, size, counts[node], node, len(counts), "Slurm", address, port, "--ntasks-per-node"
-    )
+    address = environ.get("MASTER_ADDR") or slurm.first_host(nodelist)
+    return Environment(rank, local_rank, size, counts[node], node, len(counts), "Slurm", address, port)
 
 
 def _flux(environ: Mapping[str, str]) -> Environment | str:

@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import Store
 from trainer.distributed.all_gather import describe_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.ended_processes import has_ended
 from trainer.fault_tolerance.failure import SAME_CALLS, first_failure
 from trainer.fault_tolerance.flight_recorder import position
 from trainer.fault_tolerance.stacks import innermost_call, users_calls, where
@@ -62,7 +61,7 @@ class CollectiveCheck:
             self._wait_for(everyone, call, range(self._world_size))
             calls = [other.decode() for other in self._store.multi_get(everyone)]
             other = next((rank for rank, theirs in enumerate(calls) if theirs != call), None)
-            answer = "" if other is None else _difference(call, other, calls[other])
+            answer = "" if other is None else _difference(0, call, other, calls[other])
             self._store.set(self._key("answer"), f"={answer}")  # never empty
         else:
             # One key to wait for: with W processes that compare with each other, a call would take W x W requests.
@@ -171,20 +170,28 @@ def wait_after_run(store: Any, rank: int, world_size: int, call: str) -> None:
     """
     number = store.add(f"after run/{rank}", 1)
     store.set(f"after run/{number}/{rank}", call)
-    others = [other for other in range(world_size) if other != rank]
     pause = 0.001
-    for other in others:
+    for other in (other for other in range(world_size) if other != rank):
         while not store.check([f"after run/{number}/{other}"]):
-            if has_ended(store, other):
+            if store.check([_ended(other)]):
                 raise ConfigError(
                     f"rank {rank} calls {_named(call)}, and rank {other} has come to the end of the program without "
-                    "it. All processes have to call it: take it out of `if trainer.is_global_zero` and `if rank == 0`."
+                    f"it. {SAME_CALLS}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         theirs = store.get(f"after run/{number}/{other}").decode()
         if theirs != call:
-            raise ConfigError(_difference(call, other, theirs).replace("rank 0 calls", f"rank {rank} calls", 1))
+            raise ConfigError(_difference(rank, call, other, theirs))
+
+
+def record_end(store: Store, rank: int) -> None:
+    """Record that this program has come to its end; before its connections are closed."""
+    store.set(_ended(rank), "1")
+
+
+def _ended(rank: int) -> str:
+    return f"trainer/ended/{rank}"
 
 
 def _named(call: str) -> str:
@@ -192,13 +199,13 @@ def _named(call: str) -> str:
     return call.partition("\n")[0]
 
 
-def _difference(call: str, rank: int, other: str) -> str:
-    lines, others = call.splitlines(), other.splitlines()
+def _difference(rank: int, call: str, other: int, their_call: str) -> str:
+    lines, others = call.splitlines(), their_call.splitlines()
     first, second = lines[0], others[0]
     if first == second:
         first += f" with {', '.join(one for one in lines if one not in others) or 'less'}"
         second += f" with {', '.join(one for one in others if one not in lines) or 'less'}"
     return (
-        f"rank 0 calls {first}, and rank {rank} calls {second}: the processes do not do the same. Look for code that "
-        "depends on the rank, or on data or time that differ between them."
+        f"rank {rank} calls {first}, and rank {other} calls {second}: the processes do not do the same. Look for code "
+        "that depends on the rank, or on data or time that differ between them."
     )

@@ -110,10 +110,9 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
             f"rank {rank} stops, too late to know whether another rank failed first: "
             f"{''.join(traceback.format_exception_only(error))}"
         )
-    elif _GONE in first:
-        text = f"rank {rank} stops because {_describe_failure(first)}, in {raised_in(error)}\n"
     else:
-        text = f"rank {rank} stops because {_describe_failure(first)}\n"
+        place = f", in {raised_in(error)}" if _GONE in first else ""
+        text = f"rank {rank} stops because {_describe_failure(first)}{place}\n"
     write_error(text)
     _suppress_traceback(error)
     return first == str(rank)

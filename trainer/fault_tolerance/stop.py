@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 DEADLINE = "deadline"
 """The reason for stopping because the deadline is near."""
 _EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": EXIT_RETRY, DEADLINE: EXIT_RETRY}
@@ -111,7 +111,7 @@ class StopCoordinator:
             polls: called regularly by the listening thread, with its store.
         """
         if signals and in_main_thread():
-            for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
+            for number in _SIGNALS:
                 before = install_handler(number, self._on_signal)
                 if before is not None:
                     self._handlers[number] = before

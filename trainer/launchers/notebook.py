@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
 
+from trainer.distributed.environment import Environment
 from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.errors import ConfigError, TrainerError
 from trainer.fault_tolerance.failure import lost_connection
@@ -174,19 +175,8 @@ def _work(rank: int, number: int, port: int, parent: int, call: Callable[[], Any
             pipe.close()  # so that the pipe of a process that dies ends
     import torch
 
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(number),
-            "LOCAL_WORLD_SIZE": str(number),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            LAUNCHED: str(parent),
-        }
-    )
+    Environment(rank, rank, number, number, 0, 1, "trainer.launch", LOOPBACK, port).export()
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHED: str(parent)})
     die_with_parent()
     os.setpgid(0, 0)  # a Ctrl-C for the group, and the one that is passed on, would be two, which end a run at once
     # The children must not inherit the notebook's own handlers.

@@ -74,14 +74,13 @@ def check_settings(run: Run) -> None:
     compare(run.strategy.processes, _settings(run), fix)
 
 
-def check_module(run: Run) -> None:
+def check_module(processes: SingleProcess, module: TrainModule, training: bool) -> None:
     """Check that all processes have the same layers, parameters and buffers in the same order, apart from values.
 
     Strategies send tensors in this order. See `compare` for the error. Other hooks of layers are a warning: they may
     only look at values.
     """
-    processes, module = run.strategy.processes, run.module
-    facts, fix = _tensors(module, run.stage == "fit"), "Build the same module on all processes."
+    facts, fix = _tensors(module, training), "Build the same module on all processes."
     hooks = compare(processes, facts, fix, also=hooks_of(module))
     _warn(processes, hooks, "hooks differ between processes", "One that changes values has to be on all of them.")
     # By itself, because a parameter that only some have changes the order, too.

@@ -191,7 +191,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
         if settings.devices != "auto" and devices != environment.local_world_size:
             problems.append(
                 f"devices={settings.devices!r}, but {environment.source} started {environment.local_world_size} "
-                f"processes on this machine: give devices='auto', or {environment.nproc_flag} {devices}."
+                f"processes on this machine: give devices='auto', or have it start {devices}."
             )
         devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
         if num_nodes not in (1, environment.num_nodes):
