@@ -59,7 +59,6 @@ while (reason := coordinator.check(step)) is None:
     dist.all_reduce(torch.ones(1))
     time.sleep(0.01)
     step += 1
-coordinator.finish(step)
 print("stopped at", step, flush=True)
 dist.barrier()
 coordinator.uninstall()

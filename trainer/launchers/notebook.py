@@ -22,7 +22,6 @@ from trainer.distributed.environment import Environment
 from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.errors import ConfigError, TrainerError
 from trainer.fault_tolerance.failure import lost_connection
-from trainer.fault_tolerance.signals import in_main_thread
 from trainer.launchers.launcher import die_with_parent, open_closed_streams
 from trainer.launchers.restarts import LAUNCHED
 
@@ -93,17 +92,11 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """Let Ctrl-C wait for the end of the block: a KeyboardInterrupt within Python's own work around a fork is lost."""
-    if not in_main_thread():
-        yield
-        return
-    received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if received:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _number(devices: int | str) -> int:
@@ -187,6 +180,7 @@ def _work(rank: int, number: int, port: int, parent: int, call: Callable[[], Any
     _forget_process_group()
     code = 1
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         pipes[rank].send(_packed(call()))
         code = 0
     except KeyboardInterrupt:

@@ -756,7 +756,8 @@ class Run:
         """
         if self.stop_reason is None:
             self._wait_for_all("the end of training")
-            self.stop_reason = self.stop_coordinator.finish(self.progress.step)
+            wanted = self.strategy.processes.all_gather_object(self.stop_coordinator.wanted)
+            self.stop_reason = next(filter(None, wanted), None)
         if complete and exit_code(self.stop_reason) == EXIT_RETRY:
             if self.strategy.processes.is_global_zero:
                 log.info("%s came when nothing was left to train.", self.stop_reason)
