@@ -24,7 +24,7 @@ from trainer.engine.checkpoint import load, save, without_prefix
 from trainer.engine.loader import Loaders
 from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, require, take_parameters
 from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems, shown
-from trainer.fault_tolerance.collective_check import listen, require_same_call
+from trainer.fault_tolerance.collective_check import end_listening, listen, require_same_call
 from trainer.fault_tolerance.failure import limit_exit, report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.guards.nonfinite import StateMonitor
@@ -156,8 +156,8 @@ class Engine(Answers):
         join_processes(config, cleanup)
         self._blank = for_another_module(strategy)
         processes = strategy.processes
-        self._stop, _ = listen(processes, self._collectives, signals=False)
-        cleanup.callback(self._stop.uninstall)
+        self._stop = listen(processes, self._collectives, signals=False)
+        cleanup.callback(end_listening, processes, self._stop)
         facts = {"strategy": type(strategy), **strategy._arguments, "precision": config.precision.name}
         facts |= {"seed": seed, "device": config.device_type, "torch": torch.__version__}
         compare(processes, iter(facts.items()), "Give Engine the same arguments on all processes.")
@@ -531,8 +531,7 @@ class Engine(Answers):
                 for number, one in enumerate(self.loaders.positions)
                 if one.newest() is not None
             ]
-            processes = self.strategy.processes
-            require_same_call(processes, processes.wait_for_all, f"engine.{call}", data, "".join(positions))
+            require_same_call(self.strategy.processes, f"engine.{call}", data, "".join(positions))
         self._calls += 1
 
     def _reduced(self, reduce_op: str, path: str, leaf: Any) -> Any:

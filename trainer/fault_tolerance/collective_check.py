@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -123,30 +124,33 @@ class CollectiveCheck:
         return f"collective/{self._calls}/{name}"
 
 
-def listen(
-    processes: SingleProcess, begun: Callable[[], int], signals: bool
-) -> tuple[StopCoordinator, CollectiveCheck | None]:
+def listen(processes: SingleProcess, begun: Callable[[], int], signals: bool) -> StopCoordinator:
     """Listen for stops and failures of the processes, and have `processes.wait_for_all` check collective calls.
 
     Args:
         begun: as `CollectiveCheck`.
         signals: whether a signal stops the run.
     """
-    check, stop = None, StopCoordinator(processes.store, processes.rank, processes.world_size)
+    stop = StopCoordinator(processes.store, processes.rank, processes.world_size)
+    polls = []
     if stop.store is not None:
         check = CollectiveCheck(stop.store, processes.rank, processes.world_size, begun)
         processes.wait_for_all = check.wait_for_all
-    stop.install(signals=signals, polls=[] if check is None else [check.publish_progress])
-    return stop, check
+        polls.append(check.publish_progress)
+    stop.install(signals=signals, polls=polls)
+    return stop
 
 
-def require_same_call(
-    processes: SingleProcess, wait_for_all: Callable[[str], None], call: str, data: Any, position: str
-) -> None:
+def end_listening(processes: SingleProcess, stop: StopCoordinator) -> None:
+    """Stop listening; from now on `processes.wait_for_all` checks calls of the program after a run."""
+    processes.wait_for_all = partial(wait_after_run, processes)
+    stop.uninstall()
+
+
+def require_same_call(processes: SingleProcess, call: str, data: Any, position: str) -> None:
     """Wait until all processes make a collective call of the user at the same place, with data of the same shapes.
 
     Args:
-        wait_for_all: as `SingleProcess.wait_for_all`.
         position: of the loops over loaders in which the process is, in words.
 
     Raises:
@@ -154,7 +158,7 @@ def require_same_call(
     """
     if processes.world_size > 1:
         try:
-            wait_for_all("\n".join([f"{call} in {users_calls()}{position}", *describe_leaves(data)]))
+            processes.wait_for_all("\n".join([f"{call} in {users_calls()}{position}", *describe_leaves(data)]))
         except ConfigError as error:
             raise ConfigError(
                 f"{error} Where lengths or numbers of batches differ, as in an evaluation: collect in the loop, and "
@@ -162,16 +166,20 @@ def require_same_call(
             ) from None
 
 
-def wait_after_run(store: Any, rank: int, world_size: int, call: str) -> None:
+def wait_after_run(processes: SingleProcess, call: str) -> None:
     """Return when all processes have come to `call`, a collective of a run that has ended.
 
     Raises:
         ConfigError: another process makes another call, or has come to the end of the program.
     """
+    store: Any = processes.store
+    if store is None:
+        return
+    rank = processes.rank
     number = store.add(f"after run/{rank}", 1)
     store.set(f"after run/{number}/{rank}", call)
     pause = 0.001
-    for other in (other for other in range(world_size) if other != rank):
+    for other in (other for other in range(processes.world_size) if other != rank):
         while not store.check([f"after run/{number}/{other}"]):
             if store.check([_ended(other)]):
                 raise ConfigError(

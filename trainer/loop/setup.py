@@ -26,6 +26,7 @@ from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import was_requeued
 from trainer.errors import ConfigError
+from trainer.fault_tolerance.collective_check import end_listening
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
 from trainer.guards.optimizer_overrides import OF_STEP
@@ -190,7 +191,7 @@ def stop_listening(run: Run) -> None:
     """Restore the former signal handlers; after a stop, keep its exit code whatever signal follows."""
     if will_exit(run):
         keep_exit_code()
-    run.stop_coordinator.uninstall()
+    end_listening(run.strategy.processes, run.stop_coordinator)
 
 
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
