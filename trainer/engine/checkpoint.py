@@ -58,7 +58,7 @@ _KINDS: dict[str, Any] = {
 
 def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     """Write a checkpoint; see `Engine.save`. Collective."""
-    parts, strategy = Parts(state, engine), engine.strategy
+    parts, strategy = ProgramState(state, engine), engine.strategy
     tensors = parts.tensors()
     if parts.nonfinite:
         raise CheckpointError(
@@ -96,7 +96,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
 
 def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """Restore a checkpoint; see `Engine.load`. Collective."""
-    parts, strategy = Parts(state, engine), engine.strategy
+    parts, strategy = ProgramState(state, engine), engine.strategy
     if parts.optimizers and engine._backwards and engine.loaders.in_training():
         raise ConfigError(
             "engine.load inside a loop over a loader: the weights would go back, and the data would not. Leave the "
@@ -116,7 +116,7 @@ def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) 
     return rest
 
 
-def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: Parts) -> None:
+def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: ProgramState) -> None:
     """Restore the loaders' positions, the loss scale and the generators."""
     strategy, saved, alive = engine.strategy, checkpoint["loader"], engine.loaders.alive()
     training = sum(one._training for one in alive)
@@ -152,7 +152,7 @@ def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: Parts) ->
     share_random_numbers(strategy.processes, strategy.device)
 
 
-class Parts:
+class ProgramState:
     """The objects and data given to `save` or `load`, by kind.
 
     Raises:
