@@ -280,13 +280,11 @@ class StopCoordinator:
         """Publish a request of this process, answer one of another, collect the answers of all."""
         if self._agreed is not None:
             return
-        wanted = self.wanted
-        if wanted is None and not self._published:
-            if not store.check(["request"]):
-                return
-            wanted = store.get("request").decode()
         if not self._published:
-            reason = store.compare_set("request", "", wanted or "").decode()
+            wanted = self.wanted or (store.get("request").decode() if store.check(["request"]) else None)
+            if wanted is None:
+                return
+            reason = store.compare_set("request", "", wanted).decode()
             with self._changed:
                 self._reason = reason
                 self._alert = True
