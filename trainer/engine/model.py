@@ -63,14 +63,14 @@ class EngineModule(nn.Module):
         plain = keeps_step(strategy) and not casts
         own = vars(self)
         # Shared, not registered as a child, so that all names stay as they are.
-        own.update({name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)})
-        own.update(module=module, training=module.training)
-        own.update(_strategy=strategy, _engine=engine, _finite=finite, _changes=changes, _trains=trains)
-        own.update(_accumulates=None, _held=None, _called=False, _evaluated=False)
-        own.update(_plain=plain, _casts=casts, _syncs=trains and not inherits(strategy, "gradient_sync"))
-        own.update(_low=dtype if casts and dtype.itemsize == 2 else strategy.precision.autocast)
-        own.update(_tables=ParameterTables(strategy.module) if trains else None)
-        own.update(_flags=[parameter.requires_grad for parameter in module.parameters()])
+        own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
+        own |= {"module": module, "training": module.training, "_strategy": strategy, "_engine": engine}
+        own |= {"_finite": finite, "_changes": changes, "_trains": trains, "_casts": casts, "_plain": plain}
+        own |= {"_accumulates": None, "_held": None, "_called": False, "_evaluated": False}
+        own["_low"] = dtype if casts and dtype.itemsize == 2 else strategy.precision.autocast
+        own["_syncs"] = trains and not inherits(strategy, "gradient_sync")
+        own["_tables"] = ParameterTables(strategy.module) if trains else None
+        own["_flags"] = [parameter.requires_grad for parameter in module.parameters()]
         for name in _STEPS:
             if callable(getattr(module, name, None)):
                 self.mark_forward_method(name)
