@@ -33,8 +33,8 @@ ACCELERATE_HEAD = """# Accelerate's names
 Accelerate's names that scripts use and what to use here, from the tables in `trainer/compat/accelerate.py`. A name that
 is not here is answered by an error that says what the table says: an argument of `Accelerator` given to `Trainer` or
 `Engine`, a member of it read from an `Engine`, an option of a plugin given to a strategy, an option of
-`accelerate launch` given to `trainer launch`. `trainer config --from FILE` translates configuration files. [Scripts of Accelerate, before and
-after](from-accelerate.md) shows how a script changes.
+`accelerate launch` given to `trainer launch`. `trainer config --from FILE` translates configuration files.
+[Scripts of Accelerate, before and after](from-accelerate.md) shows how a script changes.
 """
 ACCELERATE_TABLES = {
     "Arguments, for a Trainer": accelerate.TRAINER_ARGUMENTS,

@@ -21,7 +21,7 @@ from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
 from trainer.distributed.rendezvous import join_store
 from trainer.errors import ConfigError
 from trainer.fault_tolerance import flight_recorder
-from trainer.fault_tolerance.ended_processes import explain_uncaught_errors, record_end
+from trainer.fault_tolerance.collective_check import record_end
 from trainer.fault_tolerance.failure import leaving_process_group
 from trainer.launchers.restarts import exit_barrier
 from trainer.module import TrainModule
@@ -68,7 +68,6 @@ class DistributedStrategy(Strategy):
         store = HashStore() if here.world_size == 1 else join_store(here, self.timeout)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=self.timeout)
         atexit.register(_leave, here.rank)
-        explain_uncaught_errors(dist.distributed_c10d._get_default_store(), here.rank, here.world_size)
 
 
 class StepForward(nn.Module):

@@ -603,7 +603,7 @@ def test_mistakes_in_the_loop_are_reported_with_their_fix(tmp_path: Path) -> Non
             with engine.no_backward_sync(model):
                 pass
         optimizer.step()
-        for wrong, words in [(net, "give what it returned"), (DataLoader([1]), "setup_dataloaders")]:
+        for wrong, words in [(net, "give what engine.setup returned"), (DataLoader([1]), "setup_dataloaders")]:
             with pytest.raises(ConfigError, match=words):
                 engine.save(tmp_path / "c", {"it": wrong})
         with pytest.raises(ConfigError, match="without its model"):

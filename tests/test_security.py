@@ -14,9 +14,6 @@ from trainer.errors import OPTIONAL_PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
-    ("trainer/launchers/notebook.py", "import pickle"),
-    ("trainer/launchers/notebook.py", "pickle.dumps"),
-    ("trainer/launchers/notebook.py", "pickle.loads"),
     ("trainer/launchers/notebook.py", "torch.load"),
     ("trainer/cli/checkpoint/from_lightning.py", "import pickle"),
     ("trainer/cli/checkpoint/from_lightning.py", "torch.load"),

@@ -389,7 +389,6 @@ ASSIGNED_BY_THE_LOOP = {
 RUN_TYPES = {
     "Run": [],
     "CallbackList": ["hooks"],
-    "CollectiveCheck": ["collective_check"],
     "Deadline": ["deadline"],
     "GradientNorms": ["gradient_norms"],
     "HostTimes": ["times"],

@@ -186,9 +186,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "fault_tolerance/test_children.py::test_children_at_the_exit_of_the_process_that_launches_end": (),
     "fault_tolerance/test_children.py::test_what_user_code_starts_has_the_actions_and_masks_of_before_the_run": (),
     "fault_tolerance/test_late_signals.py::test_the_third_sigterm_ends_a_hung_step_with_its_stacks": ("two",),
-    "fault_tolerance/test_collective_check.py::test_processes_that_wait_for_each_other_in_different_groups": (
-        "hybrid",
-    ),
+    "fault_tolerance/test_collective_check.py::test_a_process_that_waits_where_the_other_cannot_come": ("hybrid",),
     "faults/test_chaos.py::test_a_training_killed_three_times": (),
     "faults/test_chaos.py::test_every_strategy": (),
     "faults/test_kill_matrix.py::test_exit_codes_of_stops": ("SIGTERM-143",),

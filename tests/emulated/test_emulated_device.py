@@ -107,9 +107,9 @@ def _choices() -> None:
     for accelerator in ("auto", "emulated"):
         config = Trainer(accelerator=accelerator, **QUIET).config
         assert (config.device_type, config.num_processes, config.strategy.name) == ("emulated", 2, "ddp")
-        assert config.reasons["device"] == f"{accelerator}: torch.accelerator has 2 emulated devices"
+        assert config.reasons["device"] == f"{accelerator}: emulated devices of torch.accelerator: 2"
     assert Trainer(accelerator="cpu", **QUIET).config.device_type == "cpu"
-    with pytest.raises(ConfigError, match=r"devices=3, but 2 emulated devices can be seen \(numbers 0 to 1\)"):
+    with pytest.raises(ConfigError, match="devices=3, but 2 emulated devices can be seen, counted from 0"):
         Trainer(accelerator="emulated", devices=3)
     with pytest.raises(ConfigError, match=r"unknown accelerator 'emulate'\. Did you mean 'emulated'"):
         Trainer(accelerator="emulate")

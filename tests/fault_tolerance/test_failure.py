@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.processes import fork_python, fork_ranks, run_python
+from tests.helpers.processes import fork_ranks, run_python
 from trainer.fault_tolerance.failure import first_failure, report_dead_process, report_failure
 
 
@@ -137,31 +137,3 @@ def test_what_waits_for_ever_after_an_error_does_not_keep_the_job(blocked_in: st
     assert done.stderr.count("ValueError: no such thing") == 1
     assert "rank 1 of 2 failed" in done.stderr
     assert "did not end within" in done.stderr
-
-
-ALONE = """
-import sys
-import torch.distributed as dist
-from tests.helpers.toy import Toy, loader, quiet
-
-trainer, toy = quiet(max_steps=1, strategy="ddp", devices=2), Toy()
-trainer.fit(toy, loader())
-if trainer.rank == 0:
-    dist.barrier() if sys.argv[1] == "torch" else trainer.validate(toy, loader(2))
-if sys.argv[1] == "failure":
-    raise ValueError("no such thing")
-"""
-
-
-def test_a_collective_on_one_rank_after_fit_ends_in_words() -> None:
-    # Python itself has to see the error at the program's end: the ranks of `fork_python` are real.
-    running = {"failure": fork_python(ALONE, "failure"), **{c: fork_ranks(ALONE, c) for c in ("torch", "trainer")}}
-    try:
-        errors = {call: one.wait().check(1).stderr for call, one in running.items()}
-    finally:
-        for one in running.values():
-            one.kill()
-    words = "and rank 1 has come to the end of the program. All processes have to make the same calls"
-    assert words in errors["torch"]
-    assert words in errors["trainer"]
-    assert "the end of the program" not in errors["failure"]

@@ -270,23 +270,6 @@ def test_cuda_in_a_notebook(before: str, message: str | None, tmp_path: Path) ->
         assert "fresh kernel" in result.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs a CUDA device")
-def test_a_function_of_a_module_is_imported_anew_where_cuda_was_used(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import torch\ndef two(): return torch.ones(1, device='cuda') + 1\n")
-    source = """
-        import os, sys, torch
-        sys.path.insert(0, os.getcwd())
-        from mine import two
-        from trainer import launch
-        if __name__ == "__main__":
-            torch.ones(1).cuda()
-            print([value.device.type + str(value.item()) for value in launch(two, devices=2)])
-    """
-    lines = "\n".join(line[8:] for line in source.splitlines())
-    assert fork_python(lines, cwd=tmp_path).wait().check().stdout == "['cpu2.0', 'cpu2.0']\n"
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategies", [("fsdp", "fsdp"), ("deepspeed_stage_2", "deepspeed_stage_2")])
 def test_a_launch_after_a_fit_in_the_same_process(strategies: tuple[str, str], tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from trainer.distributed.tpu import choose_tpu_stack, tpu_is_there
 from trainer.errors import ConfigError, unknown_name_error
 
 _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
-_MOST_PROCESSES = 4096
-"""Maximum number of processes on the CPUs of one machine, which stop answering long before."""
 
 
 def choose_accelerator(accelerator: str) -> tuple[str, str]:
@@ -30,24 +28,20 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
     if accelerator is None or accelerator not in (*ACCELERATORS, other):
         known = [*ACCELERATORS, *filter(None, [other])]
         raise unknown_name_error("accelerator", accelerator, known, OTHER_ACCELERATORS)
-    if accelerator == "tpu":
-        return _tpu(accelerator)
     if accelerator == "cpu":
         return "cpu", "cpu: as asked"
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if accelerator in ("auto", "gpu", "cuda") and cuda:
-        count = torch.cuda.device_count()
-        return "cuda", f"{accelerator}: {count} CUDA device{'s' if count > 1 else ''} found"
-    if accelerator in ("auto", "gpu", "mps") and mps:
+    wanted = {"auto": ("cuda", "mps", "tpu", other), "gpu": ("cuda", "mps")}.get(accelerator, (accelerator,))
+    if "cuda" in wanted and torch.cuda.is_available():
+        return "cuda", f"{accelerator}: CUDA devices found: {torch.cuda.device_count()}"
+    if "mps" in wanted and torch.backends.mps.is_available():
         return "mps", f"{accelerator}: Apple GPU (MPS) found"
-    if accelerator == "auto" and tpu_is_there():
+    if accelerator == "tpu" or ("tpu" in wanted and tpu_is_there()):
         return _tpu(accelerator)
-    if other is not None and accelerator in ("auto", other):
-        count = torch.accelerator.device_count()
-        return other, f"{accelerator}: torch.accelerator has {count} {other} device{'s' if count > 1 else ''}"
+    if other is not None and other in wanted:
+        return other, f"{accelerator}: {other} devices of torch.accelerator: {torch.accelerator.device_count()}"
+    missing = {"cuda": _no_cuda(), "mps": "no MPS"}.get(accelerator, f"{_no_cuda()}, no MPS")
     if accelerator == "auto":
-        return "cpu", f"auto: {_no_cuda()}, no MPS"
-    missing = {"cuda": _no_cuda(), "mps": "no MPS", "gpu": f"{_no_cuda()}, no MPS"}[accelerator]
+        return "cpu", f"auto: {missing}"
     raise ConfigError(f"accelerator={accelerator!r}, but: {missing}. Use accelerator='auto' or 'cpu'.")
 
 
@@ -111,17 +105,19 @@ def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple
     """
     known = {"cpu": lambda: None, "xla": lambda: None, "mps": lambda: 1, "cuda": torch.cuda.device_count}
     available = known.get(device_type, torch.accelerator.device_count)()
-    if devices in ("auto", -1, "-1") and device_type == "xla":
-        return 1, None, f"{devices}: one process drives all devices"
-    if devices == "auto":
-        if available is None:
-            return 1, None, "auto: one process on the cpu"
-        return available, None, f"auto: all {device_type} devices ({available})"
-    wanted = _from_text(devices) if isinstance(devices, str) else devices
+    wanted = _from_text(devices) if isinstance(devices, str) and devices != "auto" else devices
+    if wanted in ("auto", -1):
+        return _all_devices(wanted, device_type, available)
     if isinstance(wanted, int):
-        return _count(wanted, device_type, available)
-    if isinstance(wanted, Sequence) and all(isinstance(i, int) for i in wanted):
-        return _ids(list(wanted), device_type, available)
+        if wanted < 1:
+            raise ConfigError(f"devices={wanted}: at least one device is needed. {_ALLOWED}")
+        if available is not None and wanted > available:
+            raise ConfigError(_not_there(wanted, device_type, available))
+        return wanted, None, f"{wanted}: as asked"
+    if isinstance(wanted, Sequence):
+        ids = [one for one in wanted if isinstance(one, int)]
+        if len(ids) == len(wanted):
+            return _ids(ids, device_type, available)
     raise ConfigError(f"devices={devices!r} cannot be read. {_ALLOWED}")
 
 
@@ -133,44 +129,33 @@ def _from_text(text: str) -> int | list[int]:
     raise ConfigError(f"devices={text!r} cannot be read. {_ALLOWED}")
 
 
-def _count(count: int, device_type: str, available: int | None) -> tuple[int, None, str]:
-    if count == -1:
-        if available is None:
-            raise ConfigError(
-                "devices=-1 means all GPUs, but the accelerator is the cpu. Say how many processes, such as devices=2."
-            )
-        return available, None, f"-1: all {device_type} devices ({available})"
-    if count < 1:
-        raise ConfigError(f"devices={count}: at least one device is needed. {_ALLOWED}")
-    if available is None and count > _MOST_PROCESSES:
-        raise ConfigError(f"devices={count}: that many processes would be started; {_MOST_PROCESSES} at most.")
-    if available is not None and count > available:
-        raise ConfigError(_too_many(f"devices={count}", device_type, available))
-    return count, None, f"{count}: as asked"
+def _all_devices(wanted: object, device_type: str, available: int | None) -> tuple[int, None, str]:
+    if available is not None:
+        return available, None, f"{wanted}: all {device_type} devices ({available})"
+    if device_type == "xla":
+        return 1, None, f"{wanted}: one process drives all devices"
+    if wanted == "auto":
+        return 1, None, "auto: one process on the cpu"
+    raise ConfigError(
+        "devices=-1 means all GPUs, but the accelerator is the cpu. Say how many processes, such as devices=2."
+    )
 
 
 def _ids(ids: list[int], device_type: str, available: int | None) -> tuple[int, list[int], str]:
-    if available is None:
+    if available is None or device_type == "tpu":
         raise ConfigError(
-            f"devices={ids}: cpu processes have no numbers. Say how many, such as devices={max(1, len(ids))}."
+            f"devices={ids}: processes on {device_type} choose no numbers. Say how many, such as {len(ids) or 1}."
         )
-    if device_type == "tpu":
-        raise ConfigError(f"devices={ids}: TorchTPU chooses the chips. Say how many, such as {len(ids) or 1}.")
-    if not ids:
-        raise ConfigError(f"devices=[]: at least one device is needed. {_ALLOWED}")
-    if len(set(ids)) < len(ids):
-        raise ConfigError(f"devices={ids} names a device twice. Each process needs a device of its own.")
+    if not ids or len(set(ids)) < len(ids):
+        raise ConfigError(f"devices={ids}: give each process a device of its own, at least one. {_ALLOWED}")
     if not all(0 <= i < available for i in ids):
-        raise ConfigError(_too_many(f"devices={ids}", device_type, available))
+        raise ConfigError(_not_there(ids, device_type, available))
     return len(ids), ids, f"{ids}: as asked"
 
 
-def _too_many(given: str, device_type: str, available: int) -> str:
-    if device_type == "mps":
-        return f"{given}: there is one MPS device, with the number 0. Use devices=1."
-    if device_type == "tpu":
-        return f"{given}, but {available} TPU devices can be seen. Use devices='auto'."
-    numbers = "number 0" if available == 1 else f"numbers 0 to {available - 1}"
-    kind, look = ("CUDA", ", or look at CUDA_VISIBLE_DEVICES") if device_type == "cuda" else (device_type, "")
-    plural = "" if available == 1 else "s"
-    return f"{given}, but {available} {kind} device{plural} can be seen ({numbers}). Use devices='auto'{look}."
+def _not_there(given: object, device_type: str, available: int) -> str:
+    look = ", or look at CUDA_VISIBLE_DEVICES" if device_type == "cuda" else ""
+    return (
+        f"devices={given}, but {available} {device_type} device{'' if available == 1 else 's'} can be seen, counted "
+        f"from 0. Use devices='auto'{look}."
+    )

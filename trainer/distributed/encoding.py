@@ -6,9 +6,10 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.distributed.sendable import ERRORS, RECORDS
@@ -60,39 +61,54 @@ def from_bytes(message: bytes | bytearray | memoryview) -> Any:
 def _encode(value: Any, tensors: list[bytes], where: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, torch.Tensor):
-        return {_KIND: "tensor", **_raw(value, tensors)}
-    if isinstance(value, torch.dtype):
-        return {_KIND: "dtype", "name": str(value)}
-    if isinstance(value, Exception):
-        kind = type(value).__name__ if ERRORS.get(type(value).__name__) is type(value) else ""
-        text = str(value) if isinstance(value, TrainerError) else f"{type(value).__name__}: {value}"
-        return {_KIND: "error", "name": kind, "text": text}
     if RECORDS.get(type(value).__name__) is type(value):
         fields = [getattr(value, name) for name in _fields(type(value))]
         return {_KIND: type(value).__name__, "fields": _encode(fields, tensors, where)}
-    if isinstance(value, dict):
-        if all(type(key) is str and key != _KIND for key in value):
-            return {key: _encode(one, tensors, f"{where}[{key!r}]") for key, one in value.items()}
-        return {_KIND: "dict", "items": _encode([*map(list, value.items())], tensors, where)}
-    if isinstance(value, (list, tuple, set)):
-        items = [_encode(one, tensors, f"{where}[{number}]") for number, one in enumerate(value)]
-        if isinstance(value, list):
-            return items
-        return {_KIND: "set" if isinstance(value, set) else "tuple", "items": items}
-    if isinstance(value, (bytes, bytearray)):
-        return {_KIND: "bytes", "hex": value.hex()}
-    for plain in (bool, int, float, str):  # numpy's float64, enumerations of numbers
-        if isinstance(value, plain):
-            return plain(value)
-    if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "shape", None) == ():
-        return _encode(value.item(), tensors, where)
-    if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
-        return {_KIND: "array", **_raw(torch.from_numpy(value.copy()), tensors)}
+    for kind, write in _WRITERS.items():
+        if isinstance(value, kind):
+            return write(value, tensors, where)
     raise ConfigError(
         f"{where} is a {type(value).__name__}, which cannot be sent to other processes: give data only (None, bool, "
         "int, float, str, list, tuple, dict, torch.Tensor)."
     )
+
+
+def _encode_error(value: Exception, tensors: list[bytes], where: str) -> Any:
+    kind = type(value).__name__ if ERRORS.get(type(value).__name__) is type(value) else ""
+    text = str(value) if isinstance(value, TrainerError) else f"{type(value).__name__}: {value}"
+    return {_KIND: "error", "name": kind, "text": text}
+
+
+def _encode_dict(value: dict[Any, Any], tensors: list[bytes], where: str) -> Any:
+    if all(type(key) is str and key != _KIND for key in value):
+        return {key: _encode(one, tensors, f"{where}[{key!r}]") for key, one in value.items()}
+    return {_KIND: "dict", "items": _encode([*map(list, value.items())], tensors, where)}
+
+
+def _encode_list(value: Iterable[Any], tensors: list[bytes], where: str) -> list[Any]:
+    return [_encode(one, tensors, f"{where}[{number}]") for number, one in enumerate(value)]
+
+
+def _encode_array(value: np.ndarray[Any, Any], tensors: list[bytes], where: str) -> Any:
+    return {_KIND: "array", **_raw(torch.from_numpy(value.copy()), tensors)}
+
+
+_WRITERS: dict[Any, Callable[[Any, list[bytes], str], Any]] = {
+    torch.Tensor: lambda value, tensors, where: {_KIND: "tensor", **_raw(value, tensors)},
+    torch.dtype: lambda value, tensors, where: {_KIND: "dtype", "name": str(value)},
+    Exception: _encode_error,
+    dict: _encode_dict,
+    list: _encode_list,
+    tuple: lambda value, tensors, where: {_KIND: "tuple", "items": _encode_list(value, tensors, where)},
+    set: lambda value, tensors, where: {_KIND: "set", "items": _encode_list(value, tensors, where)},
+    (bytes, bytearray): lambda value, tensors, where: {_KIND: "bytes", "hex": value.hex()},
+    # Enumerations of numbers and texts, and numpy's float64.
+    int: lambda value, tensors, where: int(value),
+    float: lambda value, tensors, where: float(value),
+    str: lambda value, tensors, where: str.__str__(value),
+    np.generic: lambda value, tensors, where: _encode(value.item(), tensors, where),
+    np.ndarray: _encode_array,
+}
 
 
 def _raw(tensor: torch.Tensor, tensors: list[bytes]) -> dict[str, Any]:

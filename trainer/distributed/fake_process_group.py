@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from trainer.distributed.environment import Environment
+
 
 @contextmanager
 def fake_process_group(world_size: int, per_machine: int) -> Iterator[None]:
@@ -19,18 +21,9 @@ def fake_process_group(world_size: int, per_machine: int) -> Iterator[None]:
     # Torch's own tool for this; importing it registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    variables = {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": per_machine,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": world_size // per_machine,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 1,
-        "TORCHELASTIC_RUN_ID": "dry-run",
-    }
-    with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+    place = Environment(0, 0, world_size, per_machine, 0, world_size // per_machine, "the dry run", "127.0.0.1", 1)
+    with patch.dict(os.environ):
+        place.export()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Mapping
 
 from trainer.errors import ConfigError
 
@@ -18,42 +16,22 @@ REQUEUE = "TRAINER_REQUEUE"
 """Environment variable: 1 requeues a Slurm job that has saved a checkpoint before its time limit."""
 
 
-def hosts(nodelist: str) -> list[str]:
-    """Expand Slurm's list of nodes, in its order.
+def first_host(nodelist: str) -> str:
+    """Return the first name in Slurm's list of nodes.
 
-    >>> hosts("node[08-10,12],gpu1")
-    ['node08', 'node09', 'node10', 'node12', 'gpu1']
+    >>> first_host("node[08-10,12],gpu1")
+    'node08'
 
     Raises:
         ConfigError: it is not that notation.
     """
-    without_ranges = re.sub(r"\[[0-9,-]+\]", "", nodelist)
-    if re.sub(r"\[[^\[\]]*\]", "", nodelist).strip(",") == "" or re.search(r"[\[\]]", without_ranges):
-        raise ConfigError(_unreadable(nodelist))
-    found = []
-    for entry in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodelist):
-        parts = re.split(r"\[([^\]]*)\]", entry)
-        choices = [list(_numbers(part, nodelist)) if i % 2 else [part] for i, part in enumerate(parts)]
-        found += ["".join(choice) for choice in product(*choices)]
-    return found
-
-
-def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
-    """Expand `01-03,7` to 01, 02, 03, 7: leading zeros are part of a name."""
-    for one in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", one)
-        if match is None:
-            raise ConfigError(_unreadable(nodelist))
-        first, last = match[1], match[2] or match[1]
-        for number in range(int(first), int(last) + 1):
-            yield str(number).zfill(len(first))
-
-
-def _unreadable(nodelist: str) -> str:
-    return (
-        f"the list of nodes {nodelist!r} (SLURM_STEP_NODELIST) cannot be read. "
-        "Set MASTER_ADDR to the first of the nodes, and report this list."
-    )
+    match = re.fullmatch(r"((?:\[\d[\d,-]*\]|[^,\[\]])+)(,.*)?", nodelist)
+    if match is None:
+        raise ConfigError(
+            f"the list of nodes {nodelist!r} (SLURM_STEP_NODELIST) cannot be read. "
+            "Set MASTER_ADDR to the first of the nodes, and report this list."
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -93,16 +71,12 @@ def requeue(environ: Mapping[str, str] = os.environ) -> bool:
     if not job:
         log.warning("%s=1, but this is not a Slurm job (no SLURM_JOB_ID): nothing is put back into a queue", REQUEUE)
         return False
-    scontrol = shutil.which("scontrol", path=environ.get("PATH"))
-    if scontrol is None:
-        log.warning("%s=1, but the command scontrol is not found: run `scontrol requeue %s` yourself", REQUEUE, job)
-        return False
     log.info("putting the job back into the queue: scontrol requeue %s", job)
+    command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run([scontrol, "requeue", job], capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        log.warning("scontrol requeue %s does not answer", job)
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env={**environ})
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        log.warning("scontrol requeue %s failed: run it yourself. %s", job, str(said).strip())
         return False
-    if done.returncode != 0:
-        log.warning("scontrol requeue %s failed: %s", job, (done.stderr or done.stdout).strip())
-    return done.returncode == 0
+    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -27,11 +26,6 @@ _UNREACHABLE_TIMEOUT_S = 15.0
 """The same for a host that is not there: its name is unknown, or there is no route to it."""
 _NOTICE_S = 5.0
 _HANDSHAKE_S = 10.0
-_STORE_HELLO = struct.pack("<BIB", 0, 0x3C85F7CE, 13)
-"""The requests VALIDATE, with its number, and PING of torch's TCPStore."""
-_ECHO = b"\n\r\n\n"
-"""The bytes that PING asks the store to echo: ends of lines, because a web server answers when it has read a line."""
-_PROBE_S = 3.0
 _BUSY_TIMEOUT_S = 3.0
 """A run that has just ended may still hold its port."""
 
@@ -85,7 +79,6 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
         socket.create_connection((host, port), timeout=3.0).close()
 
     _retry(reach, wait, f"{host}:{port}, {what},")
-    _refuse_other_program(host, port, what)
     return store_at(host, port, what, 1.5 * _HANDSHAKE_S)
 
 
@@ -147,28 +140,6 @@ def free_port() -> int:
         return port
 
 
-def _refuse_other_program(host: str, port: int, what: str) -> None:
-    """Raise TrainerError if a program answers that is not torch's store: torch itself prints a hundred lines then.
-
-    Sends what torch's client sends first. A store answers with the same four bytes; a web server, with an error.
-    """
-    answer = b""
-    with suppress(OSError), socket.create_connection((host, port), timeout=_PROBE_S) as connection:
-        connection.settimeout(_PROBE_S)
-        connection.sendall(_STORE_HELLO + _ECHO)
-        answer = connection.recv(64)
-    if answer and not answer.startswith(_ECHO):
-        said = answer.splitlines()[0].decode("ascii", "backslashreplace")
-        raise TrainerError(_other_program(host, port, what, f", and answers {said!r}"))
-
-
-def _other_program(host: str, port: int, what: str, reason: str) -> str:
-    return (
-        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
-        "processes."
-    )
-
-
 def store_at(host: str, port: int, what: str, wait: float) -> TCPStore:
     """Return the store that answers at `host:port`; raise TrainerError if another program does, or none in time."""
     from torch._C._distributed_c10d import TCPStore
@@ -189,7 +160,10 @@ def store_at(host: str, port: int, what: str, wait: float) -> TCPStore:
     if stores:
         return stores[0]
     reason = f": {_first_line(errors[0])}" if errors else ""
-    raise TrainerError(_other_program(host, port, what, reason))
+    raise TrainerError(
+        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
+        "processes."
+    )
 
 
 def _retry(reach: Callable[[], None], wait: float, what: str) -> None:

@@ -58,7 +58,7 @@ _KINDS: dict[str, Any] = {
 
 def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     """Write a checkpoint; see `Engine.save`. Collective."""
-    parts, strategy = Parts(state, engine), engine.strategy
+    parts, strategy = ProgramState(state, engine), engine.strategy
     tensors = parts.tensors()
     if parts.nonfinite:
         raise CheckpointError(
@@ -96,7 +96,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
 
 def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """Restore a checkpoint; see `Engine.load`. Collective."""
-    parts, strategy = Parts(state, engine), engine.strategy
+    parts, strategy = ProgramState(state, engine), engine.strategy
     if parts.optimizers and engine._backwards and engine.loaders.in_training():
         raise ConfigError(
             "engine.load inside a loop over a loader: the weights would go back, and the data would not. Leave the "
@@ -116,7 +116,7 @@ def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) 
     return rest
 
 
-def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: Parts) -> None:
+def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: ProgramState) -> None:
     """Restore the loaders' positions, the loss scale and the generators."""
     strategy, saved, alive = engine.strategy, checkpoint["loader"], engine.loaders.alive()
     training = sum(one._training for one in alive)
@@ -152,7 +152,7 @@ def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: Parts) ->
     share_random_numbers(strategy.processes, strategy.device)
 
 
-class Parts:
+class ProgramState:
     """The objects and data given to `save` or `load`, by kind.
 
     Raises:
@@ -175,21 +175,16 @@ class Parts:
             self._sort(key, value)
 
     def _sort(self, key: str, value: Any) -> None:
-        engine = self.engine
         if isinstance(value, EngineModule):
             self.models[key] = value
         elif isinstance(value, EngineOptimizer):
             self.optimizers[key] = value
         elif isinstance(value, EngineLoader):
             pass  # the positions of all loaders are saved
-        elif isinstance(value, DataLoader):
+        elif isinstance(value, (DataLoader, Optimizer)) or any(value is one.module for one in self.engine._models):
             raise ConfigError(
-                f"state[{key!r}] is a DataLoader that is not set up, so its position is not known: loader = "
-                "engine.setup_dataloaders(loader). All loaders that are set up are saved; leave them out of the state."
-            )
-        elif any(value is model.module for model in engine._models) or isinstance(value, Optimizer):
-            raise ConfigError(
-                f"state[{key!r}] is a {type(value).__name__} that engine.setup has not returned: give what it returned."
+                f"state[{key!r}] is a {type(value).__name__} that is not set up: give what engine.setup returned. "
+                "Loaders of engine.setup_dataloaders are saved without being named; leave them out of the state."
             )
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             self.stateful[key] = value
@@ -246,28 +241,23 @@ class Parts:
 
         `left_out`: the names of what the checkpoint could not hold, which may be missing.
         """
-        saved = checkpoint.get("engine")
-        if saved is None:  # a Trainer's
-            names = list(self.optimizers)
-            saved = {"models": dict.fromkeys(list(self.models)[:1], ""), "optimizers": names, "stateful": {}}
-            saved |= {"values": {}}
-            if len(self.models) > 1 or (names and len(names) != len(checkpoint["optimizers"])):
-                raise CheckpointError(
-                    f"{path} is a Trainer's, with one model and {len(checkpoint['optimizers'])} optimizers: load it "
-                    "into one model, which has the names of the TrainModule."
-                )
-        kinds: dict[str, dict[str, Any]] = {
+        saved = checkpoint["engine"] if "engine" in checkpoint else self._names_for_trainer(checkpoint, path)
+        kinds: dict[str, Mapping[str, Any]] = {
             "models": self.models,
             "optimizers": self.optimizers,
             "stateful": self.stateful,
             "values": self.values,
         }
-        for kind, wanted in kinds.items():
-            missing = [key for key in wanted if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out]
-            if missing and strict:
-                known = [key for one in kinds for key in saved[one]]
-                hint = did_you_mean(missing[0], known)
-                raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
+        missing = [
+            key
+            for kind, wanted in kinds.items()
+            for key in wanted
+            if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out
+        ]
+        if missing and strict:
+            known = [key for kind in kinds for key in saved[kind]]
+            hint = did_you_mean(missing[0], known)
+            raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
         for key, model in self.models.items():
             if key in saved["models"]:
                 self._restore_model(model, checkpoint["model"], saved["models"][key], strict, path)
@@ -282,6 +272,16 @@ class Parts:
         if isinstance(self.state, dict):
             self.state.update({key: values[key] for key in self.values if key in values})
         return {key: value for key, value in values.items() if key not in self.values}
+
+    def _names_for_trainer(self, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return what an Engine's checkpoint says of its parts, for a Trainer's: it has one model."""
+        names, number = list(self.optimizers), len(checkpoint["optimizers"])
+        if len(self.models) > 1 or (names and len(names) != number):
+            raise CheckpointError(
+                f"{path} is a Trainer's, with one model and {number} optimizers: load it into one model, which has the "
+                "names of the TrainModule."
+            )
+        return {"models": dict.fromkeys(self.models, ""), "optimizers": names, "stateful": {}, "values": {}}
 
     def _restore_model(
         self, model: EngineModule, weights: Mapping[str, Any], prefix: str, strict: bool, path: str

@@ -24,20 +24,18 @@ from trainer.engine.checkpoint import load, save, without_prefix
 from trainer.engine.loader import Loaders
 from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, require, take_parameters
 from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems, shown
-from trainer.fault_tolerance.collective_check import listen, require_same_call
-from trainer.fault_tolerance.ended_processes import explain_lost_connection
+from trainer.fault_tolerance.collective_check import end_listening, listen, require_same_call
 from trainer.fault_tolerance.failure import limit_exit, report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.guards.nonfinite import StateMonitor
-from trainer.loop.setup import configure_logging, start_processes
-from trainer.model.dispatched import refuse_dispatched
-from trainer.model.unsupported import refuse_lazy, use_separate_elements
+from trainer.loop.setup import check_built, join_processes, start_processes
+from trainer.loop.training_state import choose_seed
 from trainer.names.misses import Answers, words_for
 from trainer.optimizers import check_parameters
 from trainer.precision import Precision
 from trainer.runs.compare_ranks import compare
 from trainer.runs.resolved_config import resolve_config
-from trainer.seed import global_seed, seed_generators, seed_readers, set_deterministic
+from trainer.seed import seed_generators, seed_readers
 from trainer.settings import Settings
 from trainer.state.hook_changes import HookChanges
 from trainer.strategy import (
@@ -152,22 +150,18 @@ class Engine(Answers):
 
     def _join(self, cleanup: ExitStack) -> None:
         """Join the other processes, and listen for their failures."""
-        config, settings, strategy = self.config, self.config.settings, self.strategy
+        config, strategy, seed = self.config, self.strategy, self.config.settings.seed
         cleanup.enter_context(workers_end_with_this_process())
         cleanup.callback(self._tear_down)
-        strategy.setup_environment(config.device_type, config.precision, config.device_ids)
+        join_processes(config, cleanup)
         self._blank = for_another_module(strategy)
         processes = strategy.processes
-        configure_logging(processes.rank)
-        cleanup.callback(set_deterministic(settings.deterministic, settings.benchmark))
-        self._stop, _ = listen(processes, self._collectives, signals=False)
-        cleanup.callback(self._stop.uninstall)
+        self._stop = listen(processes, self._collectives, signals=False)
+        cleanup.callback(end_listening, processes, self._stop)
         facts = {"strategy": type(strategy), **strategy._arguments, "precision": config.precision.name}
-        facts |= {"seed": settings.seed, "device": config.device_type, "torch": torch.__version__}
+        facts |= {"seed": seed, "device": config.device_type, "torch": torch.__version__}
         compare(processes, iter(facts.items()), "Give Engine the same arguments on all processes.")
-        last = global_seed()
-        new = torch.seed() % 2**32 if last is None and settings.seed is None else last
-        self.seed = settings.seed if settings.seed is not None else int(processes.broadcast_object(new or 0))
+        self.seed = choose_seed(seed, None, processes)
         log.info("engine: %s, precision %s, seed %d", strategy, config.precision.name, self.seed)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -184,11 +178,10 @@ class Engine(Answers):
                 except Exception as failure:
                     error = failure
             stop.failed()
-            rank, world_size = processes.rank, processes.world_size
-            explained = explain_torch_error(error) or explain_lost_connection(error, processes.store, rank, world_size)
+            explained = explain_torch_error(error)
             if isinstance(error, Exception):
-                report_failure(stop.store, rank, world_size, explained or error)
-            if world_size > 1:
+                report_failure(stop.store, processes.rank, processes.world_size, explained or error)
+            if processes.world_size > 1:
                 limit_exit()
         if explained is not None:
             raise explained from error
@@ -229,13 +222,7 @@ class Engine(Answers):
         problems = strategy.problems(config.precision, config.device_type, config.num_processes, steps, adapter)
         raise_problems([*problems, *wrapping_problems(adapter, strategy)], f"engine.setup({type(module).__name__})")
         check_parameters([*optimizers], module, shared=False)
-        if optimizers:
-            refuse_lazy(module)
-        use_separate_elements(module)
-        facts = [(name, f"{list(p.shape)}, {p.dtype}, {p.requires_grad}") for name, p in module.named_parameters()]
-        compare(strategy.processes, iter(facts), "Build the same module on all processes.")
-        converts = strategy.precision.weights not in (None, torch.float32)
-        refuse_dispatched(adapter, bool(optimizers), strategy.name, strategy.shards_state, converts)
+        check_built(adapter, strategy, bool(optimizers))
         names = {parameter: name for name, parameter in module.named_parameters()}
         own = names if strategy.shards_state else [p for p in names if optimizers and p.requires_grad]
         shared = next((names[parameter] for parameter in own if parameter in self._given), None)
@@ -257,19 +244,14 @@ class Engine(Answers):
         return (model, *wrapped) if wrapped else model
 
     def _refuse_for_setup(self, module: Any, optimizers: tuple[Any, ...]) -> None:
-        if isinstance(module, EngineModule) or any(model.module is module for model in self._models):
-            raise ConfigError("engine.setup: this module is set up already; use what the first setup returned.")
-        if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"engine.setup takes a torch.nn.Module, then its optimizers, and got {shown(module)} first."
-            )
-        for optimizer in optimizers:
-            if isinstance(optimizer, EngineOptimizer):
-                raise ConfigError("engine.setup: this optimizer is set up already; make another one for this module.")
-            if not isinstance(optimizer, Optimizer):
+        done = (EngineModule, EngineOptimizer)
+        if any(isinstance(one, done) for one in (module, *optimizers)) or any(m.module is module for m in self._models):
+            raise ConfigError("engine.setup: this module or optimizer is set up already; use what setup returned.")
+        for given, kind in ((module, nn.Module), *((one, Optimizer) for one in optimizers)):
+            if not isinstance(given, kind):
                 raise ConfigError(
-                    f"engine.setup takes optimizers after the module, and got a {type(optimizer).__name__}. A "
-                    "scheduler is not set up: step it in the loop. A loader goes to engine.setup_dataloaders."
+                    f"engine.setup takes a torch.nn.Module, then its optimizers, and got {shown(given)}. A scheduler "
+                    "is not set up: step it in the loop. A loader goes to engine.setup_dataloaders."
                 )
 
     def setup_dataloaders(self, *dataloaders: Any, training: bool = True, use_distributed_sampler: bool = True) -> Any:
@@ -327,13 +309,12 @@ class Engine(Answers):
         self._calls += not chosen._accumulates
         if tensor.dim() and not args and not kwargs:
             raise ConfigError(f"engine.backward got a loss of shape {tuple(tensor.shape)}; reduce it: loss.mean().")
-        waiting = [one for one in self._models if one._held and one is not chosen]
-        held = [(one, marks_of_gradients(one.module.parameters())) for one in waiting]
+        held = {one: marks_of_gradients(one.module.parameters()) for one in self._models if one._held}
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
-        reduced = [chosen, *(one for one, marks in held if marks != marks_of_gradients(one.module.parameters()))]
         for one in self._models:
-            if one._accumulates or one in reduced:
+            reached = one is chosen or (one in held and held[one] != marks_of_gradients(one.module.parameters()))
+            if one._accumulates or reached:
                 one._held = one._accumulates
         self._unstepped = True
         for optimizer in self._optimizers:
@@ -345,8 +326,6 @@ class Engine(Answers):
                 "engine.backward: no model with an optimizer is set up. Before the loop: model, optimizer = "
                 "engine.setup(model, optimizer)."
             )
-        if not isinstance(tensor, torch.Tensor):
-            return ConfigError(f"engine.backward takes the loss, a tensor, and got {shown(tensor)}.")
         if self._last is None:
             return ConfigError(
                 "engine.backward: the model that engine.setup returned has not been called. Call that one, and not "
@@ -354,8 +333,8 @@ class Engine(Answers):
                 "model.mark_forward_method('name'), and then model.name(...)."
             )
         return ConfigError(
-            "engine.backward got a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no "
-            "parameter that requires a gradient took part in it."
+            f"engine.backward got a loss without a gradient, {shown(tensor)}: it was detached (.detach(), .item(), "
+            "torch.no_grad), or no parameter that requires a gradient took part in it."
         )
 
     @contextmanager
@@ -552,8 +531,7 @@ class Engine(Answers):
                 for number, one in enumerate(self.loaders.positions)
                 if one.newest() is not None
             ]
-            processes = self.strategy.processes
-            require_same_call(processes, processes.wait_for_all, f"engine.{call}", data, "".join(positions))
+            require_same_call(self.strategy.processes, f"engine.{call}", data, "".join(positions))
         self._calls += 1
 
     def _reduced(self, reduce_op: str, path: str, leaf: Any) -> Any:

@@ -59,33 +59,27 @@ class EngineModule(nn.Module):
         trains: bool,
     ) -> None:
         super().__init__()
+        dtype, casts = strategy.precision.weights, strategy.precision.casts_batch
+        plain = keeps_step(strategy) and not casts
         own = vars(self)
         # Shared, not registered as a child, so that all names stay as they are.
         own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
-        own |= {"module": module, "_strategy": strategy, "_engine": engine, "_finite": finite, "_trains": trains}
-        own |= {"training": module.training, "_accumulates": None, "_held": None, "_called": False}
-        own |= {"_evaluated": False, "_changes": changes}
-        own["_casts"] = strategy.precision.casts_batch
-        dtype = strategy.precision.weights
-        own["_low"] = dtype if own["_casts"] and dtype.itemsize == 2 else strategy.precision.autocast
+        own |= {"module": module, "training": module.training, "_strategy": strategy, "_engine": engine}
+        own |= {"_finite": finite, "_changes": changes, "_trains": trains, "_casts": casts, "_plain": plain}
+        own |= {"_accumulates": None, "_held": None, "_called": False, "_evaluated": False}
+        own["_low"] = dtype if casts and dtype.itemsize == 2 else strategy.precision.autocast
         own["_syncs"] = trains and not inherits(strategy, "gradient_sync")
-        own["_plain"] = keeps_step(strategy) and not own["_casts"]
         own["_tables"] = ParameterTables(strategy.module) if trains else None
         own["_flags"] = [parameter.requires_grad for parameter in module.parameters()]
         for name in _STEPS:
             if callable(getattr(module, name, None)):
                 self.mark_forward_method(name)
-        if trains and not own["_plain"]:
+        if trains and not plain:
             for layer in (module, *module.children()):
                 layer.register_forward_pre_hook(self._refuse_direct_call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module in the precision's context, as the strategy needs it."""
-        if self._plain and self._engine._begun:
-            # Nothing else to do: the module's hooks are its own.
-            if self._trains:
-                self._engine._last = self
-            return self.module(*args, **kwargs)
         return self._call("forward", args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,29 +93,29 @@ class EngineModule(nn.Module):
             engine._last = self
         if not engine._begun:
             engine.begin()
-        if self._plain:
+        if self._plain:  # the module's hooks are its own
             return (self.module if method == "forward" else getattr(self.module, method))(*args, **kwargs)
         engine._calls += self._strategy.collective_forward
         if self._casts:
             args, kwargs = map_leaves((args, kwargs), self._strategy.precision.convert_batch)
         self._called = True
         try:
-            outputs = self._through_strategy("training_step" if trained else "validation_step", method, args, kwargs)
+            if trained:
+                outputs = self._train(method, args, kwargs)
+            else:
+                self._evaluated = True
+                outputs = self._strategy.call_step("validation_step", method, args, kwargs)
         finally:
             self._called = False
         return outputs if self._low is None else map_leaves(outputs, self._to_float)
 
-    def _through_strategy(self, step: str, *call: Any) -> Any:
+    def _train(self, *call: Any) -> Any:
         strategy = self._strategy
-        if step == "validation_step":
-            self._evaluated = True
-            return strategy.call_step(step, *call)
-        if self._evaluated:
-            self._evaluated = False
-            if strategy.collective_forward:
-                strategy.release_gathered()
+        if self._evaluated and strategy.collective_forward:
+            strategy.release_gathered()
+        self._evaluated = False
         with strategy.gradient_sync(last=True) if self._syncs and self._accumulates is None else NULL_CONTEXT:
-            return strategy.call_step(step, *call)
+            return strategy.call_step("training_step", *call)
 
     def _to_float(self, leaf: Any) -> Any:
         """Return an output in 16 bits as float32, in which a loss of it is computed."""

@@ -29,6 +29,11 @@ _exit_is_limited = False
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """Messages of gloo and NCCL for a lost process."""
 _GONE = "gone"
+SAME_CALLS = (
+    "All processes have to make the same calls, at the same place: take them out of `if trainer.is_global_zero`, "
+    "`if rank == 0`, and conditions that differ between the processes."
+)
+"""Advice in messages."""
 
 
 @contextmanager
@@ -105,10 +110,9 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
             f"rank {rank} stops, too late to know whether another rank failed first: "
             f"{''.join(traceback.format_exception_only(error))}"
         )
-    elif _GONE in first:
-        text = f"rank {rank} stops because {_describe_failure(first)}, in {raised_in(error)}\n"
     else:
-        text = f"rank {rank} stops because {_describe_failure(first)}\n"
+        place = f", in {raised_in(error)}" if _GONE in first else ""
+        text = f"rank {rank} stops because {_describe_failure(first)}{place}\n"
     write_error(text)
     _suppress_traceback(error)
     return first == str(rank)
@@ -123,12 +127,6 @@ def report_dead_process(store: Store, rank: int, world_size: int) -> None:
             "kernel does when memory runs out), it called os._exit or sys.exit, or C code aborted it: gloo does "
             "(EnforceNotMet) when the processes are in different collectives, or give tensors of different sizes.\n"
         )
-
-
-def report_deadlock(store: Store, rank: int, world_size: int, text: str) -> None:
-    """Report why this process ends, unless another failed before; for a main thread that waits in C code."""
-    if store.compare_set(_KEY, "", str(rank)).decode() == str(rank):
-        write_error(f"rank {rank} of {world_size} failed:\n{text}")
 
 
 def first_failure(store: Store) -> int | None:

@@ -21,8 +21,8 @@ class Position:
     newest: dict[str, int]
     """Group: the number of the newest collective that this process has begun in it, 0 for none. Without groups of which
     that is not known."""
-    waits_in: tuple[str, int, str, str] | None
-    """The oldest collective that has not ended: group, number in it, kind, and all this in words."""
+    waits_in: tuple[str, int, str] | None
+    """The oldest collective that has not ended: its group, its number there, and a description."""
 
 
 def switch_on() -> None:
@@ -60,9 +60,7 @@ def position() -> Position:
             one for one in recorded.get("entries", []) if not one["is_p2p"] and one.get("thread_id") not in others
         ]
         pending = next((one for one in entries if not one["retired"]), None)
-        return Position(
-            _newest(recorded), None if pending is None else (*_number(pending), _kind(pending), _name(pending))
-        )
+        return Position(_newest(recorded), None if pending is None else (*_number(pending), _name(pending)))
 
     return _within_limit(read, Position({}, None))
 
@@ -116,11 +114,8 @@ def _number(entry: dict[str, Any]) -> tuple[str, int]:
     return entry["process_group"][0], int(entry["collective_seq_id"])
 
 
-def _kind(entry: dict[str, Any]) -> str:
-    return str(entry["profiling_name"].rpartition(":")[2])
-
-
 def _name(entry: dict[str, Any]) -> str:
     group, description = entry["process_group"]
     where = description if description != "undefined" else f"process group {group}"
-    return f"{_kind(entry)} of {entry['input_sizes']}, number {entry['collective_seq_id']} of {where}"
+    kind = entry["profiling_name"].rpartition(":")[2]
+    return f"{kind} of {entry['input_sizes']}, number {entry['collective_seq_id']} of {where}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 from typing import TYPE_CHECKING
 
 from trainer.distributed.environment import detect_environment
@@ -88,8 +87,6 @@ def _done_key(rank: int) -> str:
 
 def _machine_id() -> str:
     """Return an id of the process id namespace (machine or container); empty where there is none."""
-    if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
-        return ""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

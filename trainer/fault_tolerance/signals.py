@@ -126,11 +126,10 @@ def end_by_sigusr1_with_retry() -> None:
     Clusters send SIGUSR1 before the time limit. Does nothing outside of the main thread, or if the signal has another
     action already.
     """
-    number = getattr(signal, "SIGUSR1", None)
-    if number is not None and in_main_thread():
-        _undo_keep_exit_code(number)
-        if signal.getsignal(number) is signal.SIG_DFL:
-            install_handler(number, _end_with_retry)
+    if in_main_thread():
+        _undo_keep_exit_code(signal.SIGUSR1)
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            install_handler(signal.SIGUSR1, _end_with_retry)
             atexit.register(_keep_exit_code_at_exit)
 
 
@@ -146,9 +145,8 @@ def ignore_sigusr1_if(done: Callable[[], bool]) -> None:
         else:
             _end_with_retry(number, frame)
 
-    number = getattr(signal, "SIGUSR1", None)
-    if number is not None and in_main_thread() and signal.getsignal(number) is _end_with_retry:
-        install_handler(number, receive)
+    if in_main_thread() and signal.getsignal(signal.SIGUSR1) is _end_with_retry:
+        install_handler(signal.SIGUSR1, receive)
 
 
 def keep_exit_code() -> None:
@@ -156,7 +154,7 @@ def keep_exit_code() -> None:
 
     If the process does not end, as in a notebook, the next run handles the signal again.
     """
-    if hasattr(signal, "SIGUSR1") and in_main_thread():
+    if in_main_thread():
         # SIG_IGN, because Python removes its handlers long before the process has ended.
         former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         if former is not signal.SIG_IGN:
@@ -237,5 +235,4 @@ def _in_child() -> None:
     _in_parent()
 
 
-if hasattr(os, "register_at_fork") and hasattr(signal, "pthread_sigmask"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -14,8 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.rendezvous import attempt
-from trainer.errors import ConfigError, TrainerError
-from trainer.fault_tolerance.deadlock import DeadlockWatch
+from trainer.errors import TrainerError
 from trainer.fault_tolerance.failure import first_failure, follow_failure
 from trainer.fault_tolerance.process_monitor import LocalProcessMonitor, mark_done
 from trainer.fault_tolerance.signals import EXIT_RETRY, end_as_child, in_main_thread, install_handler, restore_handler
@@ -26,14 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 DEADLINE = "deadline"
 """The reason for stopping because the deadline is near."""
 _EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": EXIT_RETRY, DEADLINE: EXIT_RETRY}
-_END_TIMEOUT_S = 1800.0
-"""Seconds for which the first process at the end of a run waits for the last one: as long as a collective would."""
-_SHUTDOWN_TIMEOUT_S = 10.0
-"""Seconds for which rank 0, which may host the store, waits for all processes to read the last decision."""
 _STUCK_TIMEOUT_S = 5.0
 """Seconds that a process may stay in a step (most likely in a collective) after another has failed."""
 
@@ -70,7 +65,6 @@ class StopCoordinator:
         self.world_size = world_size
         self.store = _own_keys(store, rank) if store is not None and world_size > 1 else None
         """The store with the keys of this run only; also for `report_failure`."""
-        self.deadlocks = DeadlockWatch(rank, world_size)
         self._interval = interval
         self._timeout = timeout
         # While a process waits. Slower with many processes, since they all poll one store.
@@ -88,8 +82,6 @@ class StopCoordinator:
         self._agreed: int | None = None
         self._reason: str | None = None
         self._waiting_since: float | None = None
-        self._ending = False
-        self._ended = False
         self._error: Exception | None = None
         self._closed = False
         self._leaving = False
@@ -113,7 +105,7 @@ class StopCoordinator:
             polls: called regularly by the listening thread, with its store.
         """
         if signals and in_main_thread():
-            for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
+            for number in _SIGNALS:
                 before = install_handler(number, self._on_signal)
                 if before is not None:
                     self._handlers[number] = before
@@ -222,25 +214,6 @@ class StopCoordinator:
         self._boundary += 1
         return self._decide(step) if self._alert else None
 
-    def finish(self, step: int) -> str | None:
-        """Pass the last boundary, once per run on every process, when the loop has ended by itself or by a stop.
-
-        Waits for the other processes, so that all agree about a request that came at the very end, and so that none
-        leaves while another still needs its answer.
-
-        Returns:
-            The reason if a stop was requested before the last process came here, the same on all; else None.
-        """
-        if self.store is None:
-            return self.wanted
-        assert self._thread is not None, "install() comes first"
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()
-            with self.deadlocks.barrier("end", "is at the end of training"):
-                self._wait(lambda: self._ended, step)
-            return self._reason
-
     def _decide(self, step: int) -> str | None:
         if self.store is None:
             return self.wanted
@@ -251,21 +224,13 @@ class StopCoordinator:
                 self._changed.notify_all()
             if self._error is None and self._boundary < self._earliest:
                 return None
-            self._wait(lambda: self._agreed is not None, step)
-            return self._reason if self._agreed is not None and self._boundary >= self._agreed else None
-
-    def _wait(self, ready: Callable[[], bool], step: int) -> None:
-        """Wait, with the lock held, until the listening thread has made `ready` true."""
-        self._waiting_since = time.monotonic()
-        try:
-            while not ready():
+            self._waiting_since = time.monotonic()
+            while self._agreed is None:  # until the listening thread has the answers of all
                 if self._error is not None:
                     raise TrainerError(f"lost the other processes at step {step}: {self._error}")
-                if self.deadlocks.found is not None:
-                    raise ConfigError(self.deadlocks.found)
                 self._changed.wait(1.0)
-        finally:
             self._waiting_since = None
+            return self._reason if self._boundary >= self._agreed else None
 
     # -- the thread that talks to the other processes -------------------------------------------------------
 
@@ -274,18 +239,13 @@ class StopCoordinator:
         try:
             monitor = LocalProcessMonitor(store, self.rank, self.world_size)
             while not self._closed:
-                with self._changed:
-                    # Read before the requests, so that a request made before the end is announced before it.
-                    ending = self._ending and not self._ended
                 monitor.poll()
                 failed = first_failure(store)
                 if failed is not None:
                     self._follow(store, failed)
                     return
                 self._announce(store)
-                if ending:
-                    self._end(store)
-                for poll in (*polls, self.deadlocks.poll):
+                for poll in polls:
                     poll(store)
                 self._pause()
         except Exception as error:
@@ -312,22 +272,19 @@ class StopCoordinator:
 
     def _pause(self) -> None:
         with self._changed:
-            busy = (self._alert and self._agreed is None) or (self._ending and not self._ended)
+            busy = self._alert and self._agreed is None
             if not self._closed:
                 self._changed.wait(self._fast_interval if busy else self._interval)
 
     def _announce(self, store: Store) -> None:
         """Publish a request of this process, answer one of another, collect the answers of all."""
-        # After the end the answer stands, also for a main thread that has not read it yet.
-        if self._agreed is not None or self._ended:
+        if self._agreed is not None:
             return
-        wanted = self.wanted
-        if wanted is None and not self._published:
-            if not store.check(["request"]):
-                return
-            wanted = store.get("request").decode()
         if not self._published:
-            reason = store.compare_set("request", "", wanted or "").decode()
+            wanted = self.wanted or (store.get("request").decode() if store.check(["request"]) else None)
+            if wanted is None:
+                return
+            reason = store.compare_set("request", "", wanted).decode()
             with self._changed:
                 self._reason = reason
                 self._alert = True
@@ -343,36 +300,13 @@ class StopCoordinator:
                 self._agreed = max(answers)
                 self._changed.notify_all()
         else:
-            self._check_timeout(store, keys, self._timeout)
+            self._check_timeout(store, keys)
 
-    def _end(self, store: Store) -> None:
-        """Record that this process is at the end; once all are, rank 0 fixes the final answer about a request."""
-        store.set(f"end/{self.rank}", "1")
-        keys = [f"end/{rank}" for rank in range(self.world_size)]
-        if self.rank == 0 and not store.check(["decision"]):
-            if not store.check(keys):
-                self._check_timeout(store, keys, _END_TIMEOUT_S)
-                return
-            store.set("decision", store.get("request").decode() if store.check(["request"]) else "")
-        if not store.check(["decision"]):
-            self._check_timeout(store, keys, _END_TIMEOUT_S)
-            return
-        decision = store.get("decision").decode()
-        read = store.add("read", 1)
-        deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
-        while self.rank == 0 and read < self.world_size and time.monotonic() < deadline and not self._closed:
-            time.sleep(self._fast_interval)
-            read = store.add("read", 0)
-        with self._changed:
-            self._ended = True
-            self._reason = decision or None
-            self._changed.notify_all()
-
-    def _check_timeout(self, store: Store, keys: list[str], timeout: float) -> None:
+    def _check_timeout(self, store: Store, keys: list[str]) -> None:
         since = self._waiting_since
-        if since is not None and time.monotonic() - since > timeout:
+        if since is not None and time.monotonic() - since > self._timeout:
             silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise TrainerError(f"no answer from rank {', '.join(silent)} in {timeout:.0f} s")
+            raise TrainerError(f"no answer from rank {', '.join(silent)} in {self._timeout:.0f} s")
 
 
 def _own_keys(store: Store, rank: int) -> Store:

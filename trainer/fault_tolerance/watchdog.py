@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,29 +88,25 @@ class Watchdog:
             atexit.unregister(self.stop)
 
 
+@dataclass
 class _WatchThread:
     """The work of the watchdog's thread."""
 
-    def __init__(
-        self,
-        watchdog: Watchdog,
-        store: Store,
-        rank: int,
-        world_size: int,
-        limit: float,
-        step: Callable[[], int],
-        closed: threading.Event,
-        folder: Path | None,
-    ) -> None:
-        self._watchdog = watchdog
-        self._store = store
-        self._rank, self._world_size = rank, world_size
-        self._limit = limit
-        self._step = step
-        self._closed = closed
-        self._folder = folder
-        self._interval = min(2.0, limit / 10)
-        self._since = time.monotonic()
+    watchdog: Watchdog
+    store: Any
+    rank: int
+    world_size: int
+    limit: float
+    step: Callable[[], int]
+    closed: threading.Event
+    folder: Path | None
+    since: float = field(default_factory=time.monotonic)
+    """The time of the latest sign of life."""
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks."""
+        return min(2.0, self.limit / 10)
 
     def run(self) -> None:
         try:
@@ -121,64 +118,62 @@ class _WatchThread:
     def _run(self) -> None:
         seen = (-1, True)
         while True:
-            now = (self._watchdog.heartbeats, self._watchdog.allow_slow)
+            now = (self.watchdog.heartbeats, self.watchdog.allow_slow)
             if now != seen:
-                seen, self._since = now, time.monotonic()
-            limit = max(self._limit, _SLOW_LIMIT_S) if self._watchdog.allow_slow else self._limit
+                seen, self.since = now, time.monotonic()
+            limit = max(self.limit, _SLOW_LIMIT_S) if self.watchdog.allow_slow else self.limit
             # The file descriptor, because sys.stderr may be an object without one.
-            faulthandler.dump_traceback_later(limit + 3 * self._interval, file=2, exit=True)
-            if self._closed.wait(self._interval):
+            faulthandler.dump_traceback_later(limit + 3 * self.interval, file=2, exit=True)
+            if self.closed.wait(self.interval):
                 return
-            if first_failure(self._store) is not None:
+            if first_failure(self.store) is not None:
                 continue  # the run is ending already
-            if time.monotonic() - self._since > limit and seen == (
-                self._watchdog.heartbeats,
-                self._watchdog.allow_slow,
-            ):
-                self._store.compare_set(_EXPIRED, "", f"{self._rank} {limit:g}")
-            if self._store.check([_EXPIRED]):
+            now = (self.watchdog.heartbeats, self.watchdog.allow_slow)
+            if time.monotonic() - self.since > limit and seen == now:
+                self.store.compare_set(_EXPIRED, "", f"{self.rank} {limit:g}")
+            if self.store.check([_EXPIRED]):
                 self._end()
 
     def _end(self) -> None:
         """Print where this process stands, wait until all processes have done so, and exit."""
         faulthandler.cancel_dump_traceback_later()
         try:
-            rank, limit = self._store.get(_EXPIRED).decode().split()
-            silent = time.monotonic() - self._since
-            state = {"step": self._step(), "heartbeats": self._watchdog.heartbeats, "silent": silent, "where": where()}
-            state["collective"] = waiting_in(self._folder, self._rank)
-            head = f"rank {self._rank} of {self._world_size}, {silent:.0f} s after its last sign of life:\n"
+            rank, limit = self.store.get(_EXPIRED).decode().split()
+            silent = time.monotonic() - self.since
+            state = {"step": self.step(), "heartbeats": self.watchdog.heartbeats, "silent": silent, "where": where()}
+            state["collective"] = waiting_in(self.folder, self.rank)
+            head = f"rank {self.rank} of {self.world_size}, {silent:.0f} s after its last sign of life:\n"
             write_error(head + stacks())
-            self._store.set(f"watchdog/{self._rank}", json.dumps(state))
+            self.store.set(f"watchdog/{self.rank}", json.dumps(state))
             # The launcher ends the other processes as soon as one exits.
-            deadline = time.monotonic() + 3 * self._interval + 3.0
-            if self._rank == int(rank):
-                self._wait_for([f"watchdog/{other}" for other in range(self._world_size)], deadline)
+            deadline = time.monotonic() + 3 * self.interval + 3.0
+            if self.rank == int(rank):
+                self._wait_for([f"watchdog/{other}" for other in range(self.world_size)], deadline)
                 write_error(self._report(float(limit)))
-                self._store.set(_REPORTED, "1")
+                self.store.set(_REPORTED, "1")
             else:
                 self._wait_for([_REPORTED], deadline + 1.0)
         finally:
             with suppress(Exception):
-                mark_done(self._store, self._rank)
+                mark_done(self.store, self.rank)
             os._exit(1)
 
     def _wait_for(self, keys: list[str], deadline: float) -> None:
-        while not self._store.check(keys) and time.monotonic() < deadline:
+        while not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _report(self, limit: float) -> str:
         states: dict[int, dict[str, Any]] = {}
-        for rank in range(self._world_size):
+        for rank in range(self.world_size):
             key = f"watchdog/{rank}"
-            if self._store.check([key]):
-                states[rank] = json.loads(self._store.get(key))
-        silent = [rank for rank in range(self._world_size) if rank not in states]
+            if self.store.check([key]):
+                states[rank] = json.loads(self.store.get(key))
+        silent = [rank for rank in range(self.world_size) if rank not in states]
         least = min(state["heartbeats"] for state in states.values())
         behind = [rank for rank, state in states.items() if state["heartbeats"] == least]
         if silent:
             who = f"{format_ranks(silent)} did not answer: stopped, or something there holds Python's interpreter lock."
-        elif len(behind) < self._world_size:
+        elif len(behind) < self.world_size:
             who = f"{format_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
         else:
             who = "No rank is behind the others; the stacks above show what each one waits for."
@@ -191,6 +186,4 @@ class _WatchThread:
             f"in {'; '.join(filter(None, (states[rank]['where'], states[rank]['collective'])))}"
             for rank in shown
         ]
-        if len(states) > len(shown):
-            lines.append(f"  and {len(states) - len(shown)} more")
         return "\n".join(lines) + "\n"

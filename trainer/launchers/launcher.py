@@ -13,7 +13,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import PathFinder
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -52,14 +51,11 @@ def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str
     """
     why_not = can_relaunch()
     if why_not is not None:
-        asked = f"{num_processes} processes are" if num_processes > 1 else f"max_restarts={max_restarts} is"
-        here = ""
-        if why_not.endswith("session") and num_processes > 1:
-            here = f"Put the code into a function and call trainer.launch(function, devices={num_processes}). Or: "
         raise ConfigError(
-            f"{asked} asked for, but this one cannot be started again: {why_not}. {here}Put the code "
-            "into a script and run `python script.py`, or start it with "
-            f"`torchrun --nproc-per-node {num_processes} script.py`, or use devices=1."
+            f"devices={num_processes} with max_restarts={max_restarts} starts this program again, which is not "
+            f"possible: {why_not}. Put the code into a script and run `python script.py`, or start it with `torchrun "
+            f"--nproc-per-node {num_processes} script.py`; in a notebook, put it into a function and call "
+            f"trainer.launch(function, devices={num_processes}); or use devices=1."
         )
     if device_type == "tpu":
         share_chips(num_processes)
@@ -126,10 +122,8 @@ def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
 def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return why this process cannot be run a second time by its command line; None if it can."""
     arguments = sys.orig_argv[1:]
-    if hasattr(builtins, "__IPYTHON__"):
-        return "it is a notebook or an IPython session"
-    if hasattr(sys, "ps1") or sys.flags.interactive:
-        return "it is an interactive session"
+    if hasattr(builtins, "__IPYTHON__") or hasattr(sys, "ps1") or sys.flags.interactive:
+        return "it is a notebook or an interactive session"
     if "PYTEST_CURRENT_TEST" in environ and "pytest" in sys.modules:
         return "it runs inside pytest"
     if multiprocessing.parent_process() is not None:
@@ -139,20 +133,9 @@ def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
     kind, program = program_of(arguments)
     if not sys.executable or kind == "-":
         return "its program came from standard input, not from a file"
-    folder = f"the current directory {os.getcwd()!r}, which was changed meanwhile"
-    package = program.partition(".")[0]
-    if kind == "-m" and _is_in(sys.path[:1], package) and not _is_in(["", *sys.path[1:]], package):
-        return f"the module {program!r} is not found from {folder}"
-    if kind == "script":
-        if not os.path.exists(program):
-            return f"{program!r} is not found from {folder}"
-        if not os.path.isfile(program) and not os.path.isdir(program):
-            return f"its program came from {program!r}, a pipe that can be read only once"
+    if kind == "script" and not os.path.isfile(program) and not os.path.isdir(program):
+        return f"its program came from {program!r}, which is not a file in the current directory {os.getcwd()!r}"
     return None
-
-
-def _is_in(folders: list[str], package: str) -> bool:
-    return PathFinder.find_spec(package, folders) is not None
 
 
 def program_of(arguments: Sequence[str]) -> tuple[str, str]:

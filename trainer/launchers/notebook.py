@@ -7,20 +7,21 @@ import io
 import math
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
 
+from trainer.distributed.environment import Environment
 from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.errors import ConfigError, TrainerError
 from trainer.fault_tolerance.failure import lost_connection
-from trainer.fault_tolerance.signals import in_main_thread
 from trainer.launchers.launcher import die_with_parent, open_closed_streams
 from trainer.launchers.restarts import LAUNCHED
 
@@ -37,9 +38,9 @@ class WorkerError(TrainerError):
 def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", **kwargs: Any) -> list[T]:
     """Call `function(*args, **kwargs)` on several processes of this machine, and wait.
 
-    Each process has torchrun's variables, so a `Trainer` in the function joins the others. On Linux the processes are
-    forked: the function may be defined in a notebook cell and use the objects of the notebook, but CUDA must not have
-    been used before. If it was, and on other systems, the function has to come from an importable module.
+    Each process has torchrun's variables, so a `Trainer` in the function joins the others. The processes are forked, on
+    Linux only: the function may be defined in a notebook cell and use the objects of the notebook, but CUDA must not
+    have been used before.
 
     Args:
         function: called once on each process.
@@ -56,29 +57,24 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
     """
     number = _number(devices)
     _refuse_nesting()
-    method = _start_method(function)
-    from torch.multiprocessing.spawn import start_processes
-
+    _require_fork()
     # Hosted by this process, on a port that no other program can take.
-    store = loopback_store()
-    pipes = [multiprocessing.get_context(method).Pipe(duplex=False) for _ in range(number)]
-    call = (function, args, kwargs)
-    given = call if method == "fork" else _pickled(call)
+    store, context = loopback_store(), multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(number)]
+    ends = [end for _, end in pipes]
+    call = partial(function, *args, **kwargs)
+    processes = [
+        context.Process(target=_work, args=(rank, number, store.port, os.getpid(), call, ends))
+        for rank in range(number)
+    ]
     open_closed_streams()
     sys.stdout.flush()
     sys.stderr.flush()
-    processes: list[Any] = []
     try:
         with _interrupts_held_back():
-            context = start_processes(
-                _work,
-                (number, store.port, os.getpid(), method == "fork", given, [end for _, end in pipes]),
-                nprocs=number,
-                join=False,
-                start_method=method,
-            )
-            processes += context.processes
-        for _, end in pipes:
+            for process in processes:
+                process.start()
+        for end in ends:
             end.close()
         results = _wait(processes, [end for end, _ in pipes])
     except KeyboardInterrupt:
@@ -96,17 +92,11 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """Let Ctrl-C wait for the end of the block: a KeyboardInterrupt within Python's own work around a fork is lost."""
-    if not in_main_thread():
-        yield
-        return
-    received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if received:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _number(devices: int | str) -> int:
@@ -127,62 +117,33 @@ def _refuse_nesting() -> None:
         )
 
 
-def _start_method(function: Callable[..., Any]) -> str:
-    """Return "fork" where possible, else "spawn" for functions that a new Python process can import."""
-    why = _no_fork()
-    if why is None:
-        return "fork"
-    if _importable(function):
-        return "spawn"
-    raise ConfigError(
-        f"launch() cannot start processes here: {why} Begin again in a fresh kernel, and do everything on the GPU "
-        "inside the function; or write the function into a file, `from myfile import fn`: then each process imports "
-        "it anew. (A function of a notebook's cell cannot be sent to a new process: pickle only knows its name.)"
-    )
-
-
-def _no_fork() -> str | None:
-    """Return why a forked process could not work; None if it can."""
+def _require_fork() -> None:
+    """Raise ConfigError if a forked process could not work."""
     import torch
 
     if not sys.platform.startswith("linux"):
-        return f"processes cannot be forked safely on {sys.platform}."
+        raise ConfigError(f"launch() forks processes, which is not safe on {sys.platform}: put the code into a script.")
     if not torch.cuda.device_count():  # asks NVML, which does not initialize CUDA
-        return None
-    if torch.cuda.is_initialized():
-        return (
-            "CUDA has been initialised in this process (a tensor or a model was moved to a GPU): it cannot be forked."
-        )
-    # torch.cuda.is_available() breaks forks, too, without a sign in this process: only a fork can tell.
-    with _interrupts_held_back():
-        child = os.fork()
-        if child == 0:
-            os._exit(int(torch.cuda._is_in_bad_fork()))
-        _, status = os.waitpid(child, 0)
-    if os.waitstatus_to_exitcode(status) != 0:
-        return (
+        return
+    why = "CUDA has been initialised in this process (a tensor or a model was moved to a GPU): it cannot be forked."
+    if not torch.cuda.is_initialized():
+        # torch.cuda.is_available() breaks forks, too, without a sign in this process: only a fork can tell.
+        with _interrupts_held_back():
+            child = os.fork()
+            if child == 0:
+                os._exit(int(torch.cuda._is_in_bad_fork()))
+            _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) == 0:
+            return
+        why = (
             "CUDA has been asked for its devices in this process (torch.cuda.is_available(), or a Trainer that was "
             "made here), after which a forked process cannot use it. Set PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python "
             "starts to ask without harm."
         )
-    return None
-
-
-def _importable(function: Callable[..., Any]) -> bool:
-    if function.__module__ == "__main__":
-        return False
-    try:
-        pickle.dumps(function)
-    except Exception:
-        return False
-    return True
-
-
-def _pickled(call: tuple[Any, ...]) -> bytes:
-    try:
-        return pickle.dumps(call)
-    except Exception as error:
-        raise ConfigError(f"launch(): an argument cannot be sent to another process: {error}.") from None
+    raise ConfigError(
+        f"launch() cannot start processes here: {why} Begin again in a fresh kernel, and do everything on the GPU "
+        "inside the function; or put the code into a script with Trainer(devices=...)."
+    )
 
 
 def _packed(result: Any) -> bytes:
@@ -200,40 +161,27 @@ def _unpacked(result: bytes) -> Any:
     return torch.load(io.BytesIO(result), map_location="cpu", weights_only=False)
 
 
-def _work(rank: int, number: int, port: int, parent: int, forked: bool, given: Any, pipes: list[Connection]) -> None:
+def _work(rank: int, number: int, port: int, parent: int, call: Callable[[], Any], pipes: list[Connection]) -> None:
     """Run the function in a started process."""
     for other, pipe in enumerate(pipes):
         if other != rank:
             pipe.close()  # so that the pipe of a process that dies ends
     import torch
 
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(number),
-            "LOCAL_WORLD_SIZE": str(number),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            LAUNCHED: str(parent),
-        }
-    )
+    Environment(rank, rank, number, number, 0, 1, "trainer.launch", LOOPBACK, port).export()
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHED: str(parent)})
     die_with_parent()
     os.setpgid(0, 0)  # a Ctrl-C for the group, and the one that is passed on, would be two, which end a run at once
     # The children must not inherit the notebook's own handlers.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if forked:
-        # The threads of OpenMP do not survive a fork; a process that uses them would hang.
-        torch.set_num_threads(1)
-        _forget_process_group()
-    function, args, kwargs = given if forked else pickle.loads(given)
+    # The threads of OpenMP do not survive a fork; a process that uses them would hang.
+    torch.set_num_threads(1)
+    _forget_process_group()
     code = 1
     try:
-        result = function(*args, **kwargs)
-        pipes[rank].send(_packed(result))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        pipes[rank].send(_packed(call()))
         code = 0
     except KeyboardInterrupt:
         code = 130
@@ -289,7 +237,7 @@ class _Failure(NamedTuple):
     text: str
 
 
-def _wait(processes: list[Any], pipes: list[Connection]) -> dict[int, bytes]:
+def _wait(processes: Sequence[BaseProcess], pipes: list[Connection]) -> dict[int, bytes]:
     """Wait until all processes have ended, and return their results.
 
     Raises:
@@ -302,20 +250,20 @@ def _wait(processes: list[Any], pipes: list[Connection]) -> dict[int, bytes]:
         if deadline == math.inf and any(process.exitcode for process in processes):
             deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
         time.sleep(0.02)
-    codes = [process.exitcode for process in processes]
+    failed = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
     _receive(pipes, answers)
-    if not any(codes):
+    if not failed:
         return answers
     number = len(processes)
     failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
-    killed = next((rank for rank, code in enumerate(codes) if code is not None and code < 0), None)
+    killed = next((rank for rank, code in failed.items() if code < 0), None)
     if killed is not None and all(failure.lost_connection for failure in failures.values()):
-        raise WorkerError(f"rank {killed} of {number} was ended by {signal.Signals(-codes[killed]).name}.")
+        raise WorkerError(f"rank {killed} of {number} was ended by {signal.Signals(-failed[killed]).name}.")
     if failures:
         rank = min(failures, key=lambda r: failures[r])
         raise WorkerError(f"rank {rank} of {number} failed:\n\n{failures[rank].text}")
-    rank = next(rank for rank, code in enumerate(codes) if code)
-    raise WorkerError(f"rank {rank} of {number} ended with exit code {codes[rank]}.")
+    rank, code = next(iter(failed.items()))
+    raise WorkerError(f"rank {rank} of {number} ended with exit code {code}.")
 
 
 def _receive(pipes: list[Connection], answers: dict[int, Any]) -> None:
@@ -325,19 +273,19 @@ def _receive(pipes: list[Connection], answers: dict[int, Any]) -> None:
                 answers[rank] = pipe.recv()
 
 
-def _end(processes: list[Any], timeout: float) -> None:
+def _end(processes: Sequence[BaseProcess], timeout: float) -> None:
     """Stop the processes as by Ctrl-C; kill those that do not end in these seconds, and all at a Ctrl-C."""
-    for process in processes:
+    started = {process.pid: process for process in processes if process.pid is not None}
+    for pid, process in started.items():
         if process.is_alive():
             with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGINT)
+                os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + timeout
     try:
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        while any(process.is_alive() for process in started.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        for process in processes:
+        for process in started.values():
+            process.kill()
+        for process in started.values():
             process.join()

@@ -23,7 +23,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.collective_check import CollectiveCheck, listen, require_same_call, wait_after_run
+from trainer.fault_tolerance.collective_check import listen, require_same_call
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
@@ -309,7 +309,6 @@ class Run:
         self.watchdog = Watchdog()
         settings = config.settings
         self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
-        self.collective_check: CollectiveCheck | None = None
         session.stage = stage
 
     # -- set-up, in running order --------------------------------------------------------------------------------------
@@ -336,8 +335,7 @@ class Run:
     def listen_for_stops(self) -> None:
         """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
         # No signal handlers in an evaluation, which has nothing to save.
-        signals, processes = self.stage == "fit", self.strategy.processes
-        self.stop_coordinator, self.collective_check = listen(processes, self._collectives, signals)
+        self.stop_coordinator = listen(self.strategy.processes, self._collectives, signals=self.stage == "fit")
 
     def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
         """Write into this run directory, and start from this checkpoint."""
@@ -672,7 +670,7 @@ class Run:
 
     def end(self) -> None:
         """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
-        self.session.stage = self.collective_check = self.activity = None
+        self.session.stage = self.activity = None
         self.metrics.end("the run has ended: log inside of fit, validate or test.")
         if self.interrupted or self.in_epoch:
             self.metrics.reset_unfinished()
@@ -754,7 +752,10 @@ class Run:
         Args:
             complete: nothing is left to train: it need not be started again.
         """
-        self.stop_reason = self.stop_reason or self.stop_coordinator.finish(self.progress.step)
+        if self.stop_reason is None:
+            self.strategy.processes.wait_for_all("the end of training")
+            wanted = self.strategy.processes.all_gather_object(self.stop_coordinator.wanted)
+            self.stop_reason = next(filter(None, wanted), None)
         if complete and exit_code(self.stop_reason) == EXIT_RETRY:
             if self.strategy.processes.is_global_zero:
                 log.info("%s came when nothing was left to train.", self.stop_reason)
@@ -984,14 +985,7 @@ class Run:
         The message names the function that called the method, because another process may call it elsewhere.
         """
         caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
-        self._wait_for_all(f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})")
-
-    def _wait_for_all(self, call: str) -> None:
-        processes = self.strategy.processes
-        if self.collective_check is not None:
-            self.collective_check.wait_for_all(call)
-        elif processes.store is not None:
-            wait_after_run(processes.store, processes.rank, processes.world_size, call)
+        self.strategy.processes.wait_for_all(f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})")
 
     def begin_call(self, what: str, data: Any, check: bool) -> None:
         """Compare a collective of the user between the processes, if `check`; see `require_same_call`."""
@@ -1000,7 +994,7 @@ class Run:
             position = f", after step {progress.step}, in epoch {progress.epoch}, batch {progress.batch}"
             if self.evaluated is not None:
                 position += ", at batch {1} of evaluation loader {0}".format(*self.evaluated)
-            require_same_call(processes, self._wait_for_all, what, data, position)
+            require_same_call(processes, what, data, position)
         processes.begun += 1
 
 

@@ -26,6 +26,7 @@ from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import was_requeued
 from trainer.errors import ConfigError
+from trainer.fault_tolerance.collective_check import end_listening
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
 from trainer.guards.optimizer_overrides import OF_STEP
@@ -80,6 +81,7 @@ from trainer.runs.terminal import columns_of, wrapped
 from trainer.seed import set_deterministic
 from trainer.settings import DEFAULT_MAX_EPOCHS
 from trainer.state.hook_changes import as_made
+from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
 
@@ -121,7 +123,10 @@ def start_run(
         caller = adopt(run)
         run.bind_hooks(caller)
         try:
-            join_processes(run, cleanup)
+            cleanup.callback(run.strategy.teardown)
+            join_processes(config, cleanup)
+            if run.strategy.processes.rank == 0:
+                log.info("%s", start_line(config, stage))
             if run.settings.fast_dev_run:
                 cleanup.enter_context(run.isolated_rng(keeps_new=True))
             run.connect_callbacks(caller)
@@ -131,7 +136,7 @@ def start_run(
             run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
             choose_logger_folders(run, ckpt_path)
-            run.seed_processes(choose_seed(run, checkpoint))
+            run.seed_processes(choose_seed(run.settings.seed, checkpoint, run.strategy.processes))
             prepare_data(run, data, checkpoint)
             build_module(run, checkpoint, cleanup, weights)
             cleanup.callback(run.loaders.close)
@@ -174,21 +179,18 @@ def start_processes(config: ResolvedConfig) -> None:
     die_with_parent()
 
 
-def join_processes(run: Run, cleanup: ExitStack) -> None:
-    """Choose this process's device, join the other processes, and log the choices."""
-    cleanup.callback(run.strategy.teardown)
-    run.strategy.setup_environment(run.config.device_type, run.config.precision, run.config.device_ids)
-    configure_logging(run.strategy.processes.rank)
-    if run.strategy.processes.rank == 0:
-        log.info("%s", start_line(run.config, run.stage))
-    cleanup.callback(set_deterministic(run.settings.deterministic, run.settings.benchmark))
+def join_processes(config: ResolvedConfig, cleanup: ExitStack) -> None:
+    """Choose this process's device, and join the other processes."""
+    config.strategy.setup_environment(config.device_type, config.precision, config.device_ids)
+    configure_logging(config.strategy.processes.rank)
+    cleanup.callback(set_deterministic(config.settings.deterministic, config.settings.benchmark))
 
 
 def stop_listening(run: Run) -> None:
     """Restore the former signal handlers; after a stop, keep its exit code whatever signal follows."""
     if will_exit(run):
         keep_exit_code()
-    run.stop_coordinator.uninstall()
+    end_listening(run.strategy.processes, run.stop_coordinator)
 
 
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
@@ -265,12 +267,7 @@ def build_module(
         module.configure_model()
         if run.config.sync_batchnorm and strategy.processes.world_size > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        if training or strategy.shards_state:
-            refuse_lazy(module)
-        use_separate_elements(module)
-        check_module(run)
-        converts = strategy.precision.weights not in (None, torch.float32)
-        refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
+        check_built(module, strategy, training)
     if pretrained is not None:
         pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
         if checkpoint is None:  # which has the adapters
@@ -297,6 +294,16 @@ def build_module(
     restore_weights(run, checkpoint)
     run.share_random_numbers()  # rank 0 may have drawn numbers for the layers that it alone has built
     run.take_weights()
+
+
+def check_built(module: TrainModule, strategy: Strategy, training: bool) -> None:
+    """Check that the strategy can take a module whose layers are built, the same on all processes. Collective."""
+    if training or strategy.shards_state:
+        refuse_lazy(module)
+    use_separate_elements(module)
+    check_module(strategy, module, training)
+    converts = strategy.precision.weights not in (None, torch.float32)
+    refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
 
 
 def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
@@ -426,7 +433,6 @@ def start_watchdog(run: Run, cleanup: ExitStack) -> None:
     cleanup.callback(run.watchdog.stop)
     limit, steps = run.settings.watchdog_seconds, lambda: run.progress.step
     folder = None if run.settings.fast_dev_run else run.session.run_dir
-    stop.deadlocks.keep_records_in(folder)
     run.watchdog.start(stop.store, rank, world_size, limit, steps, folder)
     if run.deadline is not None and run.stage == "fit":
         cleanup.callback(run.deadline.stop)

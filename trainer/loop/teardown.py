@@ -18,7 +18,6 @@ from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
 from trainer.errors import INSTEAD_OF_PENALTIES, CheckpointError, ConfigError, TrainerError, explain_torch_error
-from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import exit_code
@@ -90,8 +89,7 @@ def end_with_error(run: Run, error: BaseException) -> None:
     """Report an error that ends the run, and call its hooks, without collectives: other processes may be anywhere.
 
     Raises:
-        ConfigError: there is advice for torch's error; see `explain_torch_error`, `TrainableParameters.explain` and
-            `explain_lost_connection`.
+        ConfigError: there is advice for torch's error; see `explain_torch_error` and `TrainableParameters.explain`.
         CheckpointError: the state of the optimizer or scheduler came from a checkpoint, and does not fit.
     """
     run.stop_coordinator.failed()
@@ -100,9 +98,7 @@ def end_with_error(run: Run, error: BaseException) -> None:
     sharded = _explain_full_parameters(run, error) or _explain_shards(run, error)
     explained = changed or sharded or explain_torch_error(error) or _explain_restored_state(run, error)
     explained = explained or _explain_closure(run, error)
-    processes = run.strategy.processes
-    rank, world_size = processes.rank, processes.world_size
-    explained = explained or explain_lost_connection(error, processes.store, rank, world_size)
+    rank, world_size = run.strategy.processes.rank, run.strategy.processes.world_size
     if explained is not None:
         explained.__cause__ = error  # which is reported with it
     if isinstance(error, Exception):

@@ -259,14 +259,14 @@ def load_training_state(
     return checkpoint
 
 
-def choose_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> int:
-    """Return the seed of the settings, else of the checkpoint, else a new one for all ranks. Collective."""
-    seed = run.settings.seed
-    if checkpoint is None:
-        last = global_seed()
-        new = int.from_bytes(os.urandom(4), "little") if last is None else last
-        return seed if seed is not None else int(run.strategy.processes.broadcast_object(new))
-    return int(checkpoint["seed"]) if seed is None else seed
+def choose_seed(given: int | None, checkpoint: Mapping[str, Any] | None, processes: SingleProcess) -> int:
+    """Return the seed that was given, else that of the checkpoint, else a new one for all ranks. Collective."""
+    if given is not None:
+        return given
+    if checkpoint is not None:
+        return int(checkpoint["seed"])
+    last = global_seed()
+    return processes.broadcast_object(int.from_bytes(os.urandom(4), "little") if last is None else last)
 
 
 def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:

@@ -13,6 +13,7 @@ from trainer.checkpoint.format import FileTensor
 from trainer.checkpoint.pretrained import samples_of
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
+from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
 from trainer.runs.compare_ranks import MOST_LINES, compare, differences, listed
 from trainer.runs.facts import (
@@ -23,6 +24,7 @@ from trainer.runs.facts import (
     facts_of_tensors,
     hooks_of,
 )
+from trainer.strategy import Strategy
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -43,15 +45,15 @@ def check_settings(run: Run) -> None:
     compare(run.strategy.processes, facts_of_settings(run), fix)
 
 
-def check_module(run: Run) -> None:
+def check_module(strategy: Strategy, module: TrainModule, training: bool) -> None:
     """Check that all processes have the same layers, parameters and buffers in the same order, apart from values.
 
     See `compare` for the error. Other hooks of layers are a warning: they may only look at values.
     """
-    processes, module, training = run.strategy.processes, run.module, run.stage == "fit"
+    processes = strategy.processes
     if processes.world_size == 1:
         return
-    facts = chain(facts_of_tensors(module, training), facts_of_module(module, run.strategy.precision).items())
+    facts = chain(facts_of_tensors(module, training), facts_of_module(module, strategy.precision).items())
     fix = "Build the same module on all processes, in the same order (the order of a set differs)."
     hooks = compare(processes, facts, fix, also=hooks_of(module), in_order=True)
     _warn(processes, hooks, "hooks", "One that changes values has to be on all of them.")

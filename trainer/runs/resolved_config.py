@@ -215,7 +215,7 @@ def _launch_problems(settings: Settings, environment: Environment, device_type: 
     if settings.devices != "auto" and devices != here:
         problems.append(
             f"devices={settings.devices!r}, but {source} started {here} processes on this machine: give "
-            f"devices='auto', or {environment.nproc_flag} {devices}."
+            f"devices='auto', or have it start {devices}."
         )
     if settings.num_nodes not in (1, machines):
         problems.append(

@@ -53,7 +53,7 @@ class GatheringSave:
         strategy, processes = run.strategy, run.strategy.processes
         if saving.in_progress or options.get("state_dict") is not None:
             return save()
-        if run.collective_check is None and inherits(strategy, "full_parameters"):  # after a run without shards
+        if run.session.stage is None and inherits(strategy, "full_parameters"):  # after a run without shards
             return save() if processes.is_global_zero else None
         run.check_all_ranks_call(f"{type(model).__name__}.save_pretrained")
         result = error = None
