@@ -31,11 +31,8 @@ from trainer.guards.bad_steps import BadStep, BadSteps
 from trainer.hyperparameters import with_plain_numbers
 from trainer.logger import Logger
 from trainer.loop.accumulation import (
-    NO_DIVISOR,
-    StepOutputs,
     checked_loss,
     even_window,
-    loss_divisors,
     outputs_for_hooks,
     without_items,
 )
@@ -43,11 +40,10 @@ from trainer.loop.callback_list import CallbackList
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.progress import Progress
-from trainer.loop.rewind import rewind
 from trainer.loop.run import Run, Session
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
-from trainer.loop.training_state import save_state
+from trainer.loop.training_state import rewind, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
 from trainer.metrics.reductions import as_tensors
@@ -529,7 +525,7 @@ class Trainer:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
         run.begin_training()
         run.optimize_by_hand(self._manual_optimization)
-        run.bind_overrides(partial(self._before_optimizer_step, run))
+        run.bind_step()
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
         run.hook_changes.begin()
@@ -538,54 +534,37 @@ class Trainer:
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
-        windows, hooks, progress = self._windows(run), run.hooks, run.progress
-        if run.stops() and self._leaves_epoch(run, windows):
+        windows, waiting, progress = self._windows(run), self._schedulers_wait(run), run.progress
+        if self._leaves_before_batches(run, windows):
             return
-        if self.validation_due() and not self._validate_once(run):
-            return
-        flush_interval = run.settings.log_every_n_steps
-        waiting = self._schedulers_wait(run)
-        ends = run.stops() or progress.step >= run.last_step
-        if progress.batch > 0 and ends and self._leaves_epoch(run, windows):
-            return
+        train_step = self._step_with_closure if run.closure_needed else self._train_step
         with run.metrics.recording(run.metrics.train):
             for window in windows:
                 if waiting and progress.batch:
                     self._step_waiting_schedulers(run)
-                bad: BadStep | None = None
-                if run.closure_needed:
-                    outputs, data, _ = self._step_with_closure(run, window)
-                elif run.bad_steps is not None and run.bad_steps.leaves_out():
+                if run.bad_steps is not None and run.bad_steps.leaves_out():
                     self._count(run, window, refused=True)
-                    if not self._validate_inside_epoch(run):
-                        return
-                    if run.stops() and self._stops_after(run, windows, waiting):
-                        return
-                    continue
                 else:
-                    outputs, data, run.losses = self._train_step(run, window)
+                    train_step(run, window)
                     if run.skipping.epoch_ended:
                         run.drop_window()
                         break
-                    bad = self._update(run, window)
-                    if bad is not None and self._rewinds(run, bad):
+                    if not self._end_step(run, window):
                         return
-                self._count(run, window, refused=bad is not None)
-                hooks.on_train_batch_end(outputs, data, progress.batch - 1)
-                # Nothing of this step may stay in memory during the next forward.
-                del outputs, data
-                window.clear()
-                if bad is None:
-                    hooks.on_train_step_end()
-                    if flush_interval and progress.step % flush_interval == 0:
-                        run.flush_step()
-                elif run.bad_steps is not None:
-                    run.bad_steps.drop_values()
                 if run.validation_interval is not None and not self._validate_inside_epoch(run):
                     return
                 if (run.stops() or progress.step >= run.last_step) and self._stops_after(run, windows, waiting):
                     return
         self._end_epoch(run)
+
+    def _leaves_before_batches(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
+        """Do what a resumed run has to do before its first batch; return True if it leaves the epoch there."""
+        if run.stops() and self._leaves_epoch(run, windows):
+            return True
+        if self.validation_due() and not self._validate_once(run):
+            return True
+        ends = run.stops() or run.progress.step >= run.last_step
+        return ends and run.progress.batch > 0 and self._leaves_epoch(run, windows)
 
     def _stops_after(self, run: Run, windows: Iterator[list[Batch]], waiting: bool) -> bool:
         """Stop after a window, unless it was the epoch's last one; return True if the run stops."""
@@ -627,103 +606,119 @@ class Trainer:
                 return
             yield window
 
-    def _train_step(self, run: Run, window: list[Batch], repeated: bool = False) -> StepOutputs:
+    def _train_step(self, run: Run, window: list[Batch], repeated: bool = False) -> None:
         """Run forward and backward of each micro-batch; afterwards the gradients are complete.
 
         Args:
             repeated: a closure runs the same step again; the batches have been announced before.
         """
-        module, hooks, strategy, metrics, skipping = run.module, run.hooks, run.strategy, run.metrics, run.skipping
-        metrics.start_window(window[0].data, window[0].samples, repeated)
-        if run.buffers is not None:
-            run.buffers.follow(run.progress.step)
+        module, hooks, step, skipping = run.module, run.hooks, run.step, run.skipping
         if not module.automatic_optimization:
-            return self._manual_optimization.training_step(window)
-        hooked = hooks.inside_steps
-        for optimizer in run.optimizers:
-            if hooked:
-                hooks.on_before_zero_grad(optimizer)
-            run.zero_grad(optimizer)
-        losses: list[torch.Tensor] = []
-        plain = len(window) == 1 and not run.divides_loss
-        divisors = NO_DIVISOR if plain else loss_divisors(window, module, strategy, run.weights_loss_by_items)
-        for position, batch in enumerate(window):
-            divisor, batch_idx = divisors[position], run.progress.batch + position
-            if position > 0:
-                metrics.start_batch(batch.data, batch.samples)
-            data = metrics.batch = run.transfer(batch.data, 0) if run.moves_batches else batch.data
-            if hooked and not repeated:
-                hooks.on_train_batch_start(data, batch_idx)
-                if skipping.may_end_epochs and skipping.ends_epoch(position):
-                    return None, None, []
-            if position == 0 and run.trainable is not None:
-                run.trainable.follow(metrics.window)
-            with strategy.gradient_sync(last=position + 1 == len(window)) if run.syncs_gradients else NULL_CONTEXT:
-                step = partial(run.forward, "training_step") if run.wraps_step else module.training_step
-                outputs = step(data, batch_idx)
+            self._manual_optimization.training_step(window)
+            return
+        divisors = step.begin(window, repeated)
+        for position, (batch, divisor) in enumerate(zip(window, divisors, strict=True)):
+            batch_idx, is_last = run.progress.batch + position, position + 1 == len(window)
+            data = self._begin_batch(run, batch, position, repeated)
+            if skipping.epoch_ended:
+                return
+            with run.strategy.gradient_sync(last=is_last) if step.syncs_gradients else NULL_CONTEXT:
+                outputs = step.forward("training_step", data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 if outputs is None or type(outputs) is SkippedBatch:
                     skipping.skip(outputs, divisor, len(window))
                     outputs = None
                 else:
                     loss = checked_loss(outputs, module, run.settings.detect_anomaly)
-                    if run.bad_steps is None:
-                        metrics.watch_loss(run.progress.step + 1, loss, divisor)
-                    else:
+                    run.metrics.watch_loss(run.progress.step + 1, loss, divisor)
+                    if run.bad_steps is not None:
                         loss = run.bad_steps.watch(loss, divisor)
                     if divisor is not None:
                         loss = without_items(loss) if divisor is NO_ITEMS else loss / divisor
-                    if hooked:
-                        hooks.on_before_backward(loss)
-                    run.backward(loss)
-                    if hooked:
-                        hooks.on_after_backward()
-                    losses += [loss.detach()] if run.keeps_losses else []
+                    step.backward_with_hooks(loss)
                     del loss
-            outputs = outputs_for_hooks(hooks, outputs)
-            if position + 1 < len(window):
-                if run.reuses_memory:
-                    copy_gradients(module.parameters())
-                if not repeated:
-                    hooks.on_train_batch_end(outputs, data, batch_idx)
-                del outputs, data
-        if run.ends_windows:
-            strategy.end_window()
+            step.outputs = outputs_for_hooks(outputs) if hooks.take_outputs else None
+            step.data = data
+            # Nothing of this micro-batch may stay in memory during the next forward.
+            del outputs, data
+            if not is_last:
+                self._end_micro_batch(run, batch_idx, repeated)
+        for complete in step.after_backward:
+            complete()
         if skipping.may_skip:
             skipping.end_window()
-        return outputs, data, losses
 
-    def _update(self, run: Run, window: list[Batch]) -> BadStep | None:
-        """Clip and step every optimizer; return the step if it is bad, and changes nothing."""
-        if not run.module.automatic_optimization or run.skipping.whole_step:
-            if run.bad_steps is not None:
-                run.bad_steps.accept()
-            return None
-        if run.trainable is not None:
+    def _begin_batch(self, run: Run, batch: Batch, position: int, repeated: bool) -> Any:
+        """Return a micro-batch of a window on the device, and call its first hook, which may end the epoch."""
+        metrics, skipping = run.metrics, run.skipping
+        if position > 0:
+            metrics.start_batch(batch.data, batch.samples)
+        data = metrics.batch = run.step.transfer(batch.data)
+        if not repeated:
+            run.hooks.on_train_batch_start(data, run.progress.batch + position)
+            if skipping.may_end_epochs and skipping.ends_epoch(position):
+                return None
+        if position == 0 and run.trainable is not None:
+            run.trainable.follow(metrics.window)
+        return data
+
+    def _end_micro_batch(self, run: Run, batch_idx: int, repeated: bool) -> None:
+        """End a micro-batch that is not the last of its window."""
+        if run.reuses_memory:
+            copy_gradients(run.module.parameters())
+        if not repeated:
+            run.hooks.on_train_batch_end(run.step.outputs, run.step.data, batch_idx)
+        run.step.outputs = run.step.data = None
+
+    def _end_step(self, run: Run, window: list[Batch]) -> bool:
+        """Clip and step every optimizer after the backward of a window, count the step, and call its last hooks.
+
+        Returns:
+            False if the step is bad, and the guard takes the run back to a checkpoint.
+        """
+        step, hooks, progress, bad = run.step, run.hooks, run.progress, None
+        updates = step.updates and not run.skipping.whole_step
+        if updates and run.trainable is not None:
             run.trainable.require_unchanged()
         if run.bad_steps is not None:
-            return self._judged_update(run, run.bad_steps, window)
-        for optimizer in run.optimizers:
-            if run.prepares_updates:
-                self._before_optimizer_step(run, optimizer)
-            run.optimizer_step(optimizer)
-        if run.ends_updates:
-            run.strategy.end_step()
-        return None
+            bad = self._judged_update(run, run.bad_steps, window, updates)
+            if bad is not None and self._rewinds(run, bad):
+                return False
+        elif updates:
+            for optimizer in run.optimizers:
+                step.update(optimizer)
+            for end in step.after_update:
+                end()
+        self._count(run, window, refused=bad is not None)
+        hooks.on_train_batch_end(step.outputs, step.data, progress.batch - 1)
+        # Nothing of this step may stay in memory during the next forward.
+        step.outputs = step.data = None
+        window.clear()
+        if bad is None:
+            hooks.on_train_step_end()
+            every = run.settings.log_every_n_steps
+            if every and progress.step % every == 0:
+                run.flush_step()
+        elif run.bad_steps is not None:
+            run.bad_steps.drop_values()
+        return True
 
-    def _judged_update(self, run: Run, judge: BadSteps, window: list[Batch]) -> BadStep | None:
+    def _judged_update(self, run: Run, judge: BadSteps, window: list[Batch], updates: bool) -> BadStep | None:
         """Step every optimizer unless the step is bad; return it if it is."""
+        if not updates:
+            judge.accept()
+            return None
         for optimizer in run.optimizers:
             judge.measure(optimizer)
-            self._before_optimizer_step(run, optimizer)
+            run.step.prepare_update(optimizer)
         known = judge.knows(run.optimizers)
         bad = judge.judge(run.optimizers, window) if known else None
         # With loss scaling, and where the norm is known after the step only, that itself refuses such gradients.
         if bad is None or run.strategy.scaler is not None:
             for optimizer in run.optimizers:
-                run.optimizer_step(optimizer)
-            if run.ends_updates:
-                run.strategy.end_step()
+                run.step.update_alone(optimizer)
+            for end in run.step.after_update:
+                end()
         return bad if known else judge.judge(run.optimizers, window)
 
     def _rewinds(self, run: Run, bad: BadStep) -> bool:
@@ -735,26 +730,18 @@ class Trainer:
             rewind(run, path, CallbackList(run.loggers, self, run.module, run.phase))
         return path is not None
 
-    def _before_optimizer_step(self, run: Run, optimizer: Optimizer) -> None:
-        run.strategy.unscale(optimizer)
-        run.hooks.on_before_optimizer_step(optimizer)
-        if run.clips_gradients:
-            value, algorithm = run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm
-            run.module.configure_gradient_clipping(optimizer, value, algorithm)
-
-    def _step_with_closure(self, run: Run, window: list[Batch]) -> StepOutputs:
+    def _step_with_closure(self, run: Run, window: list[Batch]) -> None:
         """Step an optimizer that evaluates the loss several times per step (LBFGS)."""
-        evaluations: list[StepOutputs] = []
+        optimizer, repeated = run.optimizers[0], False
 
         def closure() -> torch.Tensor:
-            repeated = bool(evaluations)
-            evaluations.clear()  # its batch and outputs may not stay in memory during the next forward
-            evaluations.append(self._train_step(run, window, repeated))
-            self._before_optimizer_step(run, run.optimizers[0])
-            return torch.stack(evaluations[0][2]).sum()
+            nonlocal repeated
+            self._train_step(run, window, repeated)
+            repeated = True
+            run.step.prepare_update(optimizer)
+            return torch.stack(run.step.losses).sum()
 
-        run.optimizer_step(run.optimizers[0], closure)
-        return evaluations.pop()
+        run.step.update_alone(optimizer, closure)
 
     def _count(self, run: Run, window: list[Batch], refused: bool) -> None:
         """Update the counters after a window; unless its step is refused, step the schedulers with interval "step"."""

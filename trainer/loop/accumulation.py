@@ -12,17 +12,12 @@ from trainer.data.loader import NO_ITEMS, Batch, Divisor
 from trainer.data.transfer import map_leaves
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
-from trainer.loop.callback_list import CallbackList
 from trainer.model.reachable import nodes_behind
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
 NO_DIVISOR: Sequence[Divisor] = (None,)
 """The divisor of a window of one micro-batch whose loss goes into backward as it is."""
-
-StepOutputs = tuple[Any, Any, list[torch.Tensor]]
-"""The outputs of the last micro-batch for `on_train_batch_end`; that micro-batch, on the device; and, for an optimizer
-with a closure, the losses of all micro-batches as passed to backward, whose sum is the step's loss."""
 
 
 def checked_loss(
@@ -42,6 +37,13 @@ def checked_loss(
     if loss.numel() != 1 or not loss.requires_grad or (detect_anomaly and not torch.isfinite(loss).all()):
         raise ConfigError(f"{type(module).__name__}.{where} {_loss_problem(loss)}")
     return loss
+
+
+def divided(loss: torch.Tensor, divisor: Divisor) -> torch.Tensor:
+    """Return a loss for backward, divided by its part in the window's mean."""
+    if divisor is None:
+        return loss
+    return without_items(loss) if divisor is NO_ITEMS else loss / divisor
 
 
 def without_items(loss: torch.Tensor) -> torch.Tensor:
@@ -64,13 +66,11 @@ def _zeros(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Te
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 
-def outputs_for_hooks(hooks: CallbackList, outputs: Any) -> Any:
+def outputs_for_hooks(outputs: Any) -> Any:
     """Return the outputs of `training_step` as `on_train_batch_end` gets them: a dict of detached tensors.
 
     As Lightning's: a loss is under `"loss"`, and the dict is empty for a skipped batch. Other objects stay as they are.
     """
-    if not hooks.take_outputs:
-        return None
     if isinstance(outputs, torch.Tensor):
         return {"loss": outputs.data}
     if isinstance(outputs, Mapping):

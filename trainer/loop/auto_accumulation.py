@@ -115,7 +115,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
 def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
     strategy = run.strategy
     with run.metrics.recording(MetricScope(batches=False, steps=False)), strategy.gradient_sync(last=False):
-        batch = run.transfer(data, 0)
+        batch = run.transfer()(data)
         with strategy.precision.forward_context(strategy.device):
             outputs = module.training_step(batch, 0)
         if outputs is not None:

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 
     from trainer.module import TrainModule
 
-_INSIDE_STEPS = (
-    "on_before_zero_grad",
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-
 _ENDING = ("teardown", "on_exception")
 """Hooks that are called for every callback even if another one's fails: they close files, threads and processes."""
 
@@ -110,8 +102,6 @@ class CallbackList:
                 methods[hook].append(partial(_with_phase(callback, hook, phase), trainer, module))
         for hook, calls in methods.items():
             setattr(self, hook, _call_each(calls, hook in _ENDING) if calls else nothing)
-        self.inside_steps = any(map(methods.get, _INSIDE_STEPS))
-        """True if a hook before the end of a micro-batch is overridden; the loop leaves them out otherwise."""
         self.take_outputs = self.on_train_batch_end is not nothing
 
     def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

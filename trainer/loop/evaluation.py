@@ -222,7 +222,8 @@ def run_batches(
     leaving: Leaving | None = None,
 ) -> Iterator[Any]:
     """Yield the outputs of the step method over one loader."""
-    metrics, call_step = run.metrics, during(run.phase, EVALUATION, run.strategy.call_step)
+    metrics, transfer = run.metrics, run.transfer(dataloader_idx)
+    call_step = during(run.phase, EVALUATION, run.strategy.call_step)
     step, several = getattr(run.module, hooks.step), len(run.loaders.evaluated) > 1
     # As in Lightning: without the index of the only loader, unless the step has to have it.
     index = (dataloader_idx,) if several else ()
@@ -233,9 +234,7 @@ def run_batches(
     for batch_idx, batch in enumerate(batches):
         run.evaluated = dataloader_idx, batch_idx
         metrics.start_batch(batch.data, batch.samples)
-        data = batch.data
-        if run.moves_batches:
-            data = metrics.batch = run.transfer(data, dataloader_idx)
+        data = metrics.batch = transfer(batch.data)
         arguments = (data, batch_idx, *step_index)
         if batch.is_padding:
             with preserve_torchmetrics(metrics):

@@ -8,9 +8,6 @@ from typing import Any
 
 from trainer.distributed.process_group import SingleProcess
 
-LATER = ("epoch_started", "window", "batches_before")
-"""Counters that checkpoints of earlier versions do not have."""
-
 
 @dataclass
 class Progress:
@@ -53,10 +50,6 @@ class Progress:
         """Count in micro-batches of `now` samples what was counted in those of `before`; `batch` are of this epoch."""
         self.batch, self.window, self.batches_before = batch, 0, self.batches_before * before // now
 
-    def count_epochs_before(self, batches: int) -> None:
-        """Take the epochs before this one for ones of so many micro-batches each."""
-        self.batches_before = self.epoch * batches
-
     def next_epoch(self) -> None:
         self.epoch += 1
         self.batches_before += self.batch
@@ -74,9 +67,7 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for field in fields(self):
-            setattr(
-                self, field.name, state.get(field.name, field.default) if field.name in LATER else state[field.name]
-            )
+            setattr(self, field.name, state[field.name])
 
 
 class ValidationClock:

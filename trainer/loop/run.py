@@ -29,25 +29,21 @@ from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.guards.bad_steps import BadSteps
-from trainer.guards.direct_backward import RefusingDirectBackward
 from trainer.guards.gradient_norms import GradientNorms, clipping_finds_it
 from trainer.guards.host_times import SAVING, HostTimes
 from trainer.guards.nonfinite import NonFiniteMonitor
 from trainer.guards.optimizer_options import OptionsCheck
-from trainer.guards.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
 from trainer.guards.skipped_batches import SkippedBatches
 from trainer.guards.trainable_parameters import NewParameters, TrainableParameters
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
 from trainer.loop.progress import Progress, ValidationClock
+from trainer.loop.step import Step
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
 from trainer.metrics.phases import (
-    BACKWARD,
     CHECKPOINT,
-    FORWARD,
     LOGGING,
-    OPTIMIZER,
     TRANSFER,
     Phase,
     during,
@@ -57,7 +53,7 @@ from trainer.metrics.phases import (
 from trainer.model.hugging_face import processing_files
 from trainer.model.reachable import OwnGenerator
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
+from trainer.optimizers import SchedulerConfig, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.seed import seed_readers, share_random_numbers
@@ -65,7 +61,7 @@ from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
 from trainer.state.held_generators import isolated_with, parts_of, report_lacking, set_states_with, states_with
 from trainer.state.hook_changes import HookChanges
-from trainer.strategy import ChangingBuffers, StepConfig, inherits, keeps_batches, keeps_step
+from trainer.strategy import ChangingBuffers, StepConfig
 
 Activity = Literal["sanity checking", "training", "validating"]
 ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
@@ -173,17 +169,13 @@ class Run:
     their first argument, see `CallbackList`.
     """
 
-    optimizer_step: Callable[..., None]
-    zero_grad: Callable[[Optimizer], None] = staticmethod(zero_grad_fast)
+    step: Step
+    """What each step calls. Known when training begins."""
     manual: WaitingGradients | None = None
     """Says, in manual optimization, which gradients wait for a later step; None: those of each step are used in it."""
-    losses: Sequence[torch.Tensor] = ()
-    """The losses of the last window, if they are used after it."""
-    keeps_losses = False
-    """True if the losses of a window are used after it."""
     flushed_step = -1
     """The last step whose values went to the loggers."""
-    torn_down = clips_gradients = False
+    torn_down = False
     checks_states = False
     """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
     interrupted = False
@@ -200,15 +192,8 @@ class Run:
     """The epoch for which the loaders were made."""
     shutting_down = False
     """True while only the last collective of the run is left."""
-    weights_loss_by_items = False
-    """True if the module defines `num_items`."""
     last_step: float = math.inf
     """The step after which training ends, if nothing ends it before."""
-    divides_loss = True
-    """False if the loss of a window of one micro-batch goes into backward as it is."""
-    moves_batches = wraps_step = syncs_gradients = prepares_updates = ends_updates = True
-    """False if there is nothing to do: for a batch that is on its device; around `training_step`; for gradients to stay
-    incomplete within a window; between backward and the optimizer's step; and after that."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
     logged_before: Mapping[int, dict[str, Any]] = {}
@@ -244,8 +229,6 @@ class Run:
     """The loader and the batch of the evaluation in progress."""
     followed_buffers: Collection[str] = ()
     """The buffers that steps have changed in the run that wrote the checkpoint."""
-    ends_windows = False
-    """True if the strategy has something to do after the last backward of a window."""
     closure_needed = False
     """True if the optimizer evaluates the loss several times per step (LBFGS)."""
     resumed_from: StoragePath | None = None
@@ -280,11 +263,10 @@ class Run:
         self.options = OptionsCheck(self.strategy, self.progress)
         items = module.num_items if module.overrides("num_items") else None
         self.metrics = MetricLog(module, self.options.gather, report_names=self._report_names, num_items=items)
-        self.call_step: Callable[..., Any] = self.strategy.call_step
         self.times = HostTimes()
         self.transfer_hooks = transfer_hooks(module, datamodule)
         """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
-        self.listen(unheard)
+        self.phase: Phase = unheard
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
 
@@ -325,7 +307,7 @@ class Run:
     def connect_callbacks(self, caller: object) -> None:
         """Add the module's callbacks, and bind all hooks to `caller`, their first argument, and the module."""
         self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
-        self.listen(phase_of(self.callbacks))
+        self.phase = self.metrics.phase = phase_of(self.callbacks)
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
         # A run goes on from a checkpoint that is no weights alone, and that one knows only what was written before it.
         savers = sorted(self.checkpoint_callbacks, key=lambda one: not one.save_weights_only)
@@ -377,14 +359,9 @@ class Run:
         elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
             self.new_parameters = NewParameters(module, self.optimizers)
         self.checks_states = bool(self.checkpoint_callbacks)
-        self.ends_windows = not inherits(strategy, "end_window")
-        self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
             self.metrics.scaler = strategy.scaler
-        if module.automatic_optimization and strategy.precision.loss_scaling:
-            self.call_step = RefusingDirectBackward(strategy.call_step, self.optimizers)
-            self.listen(self.phase)
 
     def optimize_by_hand(self, manual: WaitingGradients) -> None:
         """Save the gradients that wait, if `training_step` calls backward and steps the optimizers."""
@@ -437,19 +414,6 @@ class Run:
         saves = self.stage == "fit" and not self.settings.fast_dev_run
         schedulers = [config.scheduler.state_dict() for config in self.scheduler_configs]
         self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], schedulers, saves)
-
-    def skip_needless_calls(self) -> None:
-        """Find the calls that would do nothing in each step, so that the loop leaves them out."""
-        strategy = self.strategy
-        scales, unheard_run = strategy.scaler is not None, self.phase is unheard
-        self.moves_batches = not (unheard_run and self.transfer_hooks is None and keeps_batches(strategy))
-        self.wraps_step = not (unheard_run and keeps_step(strategy) and self.call_step == strategy.call_step)
-        self.syncs_gradients = not inherits(strategy, "gradient_sync")
-        self.ends_updates = scales or not inherits(strategy, "end_step")
-        # A fused optimizer unscales in its own kernel, and waits for no device then; not the shards of DTensors.
-        fused = all(getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers)
-        unscales = (scales and not (fused and not strategy.shards_state)) or not inherits(strategy, "unscale")
-        self.prepares_updates = unscales or self.clips_gradients or self.hooks.inside_steps
 
     def mark_states_checked(self) -> None:
         """Note that a checkpoint can hold the optimizers' states."""
@@ -522,11 +486,9 @@ class Run:
         if self.strategy.processes.world_size > 1:
             self.buffers = ChangingBuffers(self.strategy, self.followed_buffers)
         self.times.begin()
-        self.weights_loss_by_items = self.module.overrides("num_items")
         last_step = self.settings.max_steps
         if last_step is not None and last_step >= 0 and not self.settings.fast_dev_run:
             self.last_step = last_step
-        self.divides_loss = self.weights_loss_by_items or self.strategy.processes.readers > 1
         seconds, every = self.settings.validation_seconds, self.settings.log_every_n_steps or 50
         if seconds is not None:
             self.validation_clock = ValidationClock(seconds, self.strategy.processes, every)
@@ -546,24 +508,9 @@ class Run:
                 self.closure_needed,
             )
 
-    def bind_overrides(self, prepare: Callable[[Optimizer], None]) -> None:
-        """Have the module's overrides of `optimizer_step` and `optimizer_zero_grad` take the place of the loop's calls.
-
-        Args:
-            prepare: called before an optimizer steps.
-        """
-        module = self.module
-        self.keeps_losses = self.closure_needed
-        if not module.automatic_optimization:
-            return
-        if module.overrides("optimizer_step"):
-            step = self.optimizer_step
-            self.optimizer_step = OverriddenStep(
-                module, self.strategy, self.progress, prepare, step, lambda: self.losses
-            )
-            self.keeps_losses, self.prepares_updates = True, False
-        if module.overrides("optimizer_zero_grad"):
-            self.zero_grad = OverriddenZeroGrad(module, self.progress)
+    def bind_step(self) -> None:
+        """Bind what each step calls, with the methods that the module has by now."""
+        self.step = Step(self)
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or go on inside of one."""
@@ -796,24 +743,19 @@ class Run:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def listen(self, phase: Phase) -> None:
-        """Notify `phase`; bind what each batch calls, so that a phase without listeners costs nothing."""
-        self.phase = self.metrics.phase = phase
-        # Hooks that users write may take any time; a copy by the strategy costs the host none that it could save.
-        moved = self._transfer if self.transfer_hooks is None else self.times.timed(TRANSFER, self._transfer)
-        self.transfer = during(phase, TRANSFER, moved)
-        self.forward = during(phase, FORWARD, self.call_step)
-        self.backward = during(phase, BACKWARD, self.strategy.backward)
-        self.optimizer_step = during(phase, OPTIMIZER, self.strategy.step)
-
-    def _transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch on the device, through the transfer hooks if there are any."""
+    def transfer(self, dataloader_idx: int = 0) -> Callable[[Any], Any]:
+        """Return what brings a loader's batches to the device, through the transfer hooks if there are any."""
         if self.transfer_hooks is None:
-            return self.strategy.to_device(batch)
-        before, transfer, after = self.transfer_hooks
-        batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
-        batch = require_batch(transfer(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
-        return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
+            return during(self.phase, TRANSFER, self.strategy.to_device)
+        before, move, after = self.transfer_hooks
+
+        def through_hooks(batch: Any) -> Any:
+            batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
+            batch = require_batch(move(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
+            return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
+
+        # Hooks that users write may take any time; a copy by the strategy costs the host none that it could save.
+        return during(self.phase, TRANSFER, self.times.timed(TRANSFER, through_hooks))
 
     # -- logging -------------------------------------------------------------------------------------------------------
 

@@ -150,7 +150,6 @@ def start_run(
                 find_fitting_batches(run)
             report_restored(run, checkpoint, allow_changes)
             run.watch_numbers()
-            run.skip_needless_calls()
             start_watchdog(run, cleanup)
             with torch.autograd.set_detect_anomaly(run.settings.detect_anomaly):
                 yield run

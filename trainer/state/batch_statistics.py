@@ -35,7 +35,7 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
         return {}
     run.watchdog.expect_slow_work()
     found: dict[str, torch.Tensor] = {}
-    readers = strategy.processes.readers
+    readers, transfer = strategy.processes.readers, run.transfer()
     with no_trace(run), loader.kept_place(), run.metrics.recording(MetricScope(batches=True, steps=False)):
         for one in norms.values():
             one.reset_running_stats()
@@ -44,7 +44,7 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
         epoch = max(0, run.progress.epoch - (run.progress.batch == 0))
         for number, batch in enumerate(loader.iterate(epoch)):
             run.metrics.start_batch(batch.data, batch.samples)
-            data = run.transfer(batch.data, 0)
+            data = transfer(batch.data)
             strategy.call_step("training_step", data, number)
             run.watchdog.heartbeats += 1
         strategy.release_gathered()
