@@ -267,9 +267,8 @@ def choose_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> int:
     if checkpoint is not None:
         return int(checkpoint["seed"])
     last = global_seed()
-    return int(
-        run.strategy.processes.broadcast_object(int.from_bytes(os.urandom(4), "little") if last is None else last)
-    )
+    new = int.from_bytes(os.urandom(4), "little") if last is None else last
+    return int(run.strategy.processes.broadcast_object(new))
 
 
 def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
@@ -475,7 +474,7 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
         )
 
 
-# -- going back ---------------------------------------------------------------------------------------------------------
+# -- going back --------------------------------------------------------------------------------------------------------
 
 
 def rewind(run: Run, path: str, loggers: CallbackList) -> None:
@@ -526,7 +525,7 @@ def save_state(
         schedulers = [config.scheduler.state_dict() for config in run.scheduler_configs]
         looked_at = {**tensors, "schedulers": schedulers, "callbacks": callbacks}
         nonfinite = run.nonfinite.check_state(looked_at, reported=callable(info))
-        about = _about(run) | (info(nonfinite) if callable(info) else dict(info))
+        about = {**_about(run), **(info(nonfinite) if callable(info) else info)}
         if nonfinite:
             about["nonfinite"] = nonfinite
         state = training_state(run, tensors, callbacks)
@@ -545,7 +544,7 @@ def save_state(
 
 
 def _about(run: Run) -> dict[str, Any]:
-    """Return what is known of a checkpoint without its state: step, epoch, times, and whether the training has ended."""
+    """Return what is known of a checkpoint beside its state: step, epoch, times, whether the training ends."""
     progress = run.progress
     about: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch, "captured": time.time_ns()}
     if run.session.began is not None:
