@@ -776,7 +776,7 @@ class Trainer:
             self._publish_epoch(run)
             if run.module.automatic_optimization:
                 self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
-            run.decide_end(complete=progress.step >= run.last_step or progress.epoch + 1 == self.config.max_epochs)
+            run.decide_end(complete=progress.step >= run.last_step or progress.epoch + 1 >= run.last_epoch)
         run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         run.end_epoch()
@@ -841,7 +841,7 @@ class Trainer:
         return run.progress.step >= run.last_step or self._out_of_epochs(run)
 
     def _out_of_epochs(self, run: Run) -> bool:
-        return self.config.max_epochs is not None and run.progress.epoch >= self.config.max_epochs
+        return run.progress.epoch >= run.last_epoch
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""

@@ -192,8 +192,6 @@ class Run:
     """The epoch for which the loaders were made."""
     shutting_down = False
     """True while only the last collective of the run is left."""
-    last_step: float = math.inf
-    """The step after which training ends, if nothing ends it before."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
     logged_before: Mapping[int, dict[str, Any]] = {}
@@ -292,6 +290,11 @@ class Run:
         settings = config.settings
         self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
         self.collective_check: CollectiveCheck | None = None
+        last_step = None if settings.fast_dev_run else config.max_steps
+        self.last_step = math.inf if last_step is None else last_step
+        """The step after which training ends, if nothing ends it before."""
+        self.last_epoch = math.inf if config.max_epochs is None else config.max_epochs
+        """The number of epochs after which it does."""
         session.stage = stage
 
     # -- set-up, in running order --------------------------------------------------------------------------------------
@@ -486,9 +489,6 @@ class Run:
         if self.strategy.processes.world_size > 1:
             self.buffers = ChangingBuffers(self.strategy, self.followed_buffers)
         self.times.begin()
-        last_step = self.settings.max_steps
-        if last_step is not None and last_step >= 0 and not self.settings.fast_dev_run:
-            self.last_step = last_step
         seconds, every = self.settings.validation_seconds, self.settings.log_every_n_steps or 50
         if seconds is not None:
             self.validation_clock = ValidationClock(seconds, self.strategy.processes, every)
@@ -918,18 +918,22 @@ class Run:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters of module and data module."""
-        owners: dict[str, Any] = {"module": self.module, "data": self.datamodule}
-        stored = {name: {} if one is None else stored_hyperparameters(one.hparams) for name, one in owners.items()}
-        inside = {name: vars(one or self).get("_hparams_inside", {}) for name, one in owners.items()}
+        owners = self._with_hyperparameters()
+        stored = {name: stored_hyperparameters(one.hparams) for name, one in owners.items()}
+        inside = {name: vars(one).get("_hparams_inside", {}) for name, one in owners.items()}
         named = {name: next(iter(of)) if len(of) == 1 else of for name, of in inside.items() if any(of)}
-        kinds = {name: {} if one is None else kinds_of_hyperparameters(one.hparams) for name, one in owners.items()}
-        return {**stored, **({"arguments": named} if named else {}), "kinds": kinds}
+        kinds = {name: kinds_of_hyperparameters(one.hparams) for name, one in owners.items()}
+        none: dict[str, Any] = {"module": {}, "data": {}}
+        return {**none, **stored, **({"arguments": named} if named else {}), "kinds": {**none, **kinds}}
+
+    def _with_hyperparameters(self) -> dict[str, Any]:
+        return {"module": self.module} if self.datamodule is None else {"module": self.module, "data": self.datamodule}
 
     def logged_hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters for the loggers: without those of `save_hyperparameters(logger=False)`."""
-        owners: dict[str, Any] = {"module": self.module, "data": self.datamodule}
-        kept = self.hyperparameters()
-        return {n: kept[n] if vars(one or self).get("_hparams_for_loggers", True) else {} for n, one in owners.items()}
+        kept, owners = self.hyperparameters(), self._with_hyperparameters()
+        shown = [name for name, one in owners.items() if vars(one).get("_hparams_for_loggers", True)]
+        return {name: kept[name] if name in shown else {} for name in ("module", "data")}
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -962,15 +966,12 @@ class Run:
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:
     """Return the methods of the names `TRANSFER_HOOKS`; None: neither module nor data module defines one.
 
-    Each is the data module's if that defines it, else the module's, as in Lightning. A warning names what both define.
+    Each is the data module's if that defines it, else the module's, as in Lightning.
     """
-    of_data = [name for name in TRANSFER_HOOKS if datamodule is not None and datamodule.overrides(name)]
-    if not of_data and not module.overrides_any(TRANSFER_HOOKS):
+    overridden = [] if datamodule is None else [name for name in TRANSFER_HOOKS if datamodule.overrides(name)]
+    if not overridden and not module.overrides_any(TRANSFER_HOOKS):
         return None
-    for name in of_data:
-        if module.overrides(name):
-            log.warning("%s: the data module's is called, and not the module's", name)
-    return [getattr(datamodule if name in of_data else module, name) for name in TRANSFER_HOOKS]
+    return [getattr(datamodule if name in overridden else module, name) for name in TRANSFER_HOOKS]
 
 
 def require_batch(batch: Any, hook: str) -> Any:

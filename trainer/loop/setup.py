@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from trainer.arguments import kept_path
@@ -202,11 +203,8 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     run.locate(run_dir, path)
     if run.stage == "fit":
         session.remember_beginning(beginning_of(run, path))
-    writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
-    if session.config_text is not None and writes:
-        replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
-    elif writes and (run.loggers or run.checkpoint_callbacks):  # the command line names it at the end
-        log.info("run directory: %s", session.run_dir)
+        if strategy.processes.is_global_zero and not run.settings.fast_dev_run:
+            note_configuration(run)
     if path is None:
         return None
     if run.stage == "fit":
@@ -214,6 +212,14 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     as_made(run.module)
     # "last" was verified when it was found.
     return load_training_state(path, ckpt_path != "last", strategy.shards_state, strategy.processes)
+
+
+def note_configuration(run: Run) -> None:
+    """Write the configuration into the run directory, or, of a run that was started from Python, say where that is."""
+    if run.session.config_text is not None:  # then the command line names it at the end
+        replace_notes(run.session.run_dir / "config.yaml", run.session.config_text.encode())
+    elif run.loggers or run.checkpoint_callbacks:
+        log.info("run directory: %s", run.session.run_dir)
 
 
 def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tuple[StoragePath | None, Path]:
@@ -262,15 +268,7 @@ def build_module(
     pretrained = None if weights is None or is_full else open_weights(weights)
     loads_all = module.strict_loading and (is_full or pretrained is not None)
     with strategy.init_context(module, will_load_checkpoint=loads_all):
-        module.configure_model()
-        if run.config.sync_batchnorm and strategy.processes.world_size > 1:
-            torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        if training or strategy.shards_state:
-            refuse_lazy(module)
-        use_separate_elements(module)
-        check_module(run)
-        converts = strategy.precision.weights not in (None, torch.float32)
-        refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
+        build_layers(run)
     if pretrained is not None:
         pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
         if checkpoint is None:  # which has the adapters
@@ -298,6 +296,20 @@ def build_module(
     restore_weights(run, checkpoint)
     run.share_random_numbers()  # rank 0 may have drawn numbers for the layers that it alone has built
     run.take_weights()
+
+
+def build_layers(run: Run) -> None:
+    """Call `configure_model`, and refuse layers that the strategy cannot have."""
+    module, strategy, training = run.module, run.strategy, run.stage == "fit"
+    module.configure_model()
+    if run.config.sync_batchnorm and strategy.processes.world_size > 1:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if training or strategy.shards_state:
+        refuse_lazy(module)
+    use_separate_elements(module)
+    check_module(run)
+    converts = strategy.precision.weights not in (None, torch.float32)
+    refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
 
 
 def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
@@ -332,21 +344,19 @@ def report_short_schedules(run: Run) -> None:
     """Report each OneCycleLR that the run outlasts: torch refuses a step beyond those that it was made for."""
     if not run.module.automatic_optimization or run.module.overrides("lr_scheduler_step"):
         return
-    weights = "fit(weights=...)" if run.session.config_text is None else "--weights PATH"
     for config in run.scheduler_configs:
-        planned = run.estimated_stepping_batches if config.interval == "step" else run.config.max_epochs
-        steps = getattr(config.scheduler, "total_steps", None) if isinstance(config.scheduler, OneCycleLR) else None
-        if steps is None or planned in (None, math.inf) or planned // config.frequency <= steps:
+        if not isinstance(config.scheduler, OneCycleLR):
             continue
-        log.warning(
-            "the OneCycleLR has %d steps%s, and the run takes %d of it: torch refuses the next one. %s",
-            steps,
-            " (those of the checkpoint)" if run.resumed_from else "",
-            planned // config.frequency,
-            f"A longer schedule starts from the weights alone: {weights}."
-            if run.resumed_from
-            else "Set total_steps=self.trainer.estimated_stepping_batches, and interval to 'step'.",
-        )
+        planned = run.estimated_stepping_batches if config.interval == "step" else run.last_epoch
+        if config.scheduler.total_steps < planned // config.frequency < math.inf:
+            log.warning(
+                "the OneCycleLR has %d steps, and the run takes %d of it: torch refuses the next one. Set total_steps="
+                "self.trainer.estimated_stepping_batches, and interval to 'step'; a resumed run has the checkpoint's "
+                "schedule, a longer one starts from the weights alone: %s.",
+                config.scheduler.total_steps,
+                planned // config.frequency,
+                run.session.argument("weights", "PATH"),
+            )
 
 
 def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: Collection[str]) -> None:
@@ -354,23 +364,22 @@ def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: 
     report_changes(run, checkpoint, allow_changes)
     if run.stage != "fit" or run.resumed_from is None or run.settings.fast_dev_run:
         return
-    step, last_step, max_epochs = run.progress.step, run.settings.max_steps, run.config.max_epochs
-    ended = run.strategy.processes.broadcast_object(noted_end(run.session.run_dir))
-    ended = ended if ended is not None and ended["step"] == step else None
-    epochs = run.progress.epoch if ended is None else ended["epochs"]
+    step = run.progress.step
+    noted = run.strategy.processes.broadcast_object(noted_end(run.session.run_dir)) or {"step": -1, "epochs": 0}
+    ended = noted["step"] == step
+    epochs = noted["epochs"] if ended else run.progress.epoch
     early = [reason for callback in run.callbacks if (reason := callback.reason_to_stop()) is not None]
-    if last_step is not None and -1 < last_step <= step:
-        end = f"the checkpoint has {step} steps, and max_steps={last_step}"
-    elif max_epochs is not None and epochs >= max_epochs:
-        end = f"max_epochs={max_epochs} are done; raise it to go on"
+    if step >= run.last_step:
+        end = f"the checkpoint has {step} steps, and max_steps={run.last_step}"
+    elif epochs >= run.last_epoch:
+        end = f"max_epochs={run.last_epoch} are done; raise it to go on"
     elif early and run.reached_minimum:
         end = early[0]
     else:
         return
-    if ended is not None:
+    if ended:
         run.leave_as_it_is()
-    if run.strategy.processes.is_global_zero:
-        log.warning("nothing is left to train: %s", end)
+    run.report_once(f"nothing is left to train: {end}")
 
 
 def build_optimizers(run: Run) -> None:
@@ -384,6 +393,29 @@ def build_optimizers(run: Run) -> None:
     check_optimizers(run, optimizers, schedulers)
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)
+    give_hints(run, optimizers)
+    assert run.train_loader is not None
+    steps = step_config(
+        settings,
+        accumulate_grad_batches=run.session.accumulate_grad_batches,
+        micro_batch_size=run.train_loader.batch_size,
+        schedulers=[config.scheduler for config in schedulers],
+        run_dir=None if settings.fast_dev_run else run.session.run_dir,
+        reuses_memory=run.reuses_memory,
+        compiles_module=run.config.compilation is not None and run.config.compilation.blocks is None,
+    )
+    run.set_up_optimizers(optimizers, schedulers, steps)
+    several = len(optimizers) > 1 or strategy.processes.world_size > 1
+    if run.closure_needed and (several or strategy.scaler is not None or module.overrides_any(OF_STEP)):
+        raise ConfigError(
+            f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
+            f"one process, without loss scaling, and without overrides of {' and '.join(OF_STEP)}."
+        )
+
+
+def give_hints(run: Run, optimizers: list[Optimizer]) -> None:
+    """Log what a user may not have meant, or could do faster."""
+    settings, strategy = run.settings, run.strategy
     planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
     if run.loggers and planned < every:
         log.info(
@@ -398,26 +430,6 @@ def build_optimizers(run: Run) -> None:
     capability = cuda_capability(strategy.device)
     for hint in performance_hints(strategy.device, run.train_loader.pinned, optimizers, strategy.precision, capability):
         log.info("faster: %s", hint)
-    steps = step_config(
-        settings,
-        accumulate_grad_batches=run.session.accumulate_grad_batches,
-        micro_batch_size=run.train_loader.batch_size,
-        schedulers=[config.scheduler for config in schedulers],
-        run_dir=None if settings.fast_dev_run else run.session.run_dir,
-        reuses_memory=run.reuses_memory,
-        compiles_module=run.config.compilation is not None and run.config.compilation.blocks is None,
-    )
-    run.set_up_optimizers(optimizers, schedulers, steps)
-    if run.closure_needed and module.overrides_any(OF_STEP):
-        raise ConfigError(
-            f"{type(optimizers[0]).__name__} evaluates the loss several times a step, in a loop of its own: leave out "
-            f"the overrides of {' and '.join(name for name in OF_STEP if module.overrides(name))}."
-        )
-    if run.closure_needed and (len(optimizers) > 1 or strategy.processes.world_size > 1 or strategy.scaler is not None):
-        raise ConfigError(
-            f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
-            "one process, without loss scaling."
-        )
 
 
 def start_watchdog(run: Run, cleanup: ExitStack) -> None:

@@ -551,7 +551,7 @@ def _about(run: Run) -> dict[str, Any]:
         about["began"] = run.session.began
     if run.stage == "fit":
         epochs = progress.epoch + progress.epoch_ended
-        about["finished"] = progress.step >= run.last_step or epochs == run.config.max_epochs
+        about["finished"] = progress.step >= run.last_step or epochs >= run.last_epoch
         reason = run.stop_reason or run.stop_coordinator.wanted
         if reason is not None and not exit_code(reason):
             about["stopped"] = reason.partition(":")[0]

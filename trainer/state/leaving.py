@@ -21,7 +21,21 @@ _MOST = 2**28
 """Bytes of all buffers together, up to which there are copies."""
 
 
-class Leaving:
+class Staying:
+    """An evaluation that goes on to its end."""
+
+    left = False
+    """True after the evaluation has been left."""
+
+    def begin(self) -> None:
+        """Begin with the batches, after the first hooks."""
+
+    def until_stopped(self, batches: Iterator[Batch], loader: BatchLoader, max_batches: int | None) -> Iterator[Batch]:
+        """Return the batches of a loader to evaluate."""
+        return batches
+
+
+class Leaving(Staying):
     """Ends a validation after the batch at which a signal or a deadline stops the run.
 
     The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
@@ -35,7 +49,6 @@ class Leaving:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.left = False
         self._rng = run.rng_state()
         self.logged = {id(logger): logger.state_dict() for logger in run.loggers}
         """The states of the loggers before the validation, by their ids."""
