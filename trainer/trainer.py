@@ -40,7 +40,7 @@ from trainer.loop.callback_list import CallbackList
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.progress import Progress
-from trainer.loop.run import Run, Session
+from trainer.loop.run import NO_RUN, NoRun, Run, Session
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
 from trainer.loop.training_state import rewind, save_state
@@ -1004,6 +1004,10 @@ class Trainer:
         return self._run
 
     @property
+    def _last(self) -> Run | NoRun:
+        return NO_RUN if self._run is None else self._run
+
+    @property
     def _manual_optimization(self) -> ManualOptimization:
         if self._manual is None:
             raise NotRunningError("nothing has run yet: call fit first.")
@@ -1033,7 +1037,7 @@ class Trainer:
     @property
     def datamodule(self) -> DataModule | None:
         """The data module of the run, if it has one."""
-        return None if self._run is None else self._run.datamodule
+        return self._last.datamodule
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -1053,22 +1057,22 @@ class Trainer:
     @property
     def training(self) -> bool:
         """Whether `fit` is in progress, from its first hook to its last, and is not validating."""
-        return self._run is not None and self._run.training
+        return self._last.training
 
     @property
     def validating(self) -> bool:
         """Whether validation is in progress, inside `fit` or by itself."""
-        return self._run is not None and self._run.validating
+        return self._last.validating
 
     @property
     def sanity_checking(self) -> bool:
         """Whether the validation batches before training are in progress."""
-        return self._run is not None and self._run.sanity_checking
+        return self._last.sanity_checking
 
     @property
     def evaluating(self) -> bool:
         """Whether validation, also of the sanity check, or test is in progress."""
-        return self._run is not None and self.stage is not None and self._run.evaluating
+        return self.stage is not None and self._last.evaluating
 
     @property
     def testing(self) -> bool:
@@ -1083,14 +1087,12 @@ class Trainer:
     @property
     def state(self) -> TrainerState:
         """Lightning's description of what runs: `fn`, `stage`, `status`."""
-        run = self._run
-        activity = None if run is None else run.activity
-        return state_of(self.stage, None if run is None else run.stage, activity, self.interrupted)
+        return state_of(self.stage, self._last.stage, self._last.activity, self.interrupted)
 
     @property
     def interrupted(self) -> bool:
         """Whether an error or a signal ended the run."""
-        return self._run is not None and (self._run.interrupted or exit_code(self.stop_reason) != 0)
+        return self._last.interrupted or exit_code(self.stop_reason) != 0
 
     @property
     def received_sigterm(self) -> bool:
@@ -1100,17 +1102,17 @@ class Trainer:
     @property
     def is_last_batch(self) -> bool:
         """Whether the training batch in progress, or the one that has just ended, is the last of its epoch."""
-        return self._run is not None and self._run.is_last_batch
+        return self._last.is_last_batch
 
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint from which the run was started; None without one."""
-        return None if self._run is None or self._run.resumed_from is None else str(self._run.resumed_from)
+        return None if self._last.resumed_from is None else str(self._last.resumed_from)
 
     @property
     def stop_reason(self) -> str | None:
         """The reason why the run is stopping or was stopped; None: it is running or has reached its end."""
-        return None if self._run is None else self._run.stop_reason
+        return self._last.stop_reason
 
     @property
     def should_stop(self) -> bool:
@@ -1127,7 +1129,7 @@ class Trainer:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of `fit`, as returned by the strategy."""
-        return [] if self._run is None else self._run.optimizers
+        return self._last.optimizers
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
@@ -1137,27 +1139,27 @@ class Trainer:
     @property
     def scheduler_configs(self) -> list[SchedulerConfig]:
         """The schedulers of `fit` with their stepping schedules."""
-        return [] if self._run is None else self._run.scheduler_configs
+        return self._last.scheduler_configs
 
     @property
     def train_loader(self) -> BatchLoader | None:
         """The batches of training; None outside of `fit`."""
-        return None if self._run is None else self._run.train_loader
+        return self._last.loaders.train
 
     @property
     def val_loaders(self) -> dict[str, BatchLoader]:
         """The validation loaders by name."""
-        return {} if self._run is None else self._run.val_loaders
+        return self._last.loaders.val
 
     @property
     def test_loaders(self) -> dict[str, BatchLoader]:
         """The test loaders by name."""
-        return {} if self._run is None else self._run.loaders.test
+        return self._last.loaders.test
 
     @property
     def predict_loaders(self) -> dict[str, BatchLoader]:
         """The prediction loaders by name."""
-        return {} if self._run is None else self._run.loaders.predict
+        return self._last.loaders.predict
 
     @property
     def train_dataloader(self) -> Any:
@@ -1180,7 +1182,7 @@ class Trainer:
         return self._given_loaders("predict")
 
     def _given_loaders(self, kind: str) -> Any:
-        return None if self._run is None else self._run.loaders.given.get(kind)
+        return self._last.loaders.given.get(kind)
 
     @property
     def enable_validation(self) -> bool:
@@ -1193,7 +1195,7 @@ class Trainer:
     @property
     def dataloader_names(self) -> list[str]:
         """The names of the loaders of the current evaluation."""
-        return [] if self._run is None else list(self._run.loaders.evaluated)
+        return list(self._last.loaders.evaluated)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -1292,14 +1294,12 @@ class Trainer:
         A value logged by step is the latest of this process, on its device. A value of an epoch or an evaluation is
         reduced over all processes, and known from that epoch's end hook on.
         """
-        latest = {} if self._run is None else self._run.metrics.latest()
-        return as_tensors({**self._session.callback_metrics, **latest})
+        return as_tensors({**self._session.callback_metrics, **self._latest()})
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """The values of `callback_metrics` that go to the loggers, under the names that they have there."""
-        latest = {} if self._run is None else self._run.metrics.latest("logger")
-        return as_tensors({**self._session.logged_metrics, **latest})
+        return as_tensors({**self._session.logged_metrics, **self._latest("logger")})
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -1307,8 +1307,11 @@ class Trainer:
 
         `flushed_progress_bar_metrics` has those of the last flush, without reading the device.
         """
-        latest = {} if self._run is None else self._run.metrics.latest("progress_bar")
-        return {name: float(value) for name, value in {**self._session.progress_bar_metrics, **latest}.items()}
+        values = {**self._session.progress_bar_metrics, **self._latest("progress_bar")}
+        return {name: float(value) for name, value in values.items()}
+
+    def _latest(self, *destination: Any) -> dict[str, Any]:
+        return {} if self._run is None else self._run.metrics.latest(*destination)
 
     @property
     def flushed_progress_bar_metrics(self) -> Mapping[str, float]:

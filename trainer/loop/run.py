@@ -963,6 +963,31 @@ class Run:
         processes.begun += 1
 
 
+class NoRun:
+    """What a trainer shows of its run before the first one."""
+
+    stage: str | None = None
+    activity: Activity | None = None
+    training = validating = sanity_checking = evaluating = interrupted = is_last_batch = False
+    datamodule: DataModule | None = None
+    resumed_from: StoragePath | None = None
+    stop_reason: str | None = None
+    loaders = Loaders()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers: none."""
+        return []
+
+    @property
+    def scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers: none."""
+        return []
+
+
+NO_RUN = NoRun()
+
+
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:
     """Return the methods of the names `TRANSFER_HOOKS`; None: neither module nor data module defines one.
 
