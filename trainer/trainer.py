@@ -254,7 +254,7 @@ class Trainer:
         call = self._call("fit", module, data, datamodule, ckpt_path, others)
         with self._start(call, allow_changes, weights) as run:
             self._start_training(run)
-            ends = run.progress.step >= run.last_step or run.stop_coordinator.requested
+            ends = run.progress.step >= run.clock.last_step or run.clock.coordinator.requested
             if run.progress.batch > 0 and ends and not self._out_of_epochs(run):
                 self._train_epoch(run)  # what comes after the last step: a validation, the end of the epoch
             while not self._finished(run):
@@ -350,7 +350,7 @@ class Trainer:
         Before `min_steps` and `min_epochs` are done, the request waits for them.
         """
         if self._run is not None:
-            self._run.stop(reason)
+            self._run.clock.stop(reason)
 
     def save_checkpoint(
         self,
@@ -534,7 +534,8 @@ class Trainer:
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
-        windows, waiting, progress = self._windows(run), self._schedulers_wait(run), run.progress
+        windows, waiting = self._windows(run), self._schedulers_wait(run)
+        progress, clock = run.progress, run.clock
         if self._leaves_before_batches(run, windows):
             return
         train_step = self._step_with_closure if run.closure_needed else self._train_step
@@ -553,23 +554,23 @@ class Trainer:
                         return
                 if run.validation_interval is not None and not self._validate_inside_epoch(run):
                     return
-                if (run.stops() or progress.step >= run.last_step) and self._stops_after(run, windows, waiting):
+                if (clock.stops() or progress.step >= clock.last_step) and self._stops_after(run, windows, waiting):
                     return
         self._end_epoch(run)
 
     def _leaves_before_batches(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Do what a resumed run has to do before its first batch; return True if it leaves the epoch there."""
-        if run.stops() and self._leaves_epoch(run, windows):
+        if run.clock.stops() and self._leaves_epoch(run, windows):
             return True
         if self.validation_due() and not self._validate_once(run):
             return True
-        ends = run.stops() or run.progress.step >= run.last_step
+        ends = run.clock.stops() or run.progress.step >= run.clock.last_step
         return ends and run.progress.batch > 0 and self._leaves_epoch(run, windows)
 
     def _stops_after(self, run: Run, windows: Iterator[list[Batch]], waiting: bool) -> bool:
         """Stop after a window, unless it was the epoch's last one; return True if the run stops."""
         leaves = self._leaves_epoch(run, windows)
-        if leaves and waiting and not exit_code(run.stop_reason):
+        if leaves and waiting and not exit_code(run.clock.stop_reason):
             self._step_waiting_schedulers(run)
         return leaves
 
@@ -579,14 +580,14 @@ class Trainer:
         run.begin_epoch()
         resumed = run.progress.batch > 0 or run.progress.epoch_started
         if not resumed:
-            run.restore_rng()
-            run.remember_epoch(begins_epochs(run))
+            run.generators.restore()
+            run.generators.begin_epoch(begins_epochs(run))
         # In a resumed epoch the hook is called a second time: values logged, numbers drawn and changes are dropped.
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope), repeating(run) if resumed else NULL_CONTEXT:
             run.hooks.on_train_epoch_start()
         run.optimizer_averages.train()  # also groups that the hook has added
-        run.restore_rng()
+        run.generators.restore()
         run.progress.epoch_started = True
         run.begin_batches(partial(self._validation_interval, run))
 
@@ -624,7 +625,7 @@ class Trainer:
                 return
             with run.strategy.gradient_sync(last=is_last) if step.syncs_gradients else NULL_CONTEXT:
                 outputs = step.forward("training_step", data, batch_idx)
-                run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
+                run.clock.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 if outputs is None or type(outputs) is SkippedBatch:
                     skipping.skip(outputs, divisor, len(window))
                     outputs = None
@@ -746,8 +747,8 @@ class Trainer:
     def _count(self, run: Run, window: list[Batch], refused: bool) -> None:
         """Update the counters after a window; unless its step is refused, step the schedulers with interval "step"."""
         progress = run.progress
-        run.watchdog.heartbeats += 1
-        run.watchdog.allow_slow = False
+        run.clock.watchdog.heartbeats += 1
+        run.clock.watchdog.allow_slow = False
         progress.window = len(window)
         progress.batch += progress.window
         for batch in window:
@@ -776,7 +777,7 @@ class Trainer:
             self._publish_epoch(run)
             if run.module.automatic_optimization:
                 self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
-            run.decide_end(complete=progress.step >= run.last_step or progress.epoch + 1 >= run.last_epoch)
+            run.clock.decide_end()
         run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         run.end_epoch()
@@ -816,11 +817,11 @@ class Trainer:
     def _end_training(self, run: Run) -> None:
         run.metrics.read_losses()
         run.check_numbers()
-        run.restore_rng()  # of a resumed run that has nothing left to train
-        run.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
+        run.generators.restore()  # of a resumed run that has nothing left to train
+        run.clock.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
         # The checkpoint comes first: in a run that goes on from it the epoch, and the training, ends later.
         run.saving_hooks.on_train_end()
-        if run.in_epoch and not exit_code(run.stop_reason):
+        if run.in_epoch and not exit_code(run.clock.stop_reason):
             self._publish_epoch(run)
         # Kept apart from the values of an unfinished epoch, which a resumed run continues.
         closing = MetricScope(batches=False, steps=False)
@@ -835,25 +836,25 @@ class Trainer:
 
     def _finished(self, run: Run) -> bool:
         """Return True if no epoch is left to train."""
-        return run.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
+        return run.clock.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
 
     def _out_of_steps_or_epochs(self, run: Run) -> bool:
-        return run.progress.step >= run.last_step or self._out_of_epochs(run)
+        return run.clock.is_up(run.progress.epoch)
 
     def _out_of_epochs(self, run: Run) -> bool:
-        return run.progress.epoch >= run.last_epoch
+        return run.progress.epoch >= run.clock.last_epoch
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""
-        return exit_code(run.stop_reason) != 0 or not run.skipping.is_exhausted(windows, self._epoch_validates())
+        return exit_code(run.clock.stop_reason) != 0 or not run.skipping.is_exhausted(windows, self._epoch_validates())
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""
         run, batch, micro_batches = self._run, self.progress.batch, self.accumulate_grad_batches
         if run is None or run.validation_interval is None or batch == 0:
             return False
-        if run.validation_clock is not None:
-            return run.validation_clock.is_up(self.progress.step)
+        if run.clock.validations is not None:
+            return run.clock.validations.is_up(self.progress.step)
         window = self.progress.window or batch % micro_batches or micro_batches
         if self.settings.check_val_every_n_epoch is None:
             batch += self.progress.batches_before
@@ -864,7 +865,7 @@ class Trainer:
         interval = self.val_check_interval
         if not run.val_loaders or not self._epoch_may_validate():
             return None
-        if run.validation_clock is not None:
+        if run.clock.validations is not None:
             return 1
         if isinstance(interval, int):
             return interval * (self.accumulate_grad_batches if self.settings.accumulate_grad_batches == "auto" else 1)
@@ -872,7 +873,7 @@ class Trainer:
 
     def _epoch_validates(self) -> bool:
         """Return True if validation is due at the end of this epoch."""
-        interval, by_time = self.val_check_interval, self.run.validation_clock is not None
+        interval, by_time = self.val_check_interval, self.run.clock.validations is not None
         whole_epoch = isinstance(interval, float) and interval == 1.0 and not by_time
         return bool(self.val_loaders) and whole_epoch and self._epoch_may_validate()
 
@@ -973,7 +974,7 @@ class Trainer:
             name: of the write, not used before.
             sent: a list that one thread gives for all of its writes; see `StoreProcessGroup`.
         """
-        store: Any = self.run.stop_coordinator.store  # torch's stubs do not know `clone`
+        store: Any = self.run.clock.coordinator.store  # torch's stubs do not know `clone`
         if not self.strategy.shards_state or store is None:
             return SINGLE_PROCESS
         return StoreProcessGroup(store.clone(), self.rank, self.world_size, name, _WRITE_TIMEOUT_S, sent)
@@ -1112,7 +1113,7 @@ class Trainer:
     @property
     def stop_reason(self) -> str | None:
         """The reason why the run is stopping or was stopped; None: it is running or has reached its end."""
-        return self._last.stop_reason
+        return None if self._run is None else self._run.clock.stop_reason
 
     @property
     def should_stop(self) -> bool:
@@ -1123,7 +1124,7 @@ class Trainer:
     def should_stop(self, value: bool) -> None:
         if value:
             self.stop("trainer.should_stop was set")
-        elif self._run is not None and (self._run.stop_coordinator.requested or self._run.postponed_stop):
+        elif self._run is not None and (self._run.clock.coordinator.requested or self._run.clock.postponed_stop):
             raise ConfigError("A stop that was requested cannot be taken back: decide before you call trainer.stop.")
 
     @property

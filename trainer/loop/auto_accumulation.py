@@ -94,7 +94,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
     data = slice_samples(batch.data, samples, 0, min(size, samples))
     parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
-        with run.isolated_rng(), limited_memory(_limit(run)):
+        with run.generators.isolated(), limited_memory(_limit(run)):
             module = _copy_sharing_weights(run.module)
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
             for _ in range(2):

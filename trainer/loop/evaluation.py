@@ -241,7 +241,7 @@ def run_batches(
             continue
         hooks.batch_start(data, batch_idx, *index)
         outputs = call_step(hooks.step, *arguments)
-        run.watchdog.heartbeats += 1
+        run.clock.watchdog.heartbeats += 1
         hooks.batch_end(outputs, data, batch_idx, *index)
         # Nothing of this batch may stay in memory during the next forward.
         del data, arguments, batch

@@ -6,9 +6,8 @@ import logging
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,10 +23,6 @@ from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError, first_of, format_ranks
 from trainer.fault_tolerance.collective_check import CollectiveCheck, listen, require_same_call, wait_after_run
-from trainer.fault_tolerance.deadline import Deadline
-from trainer.fault_tolerance.signals import EXIT_RETRY
-from trainer.fault_tolerance.stop import StopCoordinator, exit_code
-from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.guards.bad_steps import BadSteps
 from trainer.guards.gradient_norms import GradientNorms, clipping_finds_it
 from trainer.guards.host_times import SAVING, HostTimes
@@ -37,7 +32,7 @@ from trainer.guards.skipped_batches import SkippedBatches
 from trainer.guards.trainable_parameters import NewParameters, TrainableParameters
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
-from trainer.loop.progress import Progress, ValidationClock
+from trainer.loop.progress import Clock, Progress
 from trainer.loop.step import Step
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
@@ -51,15 +46,14 @@ from trainer.metrics.phases import (
     unheard,
 )
 from trainer.model.hugging_face import processing_files
-from trainer.model.reachable import OwnGenerator
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
-from trainer.seed import seed_readers, share_random_numbers
+from trainer.seed import seed_readers
 from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
-from trainer.state.held_generators import isolated_with, parts_of, report_lacking, set_states_with, states_with
+from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
 from trainer.strategy import ChangingBuffers, StepConfig
 
@@ -184,14 +178,8 @@ class Run:
     """True inside `fit` in a validation, but for its last hook: a checkpoint of now would have a part of it."""
     has_weights = False
     """True when the strategy has the module, with the weights that the run begins with."""
-    validation_clock: ValidationClock | None = None
-    """Says when a validation is due, if `val_check_interval` is a time."""
     _windows_before = 0
     """The windows that were begun before this epoch and are no steps of it."""
-    _loaders_epoch = 0
-    """The epoch for which the loaders were made."""
-    shutting_down = False
-    """True while only the last collective of the run is left."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
     logged_before: Mapping[int, dict[str, Any]] = {}
@@ -204,13 +192,8 @@ class Run:
     """Facts with which a resumed run is compared, see runs/changes_since_checkpoint.py."""
     identity_of_facts: Mapping[str, str] | None = None
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
-    ends = False
-    """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
-    saved then is the end of the training."""
     is_over = False
     """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
-    postponed_stop: str | None = None
-    """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     bad_steps: BadSteps | None = None
     """Judges each step, with a `StepGuard` among the callbacks; None: every step changes the weights."""
     trainable: TrainableParameters | None = None
@@ -231,12 +214,6 @@ class Run:
     """True if the optimizer evaluates the loss several times per step (LBFGS)."""
     resumed_from: StoragePath | None = None
     """The checkpoint from which the run was started."""
-    rng_to_restore: dict[str, Any] | None = None
-    epoch_rng: dict[str, Any] | None = None
-    """The generators' states before the first hook of the epoch in progress, where users have one: see `repeating`."""
-    loaders_rng: dict[str, Any] | None = None
-    """The generators' states before the loaders were made anew; None: before the first ones, which need no state."""
-    """States of the generators in the checkpoint, until the first epoch restores them."""
 
     def __init__(
         self,
@@ -283,18 +260,10 @@ class Run:
         self.metrics.copies_losses = self.reuses_memory
         self.optimizers: list[Optimizer] = []
         self.optimizer_averages = OptimizerAverages(self.strategy)
+        self.generators = Generators(self._owners, self.strategy)
         self.scheduler_configs: list[SchedulerConfig] = []
-        self.stop_coordinator = StopCoordinator(None)
-        self.stop_reason: str | None = None
-        self.watchdog = Watchdog()
-        settings = config.settings
-        self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
+        self.clock = Clock(config, self.strategy, self.progress, self.loaders)
         self.collective_check: CollectiveCheck | None = None
-        last_step = None if settings.fast_dev_run else config.max_steps
-        self.last_step = math.inf if last_step is None else last_step
-        """The step after which training ends, if nothing ends it before."""
-        self.last_epoch = math.inf if config.max_epochs is None else config.max_epochs
-        """The number of epochs after which it does."""
         session.stage = stage
 
     # -- set-up, in running order --------------------------------------------------------------------------------------
@@ -322,7 +291,7 @@ class Run:
         """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
         # No signal handlers in an evaluation, which has nothing to save.
         signals, processes = self.stage == "fit", self.strategy.processes
-        self.stop_coordinator, self.collective_check = listen(processes, self._collectives, signals)
+        self.clock.coordinator, self.collective_check = listen(processes, self._collectives, signals)
 
     def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
         """Write into this run directory, and start from this checkpoint."""
@@ -332,10 +301,6 @@ class Run:
         """Have each reader derive its own random numbers from a seed that was given; the initial weights are equal."""
         self.session.seed = seed
         seed_readers(seed, self.settings.seed is not None, self.strategy.processes, self.strategy.device)
-
-    def share_random_numbers(self) -> None:
-        """Have all processes of one model draw the same numbers from now on. Collective."""
-        share_random_numbers(self.strategy.processes, self.strategy.device)
 
     def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """Add facts with which a resumed run is compared, as soon as they are known."""
@@ -385,28 +350,11 @@ class Run:
 
     def resume(
         self,
-        rng: dict[str, Any] | None,
-        of_epoch: dict[str, Any] | None,
         postponed_stop: str | None,
         followed: Collection[str],
     ) -> None:
-        """Keep of the checkpoint what has to wait: generators' states, a stop that waits for its time, buffers.
-
-        Args:
-            rng: now, and `of_epoch`, before the first hook of the epoch in progress.
-        """
-        self.rng_to_restore, self.epoch_rng = rng, of_epoch
-        self.postponed_stop, self.followed_buffers = postponed_stop, followed
-
-    def remember_epoch(self, hooked: bool) -> None:
-        """Keep the generators' states before the first hook of an epoch, which a resumed run calls again."""
-        self.epoch_rng = self.rng_state() if hooked else None
-
-    def draw_loaders_from(self, rng: dict[str, Any] | None) -> None:
-        """Make the loaders of a resumed run with the random numbers with which they were made before."""
-        self.loaders_rng = rng
-        if rng is not None:
-            self.set_rng_state(rng)
+        """Keep of the checkpoint a stop that waits for its time, and the buffers that steps change."""
+        self.clock.postponed_stop, self.followed_buffers = postponed_stop, followed
 
     def take_weights(self) -> None:
         """Let users gather, change and save weights from now on."""
@@ -425,7 +373,7 @@ class Run:
     def _collectives(self) -> int:
         """Return the number of windows and collectives that this process has begun."""
         windows = self.trainable.windows if self.trainable else 0
-        return self.strategy.processes.begun + windows + 10**9 * self.shutting_down
+        return self.strategy.processes.begun + windows + 10**9 * self.clock.shutting_down
 
     # -- parts of the stage --------------------------------------------------------------------------------------------
 
@@ -489,9 +437,7 @@ class Run:
         if self.strategy.processes.world_size > 1:
             self.buffers = ChangingBuffers(self.strategy, self.followed_buffers)
         self.times.begin()
-        seconds, every = self.settings.validation_seconds, self.settings.log_every_n_steps or 50
-        if seconds is not None:
-            self.validation_clock = ValidationClock(seconds, self.strategy.processes, every)
+        self.clock.begin_training()
         self.session.training_batches = self.num_training_batches
         self.skipping.begin_training(self.hooks, self.loaders, self.closure_needed)
         guard = self.step_guard
@@ -547,19 +493,15 @@ class Run:
 
     def reload_if_due(self) -> None:
         """Make the loaders anew if they are those of other epochs than the one in progress. Collective."""
-        if self.epoch_of_loaders(self.progress.epoch) != self._loaders_epoch:
-            self.loaders_rng = self.rng_state()
+        if self.epoch_of_loaders(self.progress.epoch) != self.generators.epoch_of_loaders:
+            self.generators.begin_loaders()
             self._reload()
-
-    def rng_of_epoch(self) -> dict[str, Any]:
-        """Return the generators' states with which the epoch's loaders and its first hook are called again."""
-        return {"epoch": self._loaders_epoch, "loaders": self.loaders_rng or {}, "hook": self.epoch_rng or {}}
 
     @contextmanager
     def asking_for_loaders(self) -> Iterator[None]:
         """Ask the user for loaders in the block, in the epoch for which they are made, also if that is over by now."""
         epoch = self.progress.epoch
-        self.progress.epoch = self._loaders_epoch = self.epoch_of_loaders(epoch)
+        self.progress.epoch = self.generators.epoch_of_loaders = self.epoch_of_loaders(epoch)
         try:
             yield
         finally:
@@ -610,13 +552,6 @@ class Run:
         for logger in self.loggers if self.strategy.processes.is_global_zero else ():
             logger.finalize("failed" if self.interrupted else "success")
 
-    def shut_down(self) -> None:
-        """Wait for the other processes, by the last collective of the run."""
-        self.shutting_down = True
-        # When the first process exits, the launcher may end the others in the middle of their teardown.
-        self.strategy.processes.barrier()
-        self.stop_coordinator.done()
-
     def end(self) -> None:
         """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
         self.session.stage = self.collective_check = self.activity = None
@@ -664,50 +599,6 @@ class Run:
         """Whether validation, also of the sanity check, or test is in progress."""
         return self.activity in ("validating", "sanity checking") or self.stage == "test"
 
-    def stop(self, reason: str) -> None:
-        """Request a stop, which waits for `min_epochs` and `min_steps`."""
-        if self.reached_minimum:
-            self.stop_coordinator.request(reason)
-        elif self.postponed_stop is None:
-            self.postponed_stop = reason
-            least = f"min_steps={self.settings.min_steps}, min_epochs={self.settings.least_epochs}"
-            log.info("stopping later (%s): %s", reason, least)
-
-    @property
-    def reached_minimum(self) -> bool:
-        """Whether `min_epochs` and `min_steps` are done."""
-        epochs_done = self.progress.epoch + int(self.progress.batch == self.num_training_batches)
-        return self.progress.step >= (self.settings.min_steps or 0) and epochs_done >= self.settings.least_epochs
-
-    def stops(self) -> bool:
-        """Return True if all processes stop at this boundary of a step or epoch. Call this once per boundary."""
-        if self.postponed_stop is not None and self.reached_minimum:
-            self.stop_coordinator.request(self.postponed_stop)
-        if self.stop_reason is None:
-            self.stop_reason = self.stop_coordinator.check(self.progress.step)
-        return self.stop_reason is not None
-
-    def decide_end(self, complete: bool) -> None:
-        """Find out at the end of an epoch, before its checkpoint is written, whether it is the last one.
-
-        Args:
-            complete: no further epoch is to be trained.
-        """
-        self.ends = (self.stops() or complete) and not exit_code(self.stop_reason)
-
-    def take_last_stop(self, complete: bool) -> None:
-        """Wait until all processes have trained, and take a stop that one of them was asked for before that.
-
-        Args:
-            complete: nothing is left to train: it need not be started again.
-        """
-        self.stop_reason = self.stop_reason or self.stop_coordinator.finish(self.progress.step)
-        if complete and exit_code(self.stop_reason) == EXIT_RETRY:
-            if self.strategy.processes.is_global_zero:
-                log.info("%s came when nothing was left to train.", self.stop_reason)
-            self.stop_reason = None
-        self.ends = not exit_code(self.stop_reason)
-
     def _owners(self) -> dict[str, Any]:
         """Return the objects of the user's that may hold random generators, by name."""
         of_schedulers = {f"scheduler {number}": one.scheduler for number, one in enumerate(self.scheduler_configs)}
@@ -715,31 +606,6 @@ class Run:
         of_data = {} if self.datamodule is None else {"data module": self.datamodule}
         optimizers = {f"optimizer {number}": one for number, one in enumerate(self.optimizers)}
         return parts_of({"module": self.module}, optimizers) | of_data | of_schedulers | of_callbacks
-
-    def rng_state(self, saves: bool = False) -> dict[str, Any]:
-        """Return the states of the global generators, and of those that the user's objects hold, as data.
-
-        `saves`: for a checkpoint; see `states_with`.
-        """
-        return states_with(self._owners(), self.strategy.device, saves)
-
-    def set_rng_state(self, state: dict[str, Any]) -> list[str]:
-        """Restore what `rng_state` returned; return the names of generators that are missing."""
-        return set_states_with(self._owners(), state, self.strategy.device)
-
-    def isolated_rng(
-        self, others: Sequence[OwnGenerator] = (), keeps_new: bool = False
-    ) -> AbstractContextManager[None]:
-        """Restore the states of all these generators, and of others, on exit, and take back those made meanwhile."""
-        return isolated_with(self._owners(), others, self.strategy.device, keeps_new)
-
-    def restore_rng(self) -> None:
-        """Restore the generators' states from the checkpoint, once in a resumed run. Collective."""
-        if self.rng_to_restore is not None:
-            lacking = self.set_rng_state(self.rng_to_restore)
-            self.rng_to_restore = None
-            self.share_random_numbers()
-            report_lacking(lacking if self.strategy.processes.is_global_zero else [])
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -896,17 +762,8 @@ class Run:
     @contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
         """Suspend the watchdog while the block writes a checkpoint, and report the duration to the deadline."""
-        self.watchdog.heartbeats += 1
-        self.watchdog.expect_slow_work()
-        begun = time.monotonic()
-        try:
-            with self.phase(CHECKPOINT), self.times.during(SAVING):
-                yield
-        finally:
-            self.watchdog.heartbeats += 1
-            self.watchdog.allow_slow = False
-            if self.deadline is not None:
-                self.deadline.saved(time.monotonic() - begun)
+        with self.clock.saving(), self.phase(CHECKPOINT), self.times.during(SAVING):
+            yield
 
     def processing_files(self) -> dict[str, str]:
         """Return the files of a tokenizer or processor of the module or data module; see `processing_files`."""
@@ -971,7 +828,6 @@ class NoRun:
     training = validating = sanity_checking = evaluating = interrupted = is_last_batch = False
     datamodule: DataModule | None = None
     resumed_from: StoragePath | None = None
-    stop_reason: str | None = None
     loaders = Loaders()
 
     @property

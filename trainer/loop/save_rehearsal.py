@@ -37,7 +37,7 @@ def rehearse_save(run: Run) -> None:
         CheckpointError: names everything that cannot be stored.
     """
     processes, problem = run.strategy.processes, None
-    with run.isolated_rng():
+    with run.generators.isolated():
         restore = [*keep_users(run)]
         state = _rehearsed_state(run)
         if processes.is_global_zero or run.strategy.shards_state:

@@ -125,7 +125,7 @@ def start_run(
         try:
             join_processes(run, cleanup)
             if run.settings.fast_dev_run:
-                cleanup.enter_context(run.isolated_rng(keeps_new=True))
+                cleanup.enter_context(run.generators.isolated(keeps_new=True))
             run.connect_callbacks(caller)
             check_settings(run)
             check_folders_of_shards(run)
@@ -160,7 +160,7 @@ def start_run(
             run.interrupt()
             end_with_error(run, error)
             raise
-    run.stop_coordinator.send_again(run.stop_reason)
+    run.clock.coordinator.send_again(run.clock.stop_reason)
     exit_if_stopped(run)
 
 
@@ -189,7 +189,7 @@ def stop_listening(run: Run) -> None:
     """Restore the former signal handlers; after a stop, keep its exit code whatever signal follows."""
     if will_exit(run):
         keep_exit_code()
-    run.stop_coordinator.uninstall()
+    run.clock.coordinator.uninstall()
 
 
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
@@ -294,7 +294,7 @@ def build_module(
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
     restore_weights(run, checkpoint)
-    run.share_random_numbers()  # rank 0 may have drawn numbers for the layers that it alone has built
+    run.generators.share()  # rank 0 may have drawn numbers for the layers that it alone has built
     run.take_weights()
 
 
@@ -347,7 +347,7 @@ def report_short_schedules(run: Run) -> None:
     for config in run.scheduler_configs:
         if not isinstance(config.scheduler, OneCycleLR):
             continue
-        planned = run.estimated_stepping_batches if config.interval == "step" else run.last_epoch
+        planned = run.estimated_stepping_batches if config.interval == "step" else run.clock.last_epoch
         if config.scheduler.total_steps < planned // config.frequency < math.inf:
             log.warning(
                 "the OneCycleLR has %d steps, and the run takes %d of it: torch refuses the next one. Set total_steps="
@@ -369,11 +369,11 @@ def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: 
     ended = noted["step"] == step
     epochs = noted["epochs"] if ended else run.progress.epoch
     early = [reason for callback in run.callbacks if (reason := callback.reason_to_stop()) is not None]
-    if step >= run.last_step:
-        end = f"the checkpoint has {step} steps, and max_steps={run.last_step}"
-    elif epochs >= run.last_epoch:
-        end = f"max_epochs={run.last_epoch} are done; raise it to go on"
-    elif early and run.reached_minimum:
+    if step >= run.clock.last_step:
+        end = f"the checkpoint has {step} steps, and max_steps={run.clock.last_step}"
+    elif epochs >= run.clock.last_epoch:
+        end = f"max_epochs={run.clock.last_epoch} are done; raise it to go on"
+    elif early and run.clock.reached_minimum:
         end = early[0]
     else:
         return
@@ -434,16 +434,16 @@ def give_hints(run: Run, optimizers: list[Optimizer]) -> None:
 
 def start_watchdog(run: Run, cleanup: ExitStack) -> None:
     """Start the threads of the watchdog and the deadline."""
-    stop, strategy = run.stop_coordinator, run.strategy
+    stop, strategy = run.clock.coordinator, run.strategy
     rank, world_size = strategy.processes.rank, strategy.processes.world_size
-    cleanup.callback(run.watchdog.stop)
+    cleanup.callback(run.clock.watchdog.stop)
     limit, steps = run.settings.watchdog_seconds, lambda: run.progress.step
     folder = None if run.settings.fast_dev_run else run.session.run_dir
     stop.deadlocks.keep_records_in(folder)
-    run.watchdog.start(stop.store, rank, world_size, limit, steps, folder)
-    if run.deadline is not None and run.stage == "fit":
-        cleanup.callback(run.deadline.stop)
-        run.deadline.start(stop)
+    run.clock.watchdog.start(stop.store, rank, world_size, limit, steps, folder)
+    if run.clock.deadline is not None and run.stage == "fit":
+        cleanup.callback(run.clock.deadline.stop)
+        run.clock.deadline.start(stop)
 
 
 class _Shown(logging.StreamHandler):  # type: ignore[type-arg]

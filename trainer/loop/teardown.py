@@ -36,24 +36,24 @@ _OF_STATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticErro
 
 def finish(run: Run) -> None:
     """Call the teardown hooks, say why a training was stopped, and wait for the other processes."""
-    run.watchdog.expect_slow_work()
+    run.clock.watchdog.expect_slow_work()
     if run.stage == "fit":
         require_saved(run)
     run.tear_down()
     if run.stage == "fit" and run.strategy.processes.is_global_zero:
         report_end(run)
-    run.shut_down()
+    run.clock.shut_down()
 
 
 def report_end(run: Run) -> None:
     """Note in the run directory that a training has ended, or say why it was stopped and how it goes on."""
-    code, stopped = exit_code(run.stop_reason), f"stopped after step {run.progress.step}: {run.stop_reason}"
+    code, stopped = exit_code(run.clock.stop_reason), f"stopped after step {run.progress.step}: {run.clock.stop_reason}"
     if code:
         print_text(run.callbacks, f"{stopped}. {_resume_advice(run)}\n")
         return
     if _has_saved(run):
         note_end(run)
-    if run.stop_reason:
+    if run.clock.stop_reason:
         log.info(stopped)
 
 
@@ -84,7 +84,7 @@ def require_saved(run: Run) -> None:
         f"training has ended at step {run.progress.step}, and its last weights are {'PERHAPS ' if uncertain else ''}"
         f"NOT SAVED: {'; '.join(map(str, problems))}"
     )
-    if exit_code(run.stop_reason) != EXIT_RETRY or not exit_code_is_free():
+    if exit_code(run.clock.stop_reason) != EXIT_RETRY or not exit_code_is_free():
         raise (UncertainWriteError if uncertain else WriteError)(message)
     if run.strategy.processes.is_global_zero:
         log.error(
@@ -100,13 +100,13 @@ def end_with_error(run: Run, error: BaseException) -> None:
             `explain_lost_connection`.
         CheckpointError: the state of the optimizer or scheduler came from a checkpoint, and does not fit.
     """
-    run.stop_coordinator.failed()
-    run.watchdog.stop()
+    run.clock.coordinator.failed()
+    run.clock.watchdog.stop()
     processes, explained = run.strategy.processes, _explain(run, error)
     if explained is not None:
         explained.__cause__ = error  # which is reported with it
     if isinstance(error, Exception):
-        report_failure(run.stop_coordinator.store, processes.rank, processes.world_size, explained or error)
+        report_failure(run.clock.coordinator.store, processes.rank, processes.world_size, explained or error)
     several = processes.world_size > 1
     if several:
         limit_exit()
@@ -236,7 +236,7 @@ def exit_if_stopped(run: Run) -> None:
     """Exit with the code of a signal or deadline that stopped the run, except in an interactive session."""
     if not will_exit(run):
         return
-    code = exit_code(run.stop_reason)
+    code = exit_code(run.clock.stop_reason)
     if code == EXIT_RETRY and run.strategy.processes.is_global_zero:
         requeue()
     sys.exit(restart_safe_exit_code(code, run.strategy.processes.store))
@@ -244,7 +244,7 @@ def exit_if_stopped(run: Run) -> None:
 
 def will_exit(run: Run) -> bool:
     """Return True if a signal or deadline has stopped the run, and it ends this process."""
-    return run.shutting_down and exit_code(run.stop_reason) != 0 and not in_interactive_session()
+    return run.clock.shutting_down and exit_code(run.clock.stop_reason) != 0 and not in_interactive_session()
 
 
 def in_interactive_session() -> bool:

@@ -76,12 +76,12 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     leave_out_changing_facts(run)
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
-        "rng": run.rng_to_restore or run.rng_state(saves=True),
-        "epoch_rng": run.rng_of_epoch(),
+        "rng": run.generators.to_restore or run.generators.state(saves=True),
+        "epoch_rng": run.generators.state_of_epoch(),
         "loader": run.skipping.loader_state or _state_of(run.train_loader),
         "metrics": metrics_state(run.metrics),
         "hook_changes": run.hook_changes.state_dict(),
-        "postponed_stop": run.postponed_stop,
+        "postponed_stop": run.clock.postponed_stop,
     }
     per_rank = gather_states(own, strategy.processes)
     entries = {name: [state[name] for state in per_rank] for name in own}
@@ -366,7 +366,7 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
     """Restore the random numbers and the place in the data of a rank; None: there is no such rank."""
     stop, followed = checkpoint["postponed_stop"], checkpoint["followed_buffers"]
     if rank is None:
-        run.resume(None, None, stop, followed)
+        run.resume(stop, followed)
         log.info(
             "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
             "same, other random numbers (dropout) differ",
@@ -377,7 +377,8 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
     rng, of_epoch = checkpoint["rng"][rank], checkpoint["epoch_rng"][rank]["hook"]
     check_rng_state(rng, f"{run.resumed_from}, 'rng' of rank {rank}", run.strategy.device)
     of_epoch = of_epoch and states_of_generators(run.callbacks, checkpoint, of_epoch)
-    run.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None, stop, followed)
+    run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
+    run.resume(stop, followed)
     # Loaders that were made anew for the next epoch begin by themselves.
     same = run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch)
     if run.train_loader and checkpoint["loader"][rank] and same:
@@ -393,10 +394,10 @@ def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[N
         return
     of_epoch, rng = checkpoint["epoch_rng"][rank], checkpoint["rng"]
     made = run.epoch_of_loaders(run.progress.epoch) == of_epoch["epoch"]
-    run.draw_loaders_from(of_epoch["loaders"] or None if made else rng[rank])
+    run.generators.draw_loaders_from(of_epoch["loaders"] or None if made else rng[rank])
     yield
     if not made:  # the run goes on with what they have left
-        left = run.rng_state()
+        left = run.generators.state()
         rng[rank] = {**left, "own": {**rng[rank].get("own", {}), **left["own"]}}
 
 
@@ -484,7 +485,7 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
         loggers: their hooks; they cut what they have of later steps, as in a resumed run.
     """
     strategy, before = run.strategy, run.progress.step
-    run.watchdog.expect_slow_work()
+    run.clock.watchdog.expect_slow_work()
     checkpoint = load_training_state(as_storage_path(path), True, strategy.shards_state, strategy.processes)
     strategy.release_gathered()
     run.forget_values()
@@ -550,9 +551,8 @@ def _about(run: Run) -> dict[str, Any]:
     if run.session.began is not None:
         about["began"] = run.session.began
     if run.stage == "fit":
-        epochs = progress.epoch + progress.epoch_ended
-        about["finished"] = progress.step >= run.last_step or epochs >= run.last_epoch
-        reason = run.stop_reason or run.stop_coordinator.wanted
+        about["finished"] = run.clock.is_up(progress.epoch + progress.epoch_ended)
+        reason = run.clock.stop_reason or run.clock.coordinator.wanted
         if reason is not None and not exit_code(reason):
             about["stopped"] = reason.partition(":")[0]
     return about

@@ -238,17 +238,17 @@ class HookChanges:
 
         return put_back
 
-    def restore_groups(self, number: int, state: Mapping[str, Any], changes: Mapping[str, Any] | None) -> None:
+    def restore_groups(self, number: int, state: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         """Give an optimizer the groups with which its state was saved, if it had those of this run before hooks.
 
         Args:
             number: of the optimizer.
             state: of the optimizer, in a checkpoint.
-            changes: the `state_dict` in the checkpoint; None: one of an earlier version has none.
+            changes: the `state_dict` in the checkpoint.
         """
         optimizer, own, saved = self._optimizers[number], self._groups[number], state["param_groups"]
-        count = len(own) if changes is None else changes["groups"][number]
-        began = (changes or {}).get("names", {}).get(str(number), [group["params"] for group in saved[:count]])
+        unchanged = [group["params"] for group in saved[: changes["groups"][number]]]
+        began = changes.get("names", {}).get(str(number), unchanged)
         other = self._began is None and sorted(map(sorted, began)) != sorted(map(sorted, own))
         now = self._names(optimizer)
         # Groups of another program are refused; those of DeepSpeed are flat, and stage 3 leaves them empty.

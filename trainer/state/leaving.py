@@ -49,7 +49,7 @@ class Leaving(Staying):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._rng = run.rng_state()
+        self._rng = run.generators.state()
         self.logged = {id(logger): logger.state_dict() for logger in run.loggers}
         """The states of the loggers before the validation, by their ids."""
         self._restore: list[Restore] = [*keep_states(run, looks_inside=True)]
@@ -98,8 +98,8 @@ class Leaving(Staying):
     def _stops(self, even: bool) -> bool:
         run = self.run
         if even:
-            run.stops()
-        reason = run.stop_reason if even else run.stop_coordinator.announced
+            run.clock.stops()
+        reason = run.clock.stop_reason if even else run.clock.coordinator.announced
         self.left = exit_code(reason) != 0 and not self._cannot_leave(even)
         return self.left
 
@@ -107,7 +107,7 @@ class Leaving(Staying):
         """Put back what the validation has changed that was left."""
         for restore in self._restore:
             restore()
-        self.run.set_rng_state(self._rng)
+        self.run.generators.set_state(self._rng)
 
     def _few_weights(self) -> list[torch.Tensor]:
         """Return copies of a few values of each weight, or of this process's part of it, without a synchronization."""

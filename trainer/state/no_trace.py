@@ -64,7 +64,7 @@ def no_trace(run: Run) -> Iterator[None]:
     """Restore on exit what `keep` keeps, and the random generators: the global ones, those that the user's objects
     hold, and those of the data that are evaluated, with the places of streams in their attributes."""
     of_data = [one for loader in run.loaders.evaluated.values() for one in loader.generators()]
-    with run.isolated_rng(of_data):
+    with run.generators.isolated(of_data):
         streams = [one for loader in run.loaders.evaluated.values() for one in loader.streams()]
         restore = [*keep_values(streams, _SMALL, set(), _LEVEL_OF_DATA), keep(run)]
         try:

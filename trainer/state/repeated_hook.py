@@ -40,8 +40,8 @@ def repeating(run: Run) -> Iterator[None]:
     """
     users = _users_callbacks(run)
     mine = begins_epochs(run)
-    if run.rng_to_restore is not None and run.epoch_rng is not None:
-        run.set_rng_state(run.epoch_rng)  # it draws what it drew in the run before
+    if run.generators.to_restore is not None and run.generators.of_epoch is not None:
+        run.generators.set_state(run.generators.of_epoch)  # it draws what it drew in the run before
     # Copies are made only where somebody's code could change something: they take as much host memory as the weights.
     kept = _kept(run, users) if any(run.strategy.processes.all_gather_object(mine)) else []
     with run.hook_changes.repeating():
