@@ -535,7 +535,7 @@ class Trainer:
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
         windows, waiting = self._windows(run), self._schedulers_wait(run)
-        progress, clock = run.progress, run.clock
+        progress, clock, guards = run.progress, run.clock, run.guards
         if self._leaves_before_batches(run, windows):
             return
         train_step = self._step_with_closure if run.closure_needed else self._train_step
@@ -543,11 +543,11 @@ class Trainer:
             for window in windows:
                 if waiting and progress.batch:
                     self._step_waiting_schedulers(run)
-                if run.bad_steps is not None and run.bad_steps.leaves_out():
+                if guards.bad_steps is not None and guards.bad_steps.leaves_out():
                     self._count(run, window, refused=True)
                 else:
                     train_step(run, window)
-                    if run.skipping.epoch_ended:
+                    if guards.skipping.epoch_ended:
                         run.drop_window()
                         break
                     if not self._end_step(run, window):
@@ -613,7 +613,7 @@ class Trainer:
         Args:
             repeated: a closure runs the same step again; the batches have been announced before.
         """
-        module, hooks, step, skipping = run.module, run.hooks, run.step, run.skipping
+        module, hooks, step, skipping = run.module, run.hooks, run.step, run.guards.skipping
         if not module.automatic_optimization:
             self._manual_optimization.training_step(window)
             return
@@ -632,8 +632,8 @@ class Trainer:
                 else:
                     loss = checked_loss(outputs, module, run.settings.detect_anomaly)
                     run.metrics.watch_loss(run.progress.step + 1, loss, divisor)
-                    if run.bad_steps is not None:
-                        loss = run.bad_steps.watch(loss, divisor)
+                    if run.guards.bad_steps is not None:
+                        loss = run.guards.bad_steps.watch(loss, divisor)
                     if divisor is not None:
                         loss = without_items(loss) if divisor is NO_ITEMS else loss / divisor
                     step.backward_with_hooks(loss)
@@ -651,7 +651,7 @@ class Trainer:
 
     def _begin_batch(self, run: Run, batch: Batch, position: int, repeated: bool) -> Any:
         """Return a micro-batch of a window on the device, and call its first hook, which may end the epoch."""
-        metrics, skipping = run.metrics, run.skipping
+        metrics, skipping = run.metrics, run.guards.skipping
         if position > 0:
             metrics.start_batch(batch.data, batch.samples)
         data = metrics.batch = run.step.transfer(batch.data)
@@ -659,8 +659,8 @@ class Trainer:
             run.hooks.on_train_batch_start(data, run.progress.batch + position)
             if skipping.may_end_epochs and skipping.ends_epoch(position):
                 return None
-        if position == 0 and run.trainable is not None:
-            run.trainable.follow(metrics.window)
+        if position == 0 and run.guards.trainable is not None:
+            run.guards.trainable.follow(metrics.window)
         return data
 
     def _end_micro_batch(self, run: Run, batch_idx: int, repeated: bool) -> None:
@@ -677,12 +677,12 @@ class Trainer:
         Returns:
             False if the step is bad, and the guard takes the run back to a checkpoint.
         """
-        step, hooks, progress, bad = run.step, run.hooks, run.progress, None
-        updates = step.updates and not run.skipping.whole_step
-        if updates and run.trainable is not None:
-            run.trainable.require_unchanged()
-        if run.bad_steps is not None:
-            bad = self._judged_update(run, run.bad_steps, window, updates)
+        step, hooks, progress, guards, bad = run.step, run.hooks, run.progress, run.guards, None
+        updates = step.updates and not guards.skipping.whole_step
+        if updates and guards.trainable is not None:
+            guards.trainable.require_unchanged()
+        if guards.bad_steps is not None:
+            bad = self._judged_update(run, guards.bad_steps, window, updates)
             if bad is not None and self._rewinds(run, bad):
                 return False
         elif updates:
@@ -700,8 +700,8 @@ class Trainer:
             every = run.settings.log_every_n_steps
             if every and progress.step % every == 0:
                 run.flush_step()
-        elif run.bad_steps is not None:
-            run.bad_steps.drop_values()
+        elif guards.bad_steps is not None:
+            guards.bad_steps.drop_values()
         return True
 
     def _judged_update(self, run: Run, judge: BadSteps, window: list[Batch], updates: bool) -> BadStep | None:
@@ -758,7 +758,7 @@ class Trainer:
         progress.step += 1
         if run.scheduler_configs and run.module.automatic_optimization:
             self._step_schedulers(run, "step", progress.step, on_plateau=None)
-            run.options.add_step()
+            run.guards.options.add_step()
         if run.checks_states:
             check_states_storable(run)
 
@@ -846,7 +846,9 @@ class Trainer:
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""
-        return exit_code(run.clock.stop_reason) != 0 or not run.skipping.is_exhausted(windows, self._epoch_validates())
+        return exit_code(run.clock.stop_reason) != 0 or not run.guards.skipping.is_exhausted(
+            windows, self._epoch_validates()
+        )
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""
@@ -952,7 +954,7 @@ class Trainer:
         if not self.module.automatic_optimization:
             self.strategy.unscale(inner)
         norm = self.strategy.clip_gradients(inner, value, algorithm)
-        self.run.gradient_norms.remember(inner, norm)
+        self.run.guards.gradient_norms.remember(inner, norm)
         return norm
 
     def gradient_norm(self, optimizer: Optimizer) -> torch.Tensor | None:
@@ -961,7 +963,7 @@ class Trainer:
         For `on_before_optimizer_step` and later hooks of the step. Measured if clipping has not found it; None in
         `on_before_optimizer_step` under DeepSpeed, which knows it after the step. Collective under sharding.
         """
-        return self.run.gradient_norms.of(optimizer)
+        return self.run.guards.gradient_norms.of(optimizer)
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization; see `TrainModule.manual_backward`."""

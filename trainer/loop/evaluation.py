@@ -190,7 +190,7 @@ def _publish(run: Run, log_results: bool, values: ReducedMetrics, results: list[
     for one in results:
         one.update(values.results)
     if run.stage == "fit":
-        run.nonfinite.check_validation(values.results)
+        run.guards.nonfinite.check_validation(values.results)
 
 
 def run_prediction(run: Run, keep: bool) -> list[list[Any]]:

@@ -58,10 +58,10 @@ class ManualOptimization:
         (self._loss_divisor,) = run.step.begin(window)
         data = run.metrics.batch = run.step.transfer(batch.data)
         run.hooks.on_train_batch_start(data, batch_idx)
-        if run.skipping.may_end_epochs and run.skipping.ends_epoch(0):
+        if run.guards.skipping.may_end_epochs and run.guards.skipping.ends_epoch(0):
             return
-        if run.trainable is not None:
-            run.trainable.follow(run.metrics.window)
+        if run.guards.trainable is not None:
+            run.guards.trainable.follow(run.metrics.window)
         self.batches += 1
         steps = self.steps
         with self._refusing_direct_calls():
@@ -115,7 +115,7 @@ class ManualOptimization:
         self._in_step = True
         self.run.step.update_alone(optimizer, closure, **options)
         self._in_step = False
-        self.run.gradient_norms.stepped(optimizer)
+        self.run.guards.gradient_norms.stepped(optimizer)
 
     @contextmanager
     def _refusing_direct_calls(self) -> Iterator[None]:
@@ -197,14 +197,14 @@ class ManualOptimizer:
         with self._manual.outside_forward():
             if closure is None:
                 run.strategy.unscale(self.optimizer)
-                run.gradient_norms.renew(self.optimizer)
+                run.guards.gradient_norms.renew(self.optimizer)
                 run.hooks.on_before_optimizer_step(self.optimizer)
             self._manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
         result, self._result = self._result, None
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        norms = self._run.gradient_norms
+        norms = self._run.guards.gradient_norms
         norms.stepped(self.optimizer)
         with self._manual.forward_context():
             result = closure()

@@ -23,13 +23,10 @@ from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError, first_of, format_ranks
 from trainer.fault_tolerance.collective_check import CollectiveCheck, listen, require_same_call, wait_after_run
-from trainer.guards.bad_steps import BadSteps
-from trainer.guards.gradient_norms import GradientNorms, clipping_finds_it
+from trainer.guards.gradient_norms import clipping_finds_it
+from trainer.guards.guards import Guards
 from trainer.guards.host_times import SAVING, HostTimes
-from trainer.guards.nonfinite import NonFiniteMonitor
 from trainer.guards.optimizer_options import OptionsCheck
-from trainer.guards.skipped_batches import SkippedBatches
-from trainer.guards.trainable_parameters import NewParameters, TrainableParameters
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
 from trainer.loop.progress import Clock, Progress
@@ -55,7 +52,7 @@ from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
 from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
-from trainer.strategy import ChangingBuffers, StepConfig
+from trainer.strategy import StepConfig
 
 Activity = Literal["sanity checking", "training", "validating"]
 ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
@@ -155,12 +152,12 @@ class Session:
 class Run:
     """One stage ("fit", "validate", "test" or "predict") of one module.
 
-    `start_run` makes the run and yields it complete. It cannot be made at once: devices are known when the processes
-    have met, layers when `configure_model` has run, optimizers when the layers are on their device, and this user code
-    sees the run as far as it is set up. So the methods under "set-up" complete it, in running order, and nothing else
-    assigns to its attributes; what only one file changes is an object of that file (`skipping`, `trainable`,
-    `nonfinite`), which does not know the run. A run does not know the Trainer: its hooks have the trainer bound as
-    their first argument, see `CallbackList`.
+    Its parts have one task each, and do not know it: `session` outlives it, `progress` counts, `clock` says when it
+    ends, `guards` watch its steps, `generators` are its random numbers, `metrics` its logged values, `loaders` its data,
+    `step` is what each step calls. Devices are known when the processes have met, layers when `configure_model` has run,
+    optimizers when the layers are on their device, and this user code sees the run as far as it is set up: so the
+    methods under "set-up" complete it, in running order, and nothing else assigns to its attributes. A run does not know
+    the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
     """
 
     step: Step
@@ -194,18 +191,10 @@ class Run:
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
     is_over = False
     """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
-    bad_steps: BadSteps | None = None
-    """Judges each step, with a `StepGuard` among the callbacks; None: every step changes the weights."""
-    trainable: TrainableParameters | None = None
-    """Notices a change of the trainable parameters; None on one process, and outside of `fit`."""
     _processing_files: dict[str, str] | None = None
     """The files of a tokenizer or processor for checkpoints, read at the first one."""
     hook_changes: HookChanges
     """The changes of hooks at the model and its optimizers. Known from `note_beginning` on."""
-    new_parameters: NewParameters | None = None
-    """Warns of untrained parameters; None on several processes, under sharding, and outside of `fit`."""
-
-    buffers: ChangingBuffers | None = None
     evaluated: tuple[int, int] | None = None
     """The loader and the batch of the evaluation in progress."""
     followed_buffers: Collection[str] = ()
@@ -235,9 +224,9 @@ class Run:
             log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
         session.start(stage)
         self.progress = session.progress
-        self.options = OptionsCheck(self.strategy, self.progress)
+        options = OptionsCheck(self.strategy, self.progress)
         items = module.num_items if module.overrides("num_items") else None
-        self.metrics = MetricLog(module, self.options.gather, report_names=self._report_names, num_items=items)
+        self.metrics = MetricLog(module, options.gather, report_names=self._report_names, num_items=items)
         self.times = HostTimes()
         self.transfer_hooks = transfer_hooks(module, datamodule)
         """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
@@ -249,11 +238,8 @@ class Run:
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
         """Names in `_also_trained` that are monitored and were reported, and other messages that come once."""
-        self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
-        self.gradient_norms = GradientNorms(self.strategy, self.metrics)
+        self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
         self.loaders = Loaders()
-        self.skipping = SkippedBatches(module, self.strategy, self.progress)
-
         self._waiting_saves: list[Callable[[], None]] = []
         self.reuses_memory = config.compilation is not None and config.compilation.reuses_memory
         """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
@@ -321,11 +307,7 @@ class Run:
         self.scheduler_configs = schedulers
         self.optimizers = strategy.setup_optimizers(optimizers, config)
         self.optimizer_averages.begin(self.optimizers)
-        if strategy.processes.world_size > 1:
-            self.options.begin(self.optimizers)
-            self.trainable = TrainableParameters(module, strategy, self.optimizers)
-        elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
-            self.new_parameters = NewParameters(module, self.optimizers)
+        self.guards.watch_optimizers(self.optimizers)
         self.checks_states = bool(self.checkpoint_callbacks)
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
@@ -364,7 +346,8 @@ class Run:
         """Check from now on that losses, weights and states are finite."""
         saves = self.stage == "fit" and not self.settings.fast_dev_run
         schedulers = [config.scheduler.state_dict() for config in self.scheduler_configs]
-        self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], schedulers, saves)
+        restored = self.optimizers if self.resumed_from is not None else []
+        self.guards.nonfinite.begin_training(restored, schedulers, saves)
 
     def mark_states_checked(self) -> None:
         """Note that a checkpoint can hold the optimizers' states."""
@@ -372,8 +355,7 @@ class Run:
 
     def _collectives(self) -> int:
         """Return the number of windows and collectives that this process has begun."""
-        windows = self.trainable.windows if self.trainable else 0
-        return self.strategy.processes.begun + windows + 10**9 * self.clock.shutting_down
+        return self.strategy.processes.begun + self.guards.windows + 10**9 * self.clock.shutting_down
 
     # -- parts of the stage --------------------------------------------------------------------------------------------
 
@@ -434,25 +416,13 @@ class Run:
 
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
-        if self.strategy.processes.world_size > 1:
-            self.buffers = ChangingBuffers(self.strategy, self.followed_buffers)
         self.times.begin()
         self.clock.begin_training()
         self.session.training_batches = self.num_training_batches
-        self.skipping.begin_training(self.hooks, self.loaders, self.closure_needed)
-        guard = self.step_guard
-        if guard is not None:
-            self.bad_steps = BadSteps(
-                self.strategy,
-                self.progress,
-                self.metrics,
-                self.gradient_norms,
-                self.loaders,
-                guard.losses,
-                guard.left_out,
-                not clipping_finds_it(self.settings, self.module),
-                self.closure_needed,
-            )
+        self.guards.begin_training(self.hooks, self.loaders, self.closure_needed, self.followed_buffers)
+        if self.step_guard is not None:
+            measures = not clipping_finds_it(self.settings, self.module)
+            self.guards.judge_steps(self.step_guard, self.loaders, measures, self.closure_needed)
 
     def bind_step(self) -> None:
         """Bind what each step calls, with the methods that the module has by now."""
@@ -462,7 +432,7 @@ class Run:
         """Begin an epoch, or go on inside of one."""
         self.in_epoch = True
         self.drop_window()
-        self.skipping.begin_epoch()
+        self.guards.skipping.begin_epoch()
         # Else the first hooks may have to bring back what the epoch began with.
         if self.progress.batch == 0 and self.train_loader is not None:
             self.train_loader.measure()
@@ -485,7 +455,7 @@ class Run:
         """Forget logged values and norms, before the values of a checkpoint are restored within the run."""
         self.session.forget_values()
         self.flushed_step, self.in_epoch = -1, False
-        self.gradient_norms.forget()
+        self.guards.gradient_norms.forget()
 
     def set_reload(self, reload: Callable[[], None]) -> None:
         """Call `reload` where `reload_dataloaders_every_n_epochs` asks for new loaders."""
@@ -531,8 +501,7 @@ class Run:
     @property
     def _windows_without_step(self) -> int:
         """The windows that have begun and are no steps yet; refused ones, which never will be, do not count."""
-        refused = 0 if self.bad_steps is None else self.bad_steps.refused
-        return self.metrics.window - self.metrics.repeats - self.progress.step - refused
+        return self.metrics.window - self.metrics.repeats - self.progress.step - self.guards.refused
 
     def end_epoch(self) -> None:
         """Count the epoch, which is complete."""
@@ -716,10 +685,7 @@ class Run:
 
     def check_numbers(self) -> None:
         """Report numbers that are not finite, and parameters that nothing trains. Call this after values were read."""
-        if self.new_parameters is not None and self.training:
-            self.new_parameters.report()
-        optimizers = self.optimizers if self.training else []
-        self.nonfinite.check_values(optimizers, updated=not self.skipping.whole_step)
+        self.guards.check_numbers(self.optimizers if self.training else [])
 
     def update_metrics(self, values: ReducedMetrics, complete: bool = True) -> None:
         """Store reduced values for `monitor=`, the loggers and the progress bar.

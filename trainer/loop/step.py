@@ -87,8 +87,8 @@ class Step:
         self.outputs = self.data = None
         self.losses.clear()
         self._metrics.start_window(window[0].data, window[0].samples, repeated)
-        if self._run.buffers is not None:
-            self._run.buffers.follow(self._run.progress.step)
+        if self._run.guards.buffers is not None:
+            self._run.guards.buffers.follow(self._run.progress.step)
         for optimizer in self._cleared:
             self.zero_grad(optimizer)
         if len(window) == 1 and not self.divides_loss:

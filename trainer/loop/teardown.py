@@ -133,7 +133,7 @@ def _explain(run: Run, error: BaseException) -> TrainerError | None:
 def _explain_training(run: Run, error: Exception, frames: list[FrameType]) -> TrainerError | None:
     """Return the first explanation for an error of torch or of the user's code."""
     return (
-        (run.trainable.explain(error) if run.trainable is not None else None)
+        run.guards.explain(error)
         or _explain_full_parameters(run, error, frames)
         or _explain_shards(run, error, frames)
         or explain_torch_error(error)

@@ -78,7 +78,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         # Before the first step of a resumed run those of its checkpoint still stand.
         "rng": run.generators.to_restore or run.generators.state(saves=True),
         "epoch_rng": run.generators.state_of_epoch(),
-        "loader": run.skipping.loader_state or _state_of(run.train_loader),
+        "loader": run.guards.skipping.loader_state or _state_of(run.train_loader),
         "metrics": metrics_state(run.metrics),
         "hook_changes": run.hook_changes.state_dict(),
         "postponed_stop": run.clock.postponed_stop,
@@ -97,7 +97,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "callback_metrics": dict(session.callback_metrics),
         "measured": {name: measured._asdict() for name, measured in session.measured.items()},
         "scheduler_values": [config.value_step for config in run.scheduler_configs],
-        "followed_buffers": sorted(run.followed_buffers if run.buffers is None else run.buffers.names),
+        "followed_buffers": sorted(run.followed_buffers if run.guards.buffers is None else run.guards.buffers.names),
         "callbacks": {
             key: state
             for key, c in callbacks_by_state_key(run.callbacks).items()
@@ -525,7 +525,7 @@ def save_state(
         }
         schedulers = [config.scheduler.state_dict() for config in run.scheduler_configs]
         looked_at = {**tensors, "schedulers": schedulers, "callbacks": callbacks}
-        nonfinite = run.nonfinite.check_state(looked_at, reported=callable(info))
+        nonfinite = run.guards.nonfinite.check_state(looked_at, reported=callable(info))
         about = {**_about(run), **(info(nonfinite) if callable(info) else info)}
         if nonfinite:
             about["nonfinite"] = nonfinite
