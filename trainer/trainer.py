@@ -620,7 +620,7 @@ class Trainer:
         divisors = step.begin(window, repeated)
         for position, (batch, divisor) in enumerate(zip(window, divisors, strict=True)):
             batch_idx, is_last = run.progress.batch + position, position + 1 == len(window)
-            data = self._begin_batch(run, batch, position, repeated)
+            data = step.begin_batch(batch, position, repeated)
             if skipping.epoch_ended:
                 return
             with run.strategy.gradient_sync(last=is_last) if step.syncs_gradients else NULL_CONTEXT:
@@ -648,20 +648,6 @@ class Trainer:
             complete()
         if skipping.may_skip:
             skipping.end_window()
-
-    def _begin_batch(self, run: Run, batch: Batch, position: int, repeated: bool) -> Any:
-        """Return a micro-batch of a window on the device, and call its first hook, which may end the epoch."""
-        metrics, skipping = run.metrics, run.guards.skipping
-        if position > 0:
-            metrics.start_batch(batch.data, batch.samples)
-        data = metrics.batch = run.step.transfer(batch.data)
-        if not repeated:
-            run.hooks.on_train_batch_start(data, run.progress.batch + position)
-            if skipping.may_end_epochs and skipping.ends_epoch(position):
-                return None
-        if position == 0 and run.guards.trainable is not None:
-            run.guards.trainable.follow(metrics.window)
-        return data
 
     def _end_micro_batch(self, run: Run, batch_idx: int, repeated: bool) -> None:
         """End a micro-batch that is not the last of its window."""

@@ -28,15 +28,12 @@ def checked_loss(
     Raises:
         ConfigError: there is no loss, or no gradient for it; with `detect_anomaly`, the loss is not finite.
     """
-    loss = outputs
-    if not isinstance(loss, torch.Tensor):
-        if isinstance(loss, Mapping):
-            loss = loss.get("loss", outputs)
-        if not isinstance(loss, torch.Tensor):
-            raise ConfigError(f"{type(module).__name__}.{where} {_loss_problem(loss)}")
-    if loss.numel() != 1 or not loss.requires_grad or (detect_anomaly and not torch.isfinite(loss).all()):
+    loss = outputs.get("loss", outputs) if isinstance(outputs, Mapping) else outputs
+    usable = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+    if not usable or (detect_anomaly and not torch.isfinite(loss).all()):
         raise ConfigError(f"{type(module).__name__}.{where} {_loss_problem(loss)}")
-    return loss
+    checked: torch.Tensor = loss
+    return checked
 
 
 def divided(loss: torch.Tensor, divisor: Divisor) -> torch.Tensor:
@@ -89,11 +86,11 @@ def _loss_problem(loss: Any) -> str:
     if isinstance(loss, Mapping):
         return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
     if not isinstance(loss, torch.Tensor):
-        what = "None" if loss is None else f"a value of type {type(loss).__name__}"
-        fix = "To optimize by hand, set automatic_optimization = False."
-        if isinstance(loss, float):
-            fix = "Leave out .item() or float(), which cut the gradient off."
-        return f"{what}; what is needed is the loss, a tensor with one element and a gradient. {fix}"
+        given = "None" if loss is None else f"a value of type {type(loss).__name__}"
+        return (
+            f"{given}; what is needed is the loss, a tensor with one element and a gradient. Leave out .item() or float(), "
+            "which cut the gradient off. To optimize by hand, set automatic_optimization = False."
+        )
     if loss.numel() != 1:
         return f"a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()."
     if not loss.requires_grad:

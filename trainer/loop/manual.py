@@ -56,12 +56,9 @@ class ManualOptimization:
         """Call `training_step` with the only batch of the window; the module calls `manual_backward` and optimizers."""
         run, (batch,), batch_idx = self.run, window, self.run.progress.batch
         (self._loss_divisor,) = run.step.begin(window)
-        data = run.metrics.batch = run.step.transfer(batch.data)
-        run.hooks.on_train_batch_start(data, batch_idx)
-        if run.guards.skipping.may_end_epochs and run.guards.skipping.ends_epoch(0):
+        data = run.step.begin_batch(batch, 0)
+        if run.guards.skipping.epoch_ended:
             return
-        if run.guards.trainable is not None:
-            run.guards.trainable.follow(run.metrics.window)
         self.batches += 1
         steps = self.steps
         with self._refusing_direct_calls():

@@ -52,6 +52,7 @@ from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
 from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
+from trainer.state.repeated_hook import users_callbacks
 from trainer.strategy import StepConfig
 
 Activity = Literal["sanity checking", "training", "validating"]
@@ -153,11 +154,11 @@ class Run:
     """One stage ("fit", "validate", "test" or "predict") of one module.
 
     Its parts have one task each, and do not know it: `session` outlives it, `progress` counts, `clock` says when it
-    ends, `guards` watch its steps, `generators` are its random numbers, `metrics` its logged values, `loaders` its data,
-    `step` is what each step calls. Devices are known when the processes have met, layers when `configure_model` has run,
-    optimizers when the layers are on their device, and this user code sees the run as far as it is set up: so the
-    methods under "set-up" complete it, in running order, and nothing else assigns to its attributes. A run does not know
-    the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
+    ends, `guards` watch its steps, `generators` are its random numbers, `metrics` its logged values, `loaders` its
+    data, `step` is what each step calls. Devices are known when the processes have met, layers when `configure_model`
+    has run, optimizers when the layers are on their device, and this user code sees the run as far as it is set up: so
+    the methods under "set-up" complete it, in running order, and nothing else assigns to its attributes. A run does not
+    know the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
     """
 
     step: Step
@@ -237,7 +238,7 @@ class Run:
         self._also_trained: set[str] = set()
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
-        """Names in `_also_trained` that are monitored and were reported, and other messages that come once."""
+        """The warnings that come once, and were logged."""
         self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
         self.loaders = Loaders()
         self._waiting_saves: list[Callable[[], None]] = []
@@ -624,16 +625,14 @@ class Run:
 
     def _report_names(self, positions: dict[str, list[int]]) -> None:
         """Warn of names that only some of the processes that report have logged."""
-        processes = self.strategy.processes
-        if processes.is_global_zero:
-            ranks = {
-                name: format_ranks([processes.reporters[one] for one in where]) for name, where in positions.items()
-            }
-            log.warning(
-                "logged by some of the processes only: %s. A value is reduced over those that log it. Log the same "
-                "names on all of them; or give self.log(..., rank_zero_only=True), if that of rank 0 is meant.",
-                first_of([f"{name!r} on {where}" for name, where in ranks.items()]),
-            )
+        reporters = self.strategy.processes.reporters
+        on_ranks = [
+            f"{name!r} on {format_ranks([reporters[one] for one in where])}" for name, where in positions.items()
+        ]
+        self.report_once(
+            f"logged by some of the processes only: {first_of(on_ranks)}. A value is reduced over those that log it. Log "
+            "the same names on all of them; or give self.log(..., rank_zero_only=True), if that of rank 0 is meant."
+        )
 
     def new_value(self, config: SchedulerConfig) -> float | None:
         """Return the value that a scheduler monitors; None without one since the scheduler's last. Collective."""
@@ -650,14 +649,11 @@ class Run:
 
         A name that is logged in training and in validation has the value of the validation, which a warning says.
         """
-        if name in self._also_trained and name not in self._reported:
-            self._reported.add(name)
-            if self.strategy.processes.is_global_zero:
-                log.warning(
-                    "%r is logged in training and in validation, and monitored: its values are those of the "
-                    "validations. Give the two different names to choose.",
-                    name,
-                )
+        if name in self._also_trained:
+            self.report_once(
+                f"{name!r} is logged in training and in validation, and monitored: its values are those of the "
+                "validations. Give the two different names to choose."
+            )
         return self.session.measured.get(name)
 
     def report_once(self, message: str) -> None:
@@ -675,11 +671,9 @@ class Run:
         """Whether a name without a value may get one, after the first validation or epoch at the latest. Collective."""
         if self.val_loaders and self.progress.validated_step == -1:
             return True
-        if self.progress.epoch == 0 and not self.progress.epoch_ended:
-            hooks = [callback.on_train_epoch_end for callback in self.callbacks]
-            users = [hook for hook in hooks if not hook.__module__.startswith("trainer.")]
-            if users or self.module.overrides("on_train_epoch_end"):
-                return True
+        users = users_callbacks(self.callbacks, "on_train_epoch_end") or self.module.overrides("on_train_epoch_end")
+        if users and self.progress.epoch == 0 and not self.progress.epoch_ended:
+            return True
         logged = set().union(*self.strategy.processes.all_gather_object(self.metrics.names))
         return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
 

@@ -275,10 +275,7 @@ def build_module(
             refuse_adapters_of_other_weights(module, pretrained)
         check_weights(run, pretrained)
     if training:
-        run.record_facts({"module": facts_of_module(module, strategy.precision)})
-        check_torchmetrics(module)
-        if run.checkpoint_callbacks:
-            check_buffers_storable(module)
+        note_module(run)
     if checkpoint is not None:
         if not training:
             checkpoint["model"] = evaluated_weights(checkpoint)
@@ -296,6 +293,14 @@ def build_module(
     restore_weights(run, checkpoint)
     run.generators.share()  # rank 0 may have drawn numbers for the layers that it alone has built
     run.take_weights()
+
+
+def note_module(run: Run) -> None:
+    """Note the facts of a module that is to be trained, and check what else only the first checkpoint would."""
+    run.record_facts({"module": facts_of_module(run.module, run.strategy.precision)})
+    check_torchmetrics(run.module)
+    if run.checkpoint_callbacks:
+        check_buffers_storable(run.module)
 
 
 def build_layers(run: Run) -> None:

@@ -95,6 +95,25 @@ class Step:
             return NO_DIVISOR
         return loss_divisors(window, self._module, self._strategy, self.weighs_items)
 
+    def begin_batch(self, batch: Batch, position: int, repeated: bool = False) -> Any:
+        """Return a micro-batch of a window on the device, and call its first hook, which may end the epoch.
+
+        Args:
+            position: in the window.
+            repeated: as for `begin`.
+        """
+        run, skipping = self._run, self._run.guards.skipping
+        if position > 0:
+            run.metrics.start_batch(batch.data, batch.samples)
+        data = run.metrics.batch = self.transfer(batch.data)
+        if not repeated:
+            run.hooks.on_train_batch_start(data, run.progress.batch + position)
+            if skipping.may_end_epochs and skipping.ends_epoch(position):
+                return None
+        if position == 0 and run.guards.trainable is not None:
+            run.guards.trainable.follow(run.metrics.window)
+        return data
+
     def _clip(self, optimizer: Optimizer) -> None:
         settings = self._run.settings
         value, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
