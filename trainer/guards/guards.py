@@ -78,23 +78,14 @@ class Guards:
             self.buffers = ChangingBuffers(self._strategy, followed)
         self.skipping.begin_training(hooks, loaders, closure_needed)
 
-    def judge_steps(self, guard: StepGuard, loaders: Loaders, measures: bool, closure_needed: bool) -> None:
+    def judge_steps(self, guard: StepGuard, loaders: Loaders, measures: bool) -> None:
         """Judge each step by a guard's losses.
 
         Args:
             measures: clipping does not find the norm of the gradients.
-            closure_needed: the optimizer evaluates the loss several times per step.
         """
         self.bad_steps = BadSteps(
-            self._strategy,
-            self._progress,
-            self._metrics,
-            self.gradient_norms,
-            loaders,
-            guard.losses,
-            guard.left_out,
-            measures,
-            closure_needed,
+            self._strategy, self._progress, self._metrics, self.gradient_norms, loaders, guard, measures
         )
 
     def check_numbers(self, optimizers: list[Optimizer]) -> None:

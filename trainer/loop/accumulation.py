@@ -88,8 +88,8 @@ def _loss_problem(loss: Any) -> str:
     if not isinstance(loss, torch.Tensor):
         given = "None" if loss is None else f"a value of type {type(loss).__name__}"
         return (
-            f"{given}; what is needed is the loss, a tensor with one element and a gradient. Leave out .item() or float(), "
-            "which cut the gradient off. To optimize by hand, set automatic_optimization = False."
+            f"{given}; what is needed is the loss, a tensor with one element and a gradient. Leave out .item() or "
+            "float(), which cut the gradient off. To optimize by hand, set automatic_optimization = False."
         )
     if loss.numel() != 1:
         return f"a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()."

@@ -423,7 +423,7 @@ class Run:
         self.guards.begin_training(self.hooks, self.loaders, self.closure_needed, self.followed_buffers)
         if self.step_guard is not None:
             measures = not clipping_finds_it(self.settings, self.module)
-            self.guards.judge_steps(self.step_guard, self.loaders, measures, self.closure_needed)
+            self.guards.judge_steps(self.step_guard, self.loaders, measures)
 
     def bind_step(self) -> None:
         """Bind what each step calls, with the methods that the module has by now."""
@@ -630,8 +630,8 @@ class Run:
             f"{name!r} on {format_ranks([reporters[one] for one in where])}" for name, where in positions.items()
         ]
         self.report_once(
-            f"logged by some of the processes only: {first_of(on_ranks)}. A value is reduced over those that log it. Log "
-            "the same names on all of them; or give self.log(..., rank_zero_only=True), if that of rank 0 is meant."
+            f"logged by some of the processes only: {first_of(on_ranks)}. A value is reduced over those that log it. "
+            "Log the same names on all; or give self.log(..., rank_zero_only=True), if the value of rank 0 is meant."
         )
 
     def new_value(self, config: SchedulerConfig) -> float | None:

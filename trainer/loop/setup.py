@@ -410,11 +410,11 @@ def build_optimizers(run: Run) -> None:
         compiles_module=run.config.compilation is not None and run.config.compilation.blocks is None,
     )
     run.set_up_optimizers(optimizers, schedulers, steps)
-    several = len(optimizers) > 1 or strategy.processes.world_size > 1
-    if run.closure_needed and (several or strategy.scaler is not None or module.overrides_any(OF_STEP)):
+    alone = len(optimizers) == 1 and strategy.processes.world_size == 1 and strategy.scaler is None
+    if run.closure_needed and (not alone or run.step_guard is not None or module.overrides_any(OF_STEP)):
         raise ConfigError(
             f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
-            f"one process, without loss scaling, and without overrides of {' and '.join(OF_STEP)}."
+            f"one process, without loss scaling, BadStepGuard, and overrides of {' and '.join(OF_STEP)}."
         )
 
 
