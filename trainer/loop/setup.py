@@ -224,15 +224,16 @@ def note_configuration(run: Run) -> None:
 
 def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tuple[StoragePath | None, Path]:
     """Return, on rank 0, the checkpoint to start from and the run directory, which a restarted run keeps."""
-    record = RestartRecord() if run.stage == "fit" else None
+    record = RestartRecord() if run.stage == "fit" else None  # which counts the fits of the script
     path = find_after_restart(run, record.former) if record is not None and record.former is not None else None
     if path is not None:
         ckpt_path = "last"
         log.info("started again after a failure")
     else:
-        ckpt_path = ckpt_path or ("last" if record is not None and was_requeued() else None)
+        if record is not None and was_requeued():
+            ckpt_path = ckpt_path or "last"
         path = find_checkpoint(run, ckpt_path)
-        if path is not None and run.stage == "fit":
+        if record is not None and path is not None:
             path = refuse_weights_alone(run, ckpt_path, path)
     path = None if path is None else kept_storage_path(path)
     run_dir = kept_path(choose_run_dir(run, ckpt_path, path))

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.callback_list import call_all
 from trainer.loop.run import Run
-from trainer.model.full_parameters import name_of_shard
 from trainer.model.parameter_access import copy_advice, stepping_optimizer
 from trainer.runs.run_directory import note_end
 from trainer.runs.terminal import print_text
@@ -184,8 +182,6 @@ def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> Conf
             f"{run.strategy.name!r} keeps (DTensor). Use another optimizer, such as torch.optim.AdamW, or strategy "
             f"'ddp'.\ntorch said: {_first_line(error)}"
         )
-    values = (value for frame in reversed(frames) for value in _values_of(frame))
-    used = filter(None, (name_of_shard(run.module, value) for value in values))
     advice = (
         "In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to change it)."
     )
@@ -196,17 +192,9 @@ def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> Conf
             f"{INSTEAD_OF_PENALTIES}"
         )
     return ConfigError(
-        f"{next(used, 'a parameter')} was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards "
-        f"of the parameters. {advice}\ntorch said: {_first_line(error)}"
+        f"a parameter was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards of the "
+        f"parameters. {advice}\ntorch said: {_first_line(error)}"
     )
-
-
-def _values_of(frame: FrameType) -> Iterator[Any]:
-    """Yield the local values of a frame, and those in its lists and dicts."""
-    for value in frame.f_locals.values():
-        yield value
-        if type(value) in (list, tuple, dict):
-            yield from value.values() if isinstance(value, dict) else value
 
 
 def _explain_restored_state(run: Run, error: Exception, frames: list[FrameType]) -> CheckpointError | None:

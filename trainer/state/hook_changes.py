@@ -301,16 +301,15 @@ def _add_unless_restored(optimizer: Optimizer, group: dict[str, Any]) -> None:
 
 def _plain(value: Any) -> Any:
     """Return a value as a checkpoint keeps it, or `_NOT_PLAIN`."""
-    if value is None or type(value) in (bool, float):
-        return value
-    if type(value) is int:
-        return value if abs(value) < _LARGEST else _NOT_PLAIN
-    if type(value) is str:
-        return value if len(value) < _LONGEST and (value.isascii() or value.isprintable()) else _NOT_PLAIN
     if type(value).__module__ == "numpy":
-        number = with_python_numbers(value)
-        return number if number is not value else _NOT_PLAIN
-    return _NOT_PLAIN
+        value = with_python_numbers(value)
+    if type(value) is int:
+        fits = abs(value) < _LARGEST
+    elif type(value) is str:
+        fits = len(value) < _LONGEST and (value.isascii() or value.isprintable())
+    else:
+        fits = value is None or type(value) in (bool, float)
+    return value if fits else _NOT_PLAIN
 
 
 def _is_plain(value: Any) -> bool:
@@ -319,6 +318,6 @@ def _is_plain(value: Any) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are the same; what is not plain counts as absent."""
-    if not _is_plain(one) or not _is_plain(other):
-        return _is_plain(one) == _is_plain(other)
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+    if _is_plain(one) and _is_plain(other):
+        return repr(one) == repr(other)  # also of NaN, and not of 1 and True
+    return _is_plain(one) == _is_plain(other)
