@@ -28,9 +28,8 @@ def build_callback_list(
 ) -> CallbackList:
     """Return the hooks in calling order: callbacks, the module, then callbacks with `runs_last`."""
     raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
-    first = [callback for callback in callbacks if not callback.runs_last]
-    last = [callback for callback in callbacks if callback.runs_last]
-    hooks = CallbackList([*first, ModuleCallback(module), *last], trainer, module, phase)
+    ordered = sorted([*callbacks, ModuleCallback(module)], key=lambda callback: callback.runs_last)
+    hooks = CallbackList(ordered, trainer, module, phase)
     # The loop calls these two hooks of a `Checkpoint` apart from the others'.
     others = [callback for callback in hooks.callbacks if not isinstance(callback, Checkpoint)]
     apart = CallbackList(others, trainer, module, phase)

@@ -16,7 +16,6 @@ from trainer.errors import ConfigError
 from trainer.loop.accumulation import checked_loss, divided, outputs_for_hooks
 from trainer.loop.run import Run
 from trainer.optimizers import copy_gradients, needs_closure
-from trainer.precision import NULL_CONTEXT
 from trainer.strategy import DIRECT_BACKWARD, backward_with, has_gradients
 
 log = logging.getLogger("trainer")
@@ -88,7 +87,7 @@ class ManualOptimization:
             for optimizer in run.optimizers if run.strategy.scaler is not None else ():
                 run.strategy.scale_gradients(optimizer)
             self._in_backward = True
-            with backward_with(run.strategy, *args, **options) if args or options else NULL_CONTEXT:
+            with backward_with(run.strategy, *args, **options):
                 run.step.backward(loss)
             self._in_backward = False
             if run.reuses_memory:  # whether another forward follows before the step is for the module to decide

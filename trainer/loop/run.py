@@ -61,6 +61,9 @@ ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
 
 log = logging.getLogger("trainer")
 
+_NEVER = Measured(0.0, -1, "interim")
+"""The latest value of a name that was not logged yet."""
+
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -690,15 +693,15 @@ class Run:
         self.check_numbers()
         measured, step = self.session.measured, self.progress.step
         for name, value in values.all.items():
-            before = measured.get(name)
-            if not complete or values.kinds[name] == "past":
+            kind, latest = values.kinds[name], measured.get(name, _NEVER)
+            if not complete or kind == "past":
                 measured.setdefault(name, Measured(value, -1, "interim"))
-            elif self.validating and values.kinds[name] == "epoch":
+            elif self.validating and kind == "epoch":
                 measured[name] = Measured(value, step, "validation")
-            elif before is not None and before.kind == "validation":
+            elif latest.kind == "validation":
                 self._also_trained.add(name)
-            elif before is None or (before.step, before.kind) != (step, "epoch") or values.kinds[name] == "epoch":
-                measured[name] = Measured(value, step, values.kinds[name])
+            elif kind == "epoch" or (latest.step, latest.kind) != (step, "epoch"):
+                measured[name] = Measured(value, step, kind)
         self.session.store(values)
 
     def forget_validation(self) -> None:
