@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Guards:
-    """What watches the steps of a run; none of it knows the run.
+    """The watchers of a run's steps, which do not know the run.
 
     Args:
         module, strategy, progress, metrics: of the run.

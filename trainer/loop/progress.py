@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trainer.data.loader import Loaders
 from trainer.distributed.process_group import SingleProcess
+from trainer.fault_tolerance.collective_check import CollectiveCheck, listen
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
@@ -110,7 +111,7 @@ class ValidationClock:
 
 
 class Clock:
-    """When a run ends: by its own limits, by a stop that a process asks for, by the deadline or the watchdog.
+    """The end of a run: by its own limits, a stop that a process asks for, the deadline, or the watchdog.
 
     Args:
         config, strategy, progress, loaders: of the run.
@@ -139,6 +140,15 @@ class Clock:
         """The step after which training ends, if nothing ends it before."""
         self.last_epoch = math.inf if config.max_epochs is None else config.max_epochs
         """The number of epochs after which it does."""
+
+    def listen(self, begun: Callable[[], int], signals: bool) -> CollectiveCheck | None:
+        """Listen for stops and failures of the processes; return the check of their collective calls; see `listen`."""
+        self.coordinator, check = listen(self._strategy.processes, begun, signals)
+        return check
+
+    def postpone(self, reason: str | None) -> None:
+        """Keep the reason of a stop, of a checkpoint, that waits for `min_epochs` and `min_steps`."""
+        self.postponed_stop = reason
 
     def begin_training(self) -> None:
         """Measure the time between two validations from now on."""

@@ -22,7 +22,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError, first_of, format_ranks
-from trainer.fault_tolerance.collective_check import CollectiveCheck, listen, require_same_call, wait_after_run
+from trainer.fault_tolerance.collective_check import CollectiveCheck, require_same_call, wait_after_run
 from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.guards.guards import Guards
 from trainer.guards.host_times import SAVING, HostTimes
@@ -165,7 +165,7 @@ class Run:
     """
 
     step: Step
-    """What each step calls. Known when training begins."""
+    """The calls of each step. Known when training begins."""
     manual: WaitingGradients | None = None
     """Says, in manual optimization, which gradients wait for a later step; None: those of each step are used in it."""
     flushed_step = -1
@@ -280,8 +280,7 @@ class Run:
     def listen_for_stops(self) -> None:
         """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
         # No signal handlers in an evaluation, which has nothing to save.
-        signals, processes = self.stage == "fit", self.strategy.processes
-        self.clock.coordinator, self.collective_check = listen(processes, self._collectives, signals)
+        self.collective_check = self.clock.listen(self._collectives, signals=self.stage == "fit")
 
     def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
         """Write into this run directory, and start from this checkpoint."""
@@ -340,7 +339,8 @@ class Run:
         followed: Collection[str],
     ) -> None:
         """Keep of the checkpoint a stop that waits for its time, and the buffers that steps change."""
-        self.clock.postponed_stop, self.followed_buffers = postponed_stop, followed
+        self.followed_buffers = followed
+        self.clock.postpone(postponed_stop)
 
     def take_weights(self) -> None:
         """Let users gather, change and save weights from now on."""
@@ -784,7 +784,7 @@ class Run:
 
 
 class NoRun:
-    """What a trainer shows of its run before the first one."""
+    """The run of a trainer that has none yet: what its attributes show."""
 
     stage: str | None = None
     activity: Activity | None = None
