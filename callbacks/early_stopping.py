@@ -178,7 +178,7 @@ class EarlyStopping(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same settings."""
         earlier = None if self.stopping_reason_message is None else self.stopped_epoch
-        if trainer.run.postponed_stop is None:  # the run goes on: a reason of its checkpoint holds no longer
+        if trainer.run.clock.postponed_stop is None:  # the run goes on: a reason of its checkpoint holds no longer
             self.stopping_reason_message, self.stopped_epoch = None, 0
         if self.reason_to_stop() is not None:
             self._stop_if_due(trainer)

@@ -181,7 +181,7 @@ class StochasticWeightAveraging(AveragingCallback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         # Here, because a callback that stops the training may come after this one in `on_train_epoch_end`.
-        if trainer.run.ends:
+        if trainer.run.clock.ends:
             self._redo_statistics(trainer.run)
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
 

@@ -73,7 +73,7 @@ class AveragingCallback(Callback):
                 f"{type(self).__name__} averages them, too: leave one of the two out."
             )
         self._weights = AveragedWeights(trainer.strategy, self.use_buffers, self.device)
-        trainer.run.nonfinite.look_at_averages(self._weights.entries)
+        trainer.run.guards.nonfinite.look_at_averages(self._weights.entries)
         if self._stored is not None:
             self._load_stored()
 

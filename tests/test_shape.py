@@ -375,13 +375,14 @@ def functions_of_the_trainer(source: str) -> list[str]:
 
 ASSIGNED_BY_THE_LOOP = {
     "trainer": {
-        *("watchdog.heartbeats", "watchdog.allow_slow", "metrics.batch", "losses"),
+        *("clock.watchdog.heartbeats", "clock.watchdog.allow_slow", "step.outputs", "step.data"),
         *("progress.step", "progress.batch", "progress.window", "progress.samples"),
         *("progress.epoch_started", "progress.epoch_ended"),
     },
-    "loop.evaluation": {"watchdog.heartbeats", "metrics.batch", "evaluated"},
-    "state.batch_statistics": {"watchdog.heartbeats"},
-    "loop.manual": {"metrics.batch"},
+    "loop.evaluation": {"clock.watchdog.heartbeats", "metrics.batch", "evaluated"},
+    "state.batch_statistics": {"clock.watchdog.heartbeats"},
+    "loop.step": {"metrics.batch"},
+    "loop.manual": {"step.outputs", "step.data"},
 }
 """By file: attributes of parts of a run that are assigned to at every step or batch, where a call would cost time."""
 
@@ -389,18 +390,22 @@ ASSIGNED_BY_THE_LOOP = {
 RUN_TYPES = {
     "Run": [],
     "CallbackList": ["hooks"],
-    "Deadline": ["deadline"],
-    "GradientNorms": ["gradient_norms"],
+    "Clock": ["clock"],
+    "Deadline": ["clock", "deadline"],
+    "Generators": ["generators"],
+    "GradientNorms": ["guards", "gradient_norms"],
+    "Guards": ["guards"],
     "HostTimes": ["times"],
     "Loaders": ["loaders"],
     "MetricLog": ["metrics"],
-    "NonFiniteMonitor": ["nonfinite"],
-    "OptionsCheck": ["options"],
+    "NonFiniteMonitor": ["guards", "nonfinite"],
+    "OptionsCheck": ["guards", "options"],
     "Progress": ["progress"],
     "Session": ["session"],
-    "SkippedBatches": ["skipping"],
-    "StopCoordinator": ["stop_coordinator"],
-    "Watchdog": ["watchdog"],
+    "SkippedBatches": ["guards", "skipping"],
+    "Step": ["step"],
+    "StopCoordinator": ["clock", "coordinator"],
+    "Watchdog": ["clock", "watchdog"],
 }
 """By annotation of a parameter: the attributes from a run to it."""
 

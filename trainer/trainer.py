@@ -31,11 +31,8 @@ from trainer.guards.bad_steps import BadStep, BadSteps
 from trainer.hyperparameters import with_plain_numbers
 from trainer.logger import Logger
 from trainer.loop.accumulation import (
-    NO_DIVISOR,
-    StepOutputs,
     checked_loss,
     even_window,
-    loss_divisors,
     outputs_for_hooks,
     without_items,
 )
@@ -43,11 +40,10 @@ from trainer.loop.callback_list import CallbackList
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.progress import Progress
-from trainer.loop.rewind import rewind
-from trainer.loop.run import Run, Session
+from trainer.loop.run import NO_RUN, NoRun, Run, Session
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
-from trainer.loop.training_state import save_state
+from trainer.loop.training_state import rewind, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
 from trainer.metrics.reductions import as_tensors
@@ -258,7 +254,7 @@ class Trainer:
         call = self._call("fit", module, data, datamodule, ckpt_path, others)
         with self._start(call, allow_changes, weights) as run:
             self._start_training(run)
-            ends = run.progress.step >= run.last_step or run.stop_coordinator.requested
+            ends = run.progress.step >= run.clock.last_step or run.clock.coordinator.requested
             if run.progress.batch > 0 and ends and not self._out_of_epochs(run):
                 self._train_epoch(run)  # what comes after the last step: a validation, the end of the epoch
             while not self._finished(run):
@@ -354,7 +350,7 @@ class Trainer:
         Before `min_steps` and `min_epochs` are done, the request waits for them.
         """
         if self._run is not None:
-            self._run.stop(reason)
+            self._run.clock.stop(reason)
 
     def save_checkpoint(
         self,
@@ -527,7 +523,7 @@ class Trainer:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
         run.begin_training()
         run.optimize_by_hand(self._manual_optimization)
-        run.bind_overrides(partial(self._before_optimizer_step, run))
+        run.bind_step()
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
         run.hook_changes.begin()
@@ -536,59 +532,43 @@ class Trainer:
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
-        windows, hooks, progress = self._windows(run), run.hooks, run.progress
-        if run.stops() and self._leaves_epoch(run, windows):
+        windows, waiting = self._windows(run), self._schedulers_wait(run)
+        progress, clock, guards = run.progress, run.clock, run.guards
+        if self._leaves_before_batches(run, windows):
             return
-        if self.validation_due() and not self._validate_once(run):
-            return
-        flush_interval = run.settings.log_every_n_steps
-        waiting = self._schedulers_wait(run)
-        ends = run.stops() or progress.step >= run.last_step
-        if progress.batch > 0 and ends and self._leaves_epoch(run, windows):
-            return
+        train_step = self._step_with_closure if run.closure_needed else self._train_step
         with run.metrics.recording(run.metrics.train):
             for window in windows:
                 if waiting and progress.batch:
                     self._step_waiting_schedulers(run)
-                bad: BadStep | None = None
-                if run.closure_needed:
-                    outputs, data, _ = self._step_with_closure(run, window)
-                elif run.bad_steps is not None and run.bad_steps.leaves_out():
+                if guards.bad_steps is not None and guards.bad_steps.leaves_out():
                     self._count(run, window, refused=True)
-                    if not self._validate_inside_epoch(run):
-                        return
-                    if run.stops() and self._stops_after(run, windows, waiting):
-                        return
-                    continue
                 else:
-                    outputs, data, run.losses = self._train_step(run, window)
-                    if run.skipping.epoch_ended:
+                    train_step(run, window)
+                    if guards.skipping.epoch_ended:
                         run.drop_window()
                         break
-                    bad = self._update(run, window)
-                    if bad is not None and self._rewinds(run, bad):
+                    if not self._end_step(run, window):
                         return
-                self._count(run, window, refused=bad is not None)
-                hooks.on_train_batch_end(outputs, data, progress.batch - 1)
-                # Nothing of this step may stay in memory during the next forward.
-                del outputs, data
-                window.clear()
-                if bad is None:
-                    hooks.on_train_step_end()
-                    if flush_interval and progress.step % flush_interval == 0:
-                        run.flush_step()
-                elif run.bad_steps is not None:
-                    run.bad_steps.drop_values()
                 if run.validation_interval is not None and not self._validate_inside_epoch(run):
                     return
-                if (run.stops() or progress.step >= run.last_step) and self._stops_after(run, windows, waiting):
+                if (clock.stops() or progress.step >= clock.last_step) and self._stops_after(run, windows, waiting):
                     return
         self._end_epoch(run)
+
+    def _leaves_before_batches(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
+        """Do what a resumed run has to do before its first batch; return True if it leaves the epoch there."""
+        if run.clock.stops() and self._leaves_epoch(run, windows):
+            return True
+        if self.validation_due() and not self._validate_once(run):
+            return True
+        ends = run.clock.stops() or run.progress.step >= run.clock.last_step
+        return ends and run.progress.batch > 0 and self._leaves_epoch(run, windows)
 
     def _stops_after(self, run: Run, windows: Iterator[list[Batch]], waiting: bool) -> bool:
         """Stop after a window, unless it was the epoch's last one; return True if the run stops."""
         leaves = self._leaves_epoch(run, windows)
-        if leaves and waiting and not exit_code(run.stop_reason):
+        if leaves and waiting and not exit_code(run.clock.stop_reason):
             self._step_waiting_schedulers(run)
         return leaves
 
@@ -598,14 +578,14 @@ class Trainer:
         run.begin_epoch()
         resumed = run.progress.batch > 0 or run.progress.epoch_started
         if not resumed:
-            run.restore_rng()
-            run.remember_epoch(begins_epochs(run))
+            run.generators.restore()
+            run.generators.begin_epoch(begins_epochs(run))
         # In a resumed epoch the hook is called a second time: values logged, numbers drawn and changes are dropped.
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope), repeating(run) if resumed else NULL_CONTEXT:
             run.hooks.on_train_epoch_start()
         run.optimizer_averages.train()  # also groups that the hook has added
-        run.restore_rng()
+        run.generators.restore()
         run.progress.epoch_started = True
         run.begin_batches(partial(self._validation_interval, run))
 
@@ -625,103 +605,105 @@ class Trainer:
                 return
             yield window
 
-    def _train_step(self, run: Run, window: list[Batch], repeated: bool = False) -> StepOutputs:
+    def _train_step(self, run: Run, window: list[Batch], repeated: bool = False) -> None:
         """Run forward and backward of each micro-batch; afterwards the gradients are complete.
 
         Args:
             repeated: a closure runs the same step again; the batches have been announced before.
         """
-        module, hooks, strategy, metrics, skipping = run.module, run.hooks, run.strategy, run.metrics, run.skipping
-        metrics.start_window(window[0].data, window[0].samples, repeated)
-        if run.buffers is not None:
-            run.buffers.follow(run.progress.step)
+        module, hooks, step, skipping = run.module, run.hooks, run.step, run.guards.skipping
         if not module.automatic_optimization:
-            return self._manual_optimization.training_step(window)
-        hooked = hooks.inside_steps
-        for optimizer in run.optimizers:
-            if hooked:
-                hooks.on_before_zero_grad(optimizer)
-            run.zero_grad(optimizer)
-        losses: list[torch.Tensor] = []
-        plain = len(window) == 1 and not run.divides_loss
-        divisors = NO_DIVISOR if plain else loss_divisors(window, module, strategy, run.weights_loss_by_items)
-        for position, batch in enumerate(window):
-            divisor, batch_idx = divisors[position], run.progress.batch + position
-            if position > 0:
-                metrics.start_batch(batch.data, batch.samples)
-            data = metrics.batch = run.transfer(batch.data, 0) if run.moves_batches else batch.data
-            if hooked and not repeated:
-                hooks.on_train_batch_start(data, batch_idx)
-                if skipping.may_end_epochs and skipping.ends_epoch(position):
-                    return None, None, []
-            if position == 0 and run.trainable is not None:
-                run.trainable.follow(metrics.window)
-            with strategy.gradient_sync(last=position + 1 == len(window)) if run.syncs_gradients else NULL_CONTEXT:
-                step = partial(run.forward, "training_step") if run.wraps_step else module.training_step
-                outputs = step(data, batch_idx)
-                run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
+            self._manual_optimization.training_step(window)
+            return
+        divisors = step.begin(window, repeated)
+        for position, (batch, divisor) in enumerate(zip(window, divisors, strict=True)):
+            batch_idx, is_last = run.progress.batch + position, position + 1 == len(window)
+            data = step.begin_batch(batch, position, repeated)
+            if skipping.epoch_ended:
+                return
+            with run.strategy.gradient_sync(last=is_last) if step.syncs_gradients else NULL_CONTEXT:
+                outputs = step.forward("training_step", data, batch_idx)
+                run.clock.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 if outputs is None or type(outputs) is SkippedBatch:
                     skipping.skip(outputs, divisor, len(window))
                     outputs = None
                 else:
                     loss = checked_loss(outputs, module, run.settings.detect_anomaly)
-                    if run.bad_steps is None:
-                        metrics.watch_loss(run.progress.step + 1, loss, divisor)
-                    else:
-                        loss = run.bad_steps.watch(loss, divisor)
+                    run.metrics.watch_loss(run.progress.step + 1, loss, divisor)
+                    if run.guards.bad_steps is not None:
+                        loss = run.guards.bad_steps.watch(loss, divisor)
                     if divisor is not None:
                         loss = without_items(loss) if divisor is NO_ITEMS else loss / divisor
-                    if hooked:
-                        hooks.on_before_backward(loss)
-                    run.backward(loss)
-                    if hooked:
-                        hooks.on_after_backward()
-                    losses += [loss.detach()] if run.keeps_losses else []
+                    step.backward_with_hooks(loss)
                     del loss
-            outputs = outputs_for_hooks(hooks, outputs)
-            if position + 1 < len(window):
-                if run.reuses_memory:
-                    copy_gradients(module.parameters())
-                if not repeated:
-                    hooks.on_train_batch_end(outputs, data, batch_idx)
-                del outputs, data
-        if run.ends_windows:
-            strategy.end_window()
+            step.outputs = outputs_for_hooks(outputs) if hooks.take_outputs else None
+            step.data = data
+            # Nothing of this micro-batch may stay in memory during the next forward.
+            del outputs, data
+            if not is_last:
+                self._end_micro_batch(run, batch_idx, repeated)
+        for complete in step.after_backward:
+            complete()
         if skipping.may_skip:
             skipping.end_window()
-        return outputs, data, losses
 
-    def _update(self, run: Run, window: list[Batch]) -> BadStep | None:
-        """Clip and step every optimizer; return the step if it is bad, and changes nothing."""
-        if not run.module.automatic_optimization or run.skipping.whole_step:
-            if run.bad_steps is not None:
-                run.bad_steps.accept()
-            return None
-        if run.trainable is not None:
-            run.trainable.require_unchanged()
-        if run.bad_steps is not None:
-            return self._judged_update(run, run.bad_steps, window)
-        for optimizer in run.optimizers:
-            if run.prepares_updates:
-                self._before_optimizer_step(run, optimizer)
-            run.optimizer_step(optimizer)
-        if run.ends_updates:
-            run.strategy.end_step()
-        return None
+    def _end_micro_batch(self, run: Run, batch_idx: int, repeated: bool) -> None:
+        """End a micro-batch that is not the last of its window."""
+        if run.reuses_memory:
+            copy_gradients(run.module.parameters())
+        if not repeated:
+            run.hooks.on_train_batch_end(run.step.outputs, run.step.data, batch_idx)
+        run.step.outputs = run.step.data = None
 
-    def _judged_update(self, run: Run, judge: BadSteps, window: list[Batch]) -> BadStep | None:
+    def _end_step(self, run: Run, window: list[Batch]) -> bool:
+        """Clip and step every optimizer after the backward of a window, count the step, and call its last hooks.
+
+        Returns:
+            False if the step is bad, and the guard takes the run back to a checkpoint.
+        """
+        step, hooks, progress, guards, bad = run.step, run.hooks, run.progress, run.guards, None
+        updates = step.updates and not guards.skipping.whole_step
+        if updates and guards.trainable is not None:
+            guards.trainable.require_unchanged()
+        if guards.bad_steps is not None:
+            bad = self._judged_update(run, guards.bad_steps, window, updates)
+            if bad is not None and self._rewinds(run, bad):
+                return False
+        elif updates:
+            for optimizer in run.optimizers:
+                step.update(optimizer)
+            for end in step.after_update:
+                end()
+        self._count(run, window, refused=bad is not None)
+        hooks.on_train_batch_end(step.outputs, step.data, progress.batch - 1)
+        # Nothing of this step may stay in memory during the next forward.
+        step.outputs = step.data = None
+        window.clear()
+        if bad is None:
+            hooks.on_train_step_end()
+            every = run.settings.log_every_n_steps
+            if every and progress.step % every == 0:
+                run.flush_step()
+        elif guards.bad_steps is not None:
+            guards.bad_steps.drop_values()
+        return True
+
+    def _judged_update(self, run: Run, judge: BadSteps, window: list[Batch], updates: bool) -> BadStep | None:
         """Step every optimizer unless the step is bad; return it if it is."""
+        if not updates:
+            judge.accept()
+            return None
         for optimizer in run.optimizers:
             judge.measure(optimizer)
-            self._before_optimizer_step(run, optimizer)
+            run.step.prepare_update(optimizer)
         known = judge.knows(run.optimizers)
         bad = judge.judge(run.optimizers, window) if known else None
         # With loss scaling, and where the norm is known after the step only, that itself refuses such gradients.
         if bad is None or run.strategy.scaler is not None:
             for optimizer in run.optimizers:
-                run.optimizer_step(optimizer)
-            if run.ends_updates:
-                run.strategy.end_step()
+                run.step.update_alone(optimizer)
+            for end in run.step.after_update:
+                end()
         return bad if known else judge.judge(run.optimizers, window)
 
     def _rewinds(self, run: Run, bad: BadStep) -> bool:
@@ -733,32 +715,24 @@ class Trainer:
             rewind(run, path, CallbackList(run.loggers, self, run.module, run.phase))
         return path is not None
 
-    def _before_optimizer_step(self, run: Run, optimizer: Optimizer) -> None:
-        run.strategy.unscale(optimizer)
-        run.hooks.on_before_optimizer_step(optimizer)
-        if run.clips_gradients:
-            value, algorithm = run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm
-            run.module.configure_gradient_clipping(optimizer, value, algorithm)
-
-    def _step_with_closure(self, run: Run, window: list[Batch]) -> StepOutputs:
+    def _step_with_closure(self, run: Run, window: list[Batch]) -> None:
         """Step an optimizer that evaluates the loss several times per step (LBFGS)."""
-        evaluations: list[StepOutputs] = []
+        optimizer, repeated = run.optimizers[0], False
 
         def closure() -> torch.Tensor:
-            repeated = bool(evaluations)
-            evaluations.clear()  # its batch and outputs may not stay in memory during the next forward
-            evaluations.append(self._train_step(run, window, repeated))
-            self._before_optimizer_step(run, run.optimizers[0])
-            return torch.stack(evaluations[0][2]).sum()
+            nonlocal repeated
+            self._train_step(run, window, repeated)
+            repeated = True
+            run.step.prepare_update(optimizer)
+            return torch.stack(run.step.losses).sum()
 
-        run.optimizer_step(run.optimizers[0], closure)
-        return evaluations.pop()
+        run.step.update_alone(optimizer, closure)
 
     def _count(self, run: Run, window: list[Batch], refused: bool) -> None:
         """Update the counters after a window; unless its step is refused, step the schedulers with interval "step"."""
         progress = run.progress
-        run.watchdog.heartbeats += 1
-        run.watchdog.allow_slow = False
+        run.clock.watchdog.heartbeats += 1
+        run.clock.watchdog.allow_slow = False
         progress.window = len(window)
         progress.batch += progress.window
         for batch in window:
@@ -768,7 +742,7 @@ class Trainer:
         progress.step += 1
         if run.scheduler_configs and run.module.automatic_optimization:
             self._step_schedulers(run, "step", progress.step, on_plateau=None)
-            run.options.add_step()
+            run.guards.options.add_step()
         if run.checks_states:
             check_states_storable(run)
 
@@ -787,7 +761,7 @@ class Trainer:
             self._publish_epoch(run)
             if run.module.automatic_optimization:
                 self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
-            run.decide_end(complete=progress.step >= run.last_step or progress.epoch + 1 == self.config.max_epochs)
+            run.clock.decide_end()
         run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         run.end_epoch()
@@ -827,11 +801,11 @@ class Trainer:
     def _end_training(self, run: Run) -> None:
         run.metrics.read_losses()
         run.check_numbers()
-        run.restore_rng()  # of a resumed run that has nothing left to train
-        run.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
+        run.generators.restore()  # of a resumed run that has nothing left to train
+        run.clock.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
         # The checkpoint comes first: in a run that goes on from it the epoch, and the training, ends later.
         run.saving_hooks.on_train_end()
-        if run.in_epoch and not exit_code(run.stop_reason):
+        if run.in_epoch and not exit_code(run.clock.stop_reason):
             self._publish_epoch(run)
         # Kept apart from the values of an unfinished epoch, which a resumed run continues.
         closing = MetricScope(batches=False, steps=False)
@@ -846,25 +820,27 @@ class Trainer:
 
     def _finished(self, run: Run) -> bool:
         """Return True if no epoch is left to train."""
-        return run.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
+        return run.clock.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
 
     def _out_of_steps_or_epochs(self, run: Run) -> bool:
-        return run.progress.step >= run.last_step or self._out_of_epochs(run)
+        return run.clock.is_up(run.progress.epoch)
 
     def _out_of_epochs(self, run: Run) -> bool:
-        return self.config.max_epochs is not None and run.progress.epoch >= self.config.max_epochs
+        return run.progress.epoch >= run.clock.last_epoch
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""
-        return exit_code(run.stop_reason) != 0 or not run.skipping.is_exhausted(windows, self._epoch_validates())
+        return exit_code(run.clock.stop_reason) != 0 or not run.guards.skipping.is_exhausted(
+            windows, self._epoch_validates()
+        )
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""
         run, batch, micro_batches = self._run, self.progress.batch, self.accumulate_grad_batches
         if run is None or run.validation_interval is None or batch == 0:
             return False
-        if run.validation_clock is not None:
-            return run.validation_clock.is_up(self.progress.step)
+        if run.clock.validations is not None:
+            return run.clock.validations.is_up(self.progress.step)
         window = self.progress.window or batch % micro_batches or micro_batches
         if self.settings.check_val_every_n_epoch is None:
             batch += self.progress.batches_before
@@ -875,7 +851,7 @@ class Trainer:
         interval = self.val_check_interval
         if not run.val_loaders or not self._epoch_may_validate():
             return None
-        if run.validation_clock is not None:
+        if run.clock.validations is not None:
             return 1
         if isinstance(interval, int):
             return interval * (self.accumulate_grad_batches if self.settings.accumulate_grad_batches == "auto" else 1)
@@ -883,7 +859,7 @@ class Trainer:
 
     def _epoch_validates(self) -> bool:
         """Return True if validation is due at the end of this epoch."""
-        interval, by_time = self.val_check_interval, self.run.validation_clock is not None
+        interval, by_time = self.val_check_interval, self.run.clock.validations is not None
         whole_epoch = isinstance(interval, float) and interval == 1.0 and not by_time
         return bool(self.val_loaders) and whole_epoch and self._epoch_may_validate()
 
@@ -962,7 +938,7 @@ class Trainer:
         if not self.module.automatic_optimization:
             self.strategy.unscale(inner)
         norm = self.strategy.clip_gradients(inner, value, algorithm)
-        self.run.gradient_norms.remember(inner, norm)
+        self.run.guards.gradient_norms.remember(inner, norm)
         return norm
 
     def gradient_norm(self, optimizer: Optimizer) -> torch.Tensor | None:
@@ -971,7 +947,7 @@ class Trainer:
         For `on_before_optimizer_step` and later hooks of the step. Measured if clipping has not found it; None in
         `on_before_optimizer_step` under DeepSpeed, which knows it after the step. Collective under sharding.
         """
-        return self.run.gradient_norms.of(optimizer)
+        return self.run.guards.gradient_norms.of(optimizer)
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization; see `TrainModule.manual_backward`."""
@@ -984,7 +960,7 @@ class Trainer:
             name: of the write, not used before.
             sent: a list that one thread gives for all of its writes; see `StoreProcessGroup`.
         """
-        store: Any = self.run.stop_coordinator.store  # torch's stubs do not know `clone`
+        store: Any = self.run.clock.coordinator.store  # torch's stubs do not know `clone`
         if not self.strategy.shards_state or store is None:
             return SINGLE_PROCESS
         return StoreProcessGroup(store.clone(), self.rank, self.world_size, name, _WRITE_TIMEOUT_S, sent)
@@ -1013,6 +989,10 @@ class Trainer:
         if self._run is None:
             raise NotRunningError("nothing has run yet: call fit or another stage first.")
         return self._run
+
+    @property
+    def _last(self) -> Run | NoRun:
+        return NO_RUN if self._run is None else self._run
 
     @property
     def _manual_optimization(self) -> ManualOptimization:
@@ -1044,7 +1024,7 @@ class Trainer:
     @property
     def datamodule(self) -> DataModule | None:
         """The data module of the run, if it has one."""
-        return None if self._run is None else self._run.datamodule
+        return self._last.datamodule
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -1064,22 +1044,22 @@ class Trainer:
     @property
     def training(self) -> bool:
         """Whether `fit` is in progress, from its first hook to its last, and is not validating."""
-        return self._run is not None and self._run.training
+        return self._last.training
 
     @property
     def validating(self) -> bool:
         """Whether validation is in progress, inside `fit` or by itself."""
-        return self._run is not None and self._run.validating
+        return self._last.validating
 
     @property
     def sanity_checking(self) -> bool:
         """Whether the validation batches before training are in progress."""
-        return self._run is not None and self._run.sanity_checking
+        return self._last.sanity_checking
 
     @property
     def evaluating(self) -> bool:
         """Whether validation, also of the sanity check, or test is in progress."""
-        return self._run is not None and self.stage is not None and self._run.evaluating
+        return self.stage is not None and self._last.evaluating
 
     @property
     def testing(self) -> bool:
@@ -1094,14 +1074,12 @@ class Trainer:
     @property
     def state(self) -> TrainerState:
         """Lightning's description of what runs: `fn`, `stage`, `status`."""
-        run = self._run
-        activity = None if run is None else run.activity
-        return state_of(self.stage, None if run is None else run.stage, activity, self.interrupted)
+        return state_of(self.stage, self._last.stage, self._last.activity, self.interrupted)
 
     @property
     def interrupted(self) -> bool:
         """Whether an error or a signal ended the run."""
-        return self._run is not None and (self._run.interrupted or exit_code(self.stop_reason) != 0)
+        return self._last.interrupted or exit_code(self.stop_reason) != 0
 
     @property
     def received_sigterm(self) -> bool:
@@ -1111,17 +1089,17 @@ class Trainer:
     @property
     def is_last_batch(self) -> bool:
         """Whether the training batch in progress, or the one that has just ended, is the last of its epoch."""
-        return self._run is not None and self._run.is_last_batch
+        return self._last.is_last_batch
 
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint from which the run was started; None without one."""
-        return None if self._run is None or self._run.resumed_from is None else str(self._run.resumed_from)
+        return None if self._last.resumed_from is None else str(self._last.resumed_from)
 
     @property
     def stop_reason(self) -> str | None:
         """The reason why the run is stopping or was stopped; None: it is running or has reached its end."""
-        return None if self._run is None else self._run.stop_reason
+        return None if self._run is None else self._run.clock.stop_reason
 
     @property
     def should_stop(self) -> bool:
@@ -1132,13 +1110,13 @@ class Trainer:
     def should_stop(self, value: bool) -> None:
         if value:
             self.stop("trainer.should_stop was set")
-        elif self._run is not None and (self._run.stop_coordinator.requested or self._run.postponed_stop):
+        elif self._run is not None and (self._run.clock.coordinator.requested or self._run.clock.postponed_stop):
             raise ConfigError("A stop that was requested cannot be taken back: decide before you call trainer.stop.")
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of `fit`, as returned by the strategy."""
-        return [] if self._run is None else self._run.optimizers
+        return self._last.optimizers
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
@@ -1148,27 +1126,27 @@ class Trainer:
     @property
     def scheduler_configs(self) -> list[SchedulerConfig]:
         """The schedulers of `fit` with their stepping schedules."""
-        return [] if self._run is None else self._run.scheduler_configs
+        return self._last.scheduler_configs
 
     @property
     def train_loader(self) -> BatchLoader | None:
         """The batches of training; None outside of `fit`."""
-        return None if self._run is None else self._run.train_loader
+        return self._last.loaders.train
 
     @property
     def val_loaders(self) -> dict[str, BatchLoader]:
         """The validation loaders by name."""
-        return {} if self._run is None else self._run.val_loaders
+        return self._last.loaders.val
 
     @property
     def test_loaders(self) -> dict[str, BatchLoader]:
         """The test loaders by name."""
-        return {} if self._run is None else self._run.loaders.test
+        return self._last.loaders.test
 
     @property
     def predict_loaders(self) -> dict[str, BatchLoader]:
         """The prediction loaders by name."""
-        return {} if self._run is None else self._run.loaders.predict
+        return self._last.loaders.predict
 
     @property
     def train_dataloader(self) -> Any:
@@ -1191,7 +1169,7 @@ class Trainer:
         return self._given_loaders("predict")
 
     def _given_loaders(self, kind: str) -> Any:
-        return None if self._run is None else self._run.loaders.given.get(kind)
+        return self._last.loaders.given.get(kind)
 
     @property
     def enable_validation(self) -> bool:
@@ -1204,7 +1182,7 @@ class Trainer:
     @property
     def dataloader_names(self) -> list[str]:
         """The names of the loaders of the current evaluation."""
-        return [] if self._run is None else list(self._run.loaders.evaluated)
+        return list(self._last.loaders.evaluated)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -1303,14 +1281,12 @@ class Trainer:
         A value logged by step is the latest of this process, on its device. A value of an epoch or an evaluation is
         reduced over all processes, and known from that epoch's end hook on.
         """
-        latest = {} if self._run is None else self._run.metrics.latest()
-        return as_tensors({**self._session.callback_metrics, **latest})
+        return as_tensors({**self._session.callback_metrics, **self._latest()})
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """The values of `callback_metrics` that go to the loggers, under the names that they have there."""
-        latest = {} if self._run is None else self._run.metrics.latest("logger")
-        return as_tensors({**self._session.logged_metrics, **latest})
+        return as_tensors({**self._session.logged_metrics, **self._latest("logger")})
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -1318,8 +1294,11 @@ class Trainer:
 
         `flushed_progress_bar_metrics` has those of the last flush, without reading the device.
         """
-        latest = {} if self._run is None else self._run.metrics.latest("progress_bar")
-        return {name: float(value) for name, value in {**self._session.progress_bar_metrics, **latest}.items()}
+        values = {**self._session.progress_bar_metrics, **self._latest("progress_bar")}
+        return {name: float(value) for name, value in values.items()}
+
+    def _latest(self, *destination: Any) -> dict[str, Any]:
+        return {} if self._run is None else self._run.metrics.latest(*destination)
 
     @property
     def flushed_progress_bar_metrics(self) -> Mapping[str, float]:

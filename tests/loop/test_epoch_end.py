@@ -195,7 +195,7 @@ def test_a_schedule_that_the_run_outlasts_is_reported_before_the_first_step(
     assert "the OneCycleLR has 8 steps, and the run takes 12 of it: torch refuses the next one. Set" in caplog.text
     with pytest.raises(CheckpointError, match="Tried to step 9 times"):
         quiet(max_epochs=3).fit(OneCycle(12), loader(4), ckpt_path=tmp_path / "saved")
-    assert "has 8 steps (those of the checkpoint), and the run takes 12" in caplog.text
+    assert caplog.text.count("has 8 steps, and the run takes 12") == 2
 
 
 @pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 3}])

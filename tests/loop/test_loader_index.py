@@ -31,25 +31,16 @@ def test_a_method_may_need_the_index_of_the_only_loader_or_not_take_it() -> None
     assert seen == [("start", 0), ("step", 0), "callback", ("end", {})]
 
 
-def test_what_cannot_take_the_index_of_one_of_several_loaders_is_reported_before_the_first_step() -> None:
+def test_a_step_that_cannot_take_the_index_of_one_of_several_loaders_is_reported_before_the_first_step() -> None:
     class Module(Toy):
         def on_train_start(self) -> None:
             raise AssertionError("training has begun")
 
         def validation_step(self, batch: Any, batch_idx: int, **more: Any) -> None: ...
 
-        def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None: ...  # type: ignore[override]
-
-    hook = LambdaCallback(on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: None)
-    with pytest.raises(ConfigError) as error:
-        quiet(max_epochs=1, callbacks=hook).fit(Module(), loader(1), [loader(1), loader(1)])
-    for reported in (
-        "LambdaCallback.on_validation_batch_end cannot take dataloader_idx",
-        "Module.on_validation_batch_start cannot take dataloader_idx",
-        "Module.validation_step cannot take dataloader_idx by position",
-        "define validation_step(self, batch, batch_idx, dataloader_idx=0)",
-    ):
-        assert reported in str(error.value)
+    words = r"validation_step cannot take .* define validation_step\(self, batch, batch_idx, dataloader_idx=0"
+    with pytest.raises(ConfigError, match=words):
+        quiet(max_epochs=1).fit(Module(), loader(1), [loader(1), loader(1)])
 
 
 def test_a_hook_that_takes_neither_is_reported_when_the_trainer_is_made() -> None:

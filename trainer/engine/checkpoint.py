@@ -50,8 +50,8 @@ _KINDS: dict[str, Any] = {
     },
     "seed": Integer(),
     "world_size": Integer(1),
-    "reader_of?": [Integer()],
-    "reporters?": [Integer()],
+    "reader_of": [Integer()],
+    "reporters": [Integer()],
 }
 """The kinds of the entries that `load` reads; more are allowed."""
 

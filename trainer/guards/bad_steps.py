@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,8 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from trainer.callback import StepGuard
 from trainer.data.loader import NO_ITEMS, Batch, Divisor, Loaders
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import TrainerError
 from trainer.guards.gradient_norms import GradientNorms
 from trainer.metrics.metric_log import MetricLog
 from trainer.metrics.reductions import to_host
@@ -115,13 +115,8 @@ class BadSteps:
 
     Args:
         strategy, progress, metrics, norms, loaders: of the run.
-        window: the losses of this reader.
-        left_out: the first micro-batches, as (epoch, batch), of steps that are passed over.
+        guard: has the losses of this reader, and the places of steps that are passed over.
         measures: clipping does not find the norm.
-        closure_needed: the optimizer evaluates the loss several times a step.
-
-    Raises:
-        ConfigError: it does.
     """
 
     def __init__(
@@ -131,18 +126,11 @@ class BadSteps:
         metrics: MetricLog,
         norms: GradientNorms,
         loaders: Loaders,
-        window: LossWindow,
-        left_out: Collection[tuple[int, int]],
+        guard: StepGuard,
         measures: bool,
-        closure_needed: bool,
     ) -> None:
-        if closure_needed:
-            raise ConfigError(
-                "BadStepGuard judges a step before the optimizer makes it, and this one evaluates the loss several "
-                "times a step: leave the guard out, or use another optimizer."
-            )
         self._strategy, self._progress, self._metrics = strategy, progress, metrics
-        self._norms, self._loaders, self._window, self._left_out = norms, loaders, window, left_out
+        self._norms, self._loaders, self._window, self._left_out = norms, loaders, guard.losses, guard.left_out
         self._losses: list[torch.Tensor] = []
         self.refused = 0
         """Number of steps that were bad."""

@@ -25,6 +25,12 @@ log = logging.getLogger("trainer")
 _SMALL_SCALE, _LEAST_SCALE = 1.0, 2.0**-64
 """Loss scales below which the run warns, and fails: after 17 and after 80 overflows in a row."""
 _MOST_NAMES = 20
+_LOSS = (
+    "the loss of step {step} is {value} on rank {rank}; the run continues. Check the batch and the learning rate: a "
+    "lower lr or gradient_clip_val often helps. Trainer(detect_anomaly=True) ends the run at such a step. (If all "
+    "targets of a batch are ignored, the loss is a mean over nothing: define num_items in the module.)"
+)
+_RATE = "the learning rate is {value} at step {step}, which makes the weights NaN: check the scheduler"
 
 
 class NonFinite(NamedTuple):
@@ -77,18 +83,17 @@ class NonFiniteMonitor:
         Raises:
             ConfigError: the loss scale has become so small that no step can update the weights.
         """
-        metrics, step, rank = self._metrics, self._progress.step, self._strategy.processes.rank
-        loss = metrics.take_nonfinite_loss()
+        step, rank = self._progress.step, self._strategy.processes.rank
+        loss, scale = self._metrics.take_nonfinite_loss(), self._metrics.loss_scale
         if loss is not None:
-            self._report_loss(NonFinite("loss", loss[0], rank, loss[1]))
-        if metrics.loss_scale is not None and metrics.loss_scale < _SMALL_SCALE:
-            self._report_scale(NonFinite("loss scale", step, rank, metrics.loss_scale))
-        if optimizers and not self._knows("learning rate"):
-            rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-            wrong = next((rate for rate in rates if isinstance(rate, float) and not math.isfinite(rate)), None)
-            if wrong is not None:
-                self._report_rate(NonFinite("learning rate", step, rank, wrong))
-        if optimizers and step > self._first_step and not self._gradients_seen and updated:
+            self._report(NonFinite("loss", loss[0], rank, loss[1]), _LOSS)
+        if scale is not None and scale < _SMALL_SCALE:
+            self._report_scale(NonFinite("loss scale", step, rank, scale))
+        rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+        wrong = [rate for rate in rates if isinstance(rate, float) and not math.isfinite(rate)]
+        if wrong:
+            self._report(NonFinite("learning rate", step, rank, wrong[0]), _RATE)
+        if optimizers and updated and step > self._first_step and not self._gradients_seen:
             self._gradients_seen = True
             self._check_gradients(optimizers)
 
@@ -117,58 +122,36 @@ class NonFiniteMonitor:
         """
         names = [] if self._state is None else self._state.nonfinite({**state, "average": self._averages()})
         if names:
-            self._report_state(names, reported)
+            progress, processes = self._progress, self._strategy.processes
+            self.found.append(NonFinite("state", progress.step, processes.rank, names=tuple(names)))
+            if not reported and processes.is_global_zero:
+                log.warning("step %d: the saved state is not finite (%s)", progress.step, first_of(names))
         return names
 
-    def _report_state(self, names: list[str], reported: bool) -> None:
-        progress, processes = self._progress, self._strategy.processes
-        self.found.append(NonFinite("state", progress.step, processes.rank, names=tuple(names)))
-        if not reported and processes.is_global_zero:
-            log.warning("step %d: the saved state is not finite (%s)", progress.step, first_of(names))
-
-    def _knows(self, kind: str) -> bool:
-        return any(one.kind == kind for one in self.found)
-
-    def _report_loss(self, found: NonFinite) -> None:
-        self.found.append(found)
-        log.warning(
-            "the loss of step %d is %s on rank %d; the run continues. Check the batch and the learning rate: a lower "
-            "lr or gradient_clip_val often helps. Trainer(detect_anomaly=True) ends the run at such a step. (If all "
-            "targets of a batch are ignored, the loss is a mean over nothing: define num_items in the module.)",
-            found.step,
-            found.value,
-            found.rank,
-        )
+    def _report(self, found: NonFinite, words: str) -> None:
+        """Log the first finding of a kind."""
+        if all(one.kind != found.kind for one in self.found):
+            self.found.append(found)
+            log.warning("%s", words.format(**found._asdict()))
 
     def _report_scale(self, found: NonFinite) -> None:
         words = (
             f"the loss scale of {self._strategy.precision.name!r} has fallen to {found.value:.3g} by step "
-            f"{found.step}: gradients overflow in every step, and such steps change no weight."
+            f"{found.step}: gradients overflow in every step, and such steps change no weight. Check the loss and the "
+            "batch for infinities, or use precision='bf16-mixed' or '32-true'."
         )
-        advice = "Check the loss and the batch for infinities, or use precision='bf16-mixed' or '32-true'."
         if found.value < _LEAST_SCALE:
-            raise ConfigError(f"{words} {advice}")
-        if not self._knows("loss scale"):
-            self.found.append(found)
-            log.warning("%s %s", words, advice)
-
-    def _report_rate(self, found: NonFinite) -> None:
-        self.found.append(found)
-        log.warning(
-            "the learning rate is %s at step %d, which makes the weights NaN: check the scheduler",
-            found.value,
-            found.step,
-        )
+            raise ConfigError(words)
+        self._report(found, words)
 
     def _check_gradients(self, optimizers: list[Optimizer]) -> None:
         """Warn if no parameter of the optimizers has a gradient."""
         module = self._module
         trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         inside = {id(parameter) for parameter in module.parameters()}
-        # DeepSpeed's optimizers hold flat parameters of their own, or between two steps none.
-        flattened = not trained or any(id(p) not in inside for p in trained)
-        has_none = all(isinstance(p, AbsentParameter) for p in trained)  # all that this process has is frozen
-        if not module.automatic_optimization or flattened or has_none or any(p.grad is not None for p in trained):
+        # DeepSpeed's optimizers hold flat parameters of their own, or between two steps none; a process may hold none.
+        known = all(id(p) in inside for p in trained) and not all(isinstance(p, AbsentParameter) for p in trained)
+        if not known or not module.automatic_optimization or any(p.grad is not None for p in trained):
             return
         log.warning(
             "after step %d no parameter of the optimizers has a gradient: the loss depends on none of them, so nothing "
@@ -217,16 +200,16 @@ class StateMonitor:
         tensors = dict(self._own(state))
         wrong = not_finite(iter(tensors.items()))
         buffers = {f"model.{name}" for name, _ in self._module.named_buffers()}
-        for name in wrong:
-            if name not in self._known and name in buffers:
-                self._left_out[name] = 0
-            elif name not in self._known and name.startswith("callbacks."):
-                self._left_out[name] = number_of_nans(tensors[name])  # a callback may write nan for "no value yet"
-            elif name not in self._known and (weight := name.replace("average.", "model.", 1)) in self._left_out:
-                self._left_out[name] = self._left_out[weight]
-        self._known |= tensors.keys()
         left_out = self._left_out
-        own = [name for name in wrong if name not in left_out or number_of_nans(tensors[name]) > left_out[name]]
+        for name in [name for name in wrong if name not in self._known]:
+            if name in buffers:
+                left_out[name] = 0
+            elif name.startswith("callbacks."):
+                left_out[name] = number_of_nans(tensors[name])  # a callback may write nan for "no value yet"
+            elif (weight := name.replace("average.", "model.", 1)) in left_out:
+                left_out[name] = left_out[weight]
+        self._known |= tensors.keys()
+        own = [name for name in wrong if number_of_nans(tensors[name]) > left_out.get(name, -1)]
         names = self._strategy.processes.all_gather_object(own[:_MOST_NAMES])
         return list(dict.fromkeys(name for of_one in names for name in of_one))
 

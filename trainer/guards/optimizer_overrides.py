@@ -42,12 +42,12 @@ class SteppedOptimizer:
 
 
 class OverriddenStep:
-    """Calls a module's `optimizer_step`, as `run.optimizer_step`.
+    """Calls a module's `optimizer_step`, as `run.step.update`.
 
     Args:
         prepare: calls the hook before a step, and clips.
         step: steps through the strategy.
-        losses: returns the losses of the window.
+        losses: the list of the losses of the window in progress.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class OverriddenStep:
         progress: Progress,
         prepare: Callable[[Optimizer], None],
         step: Callable[..., None],
-        losses: Callable[[], Sequence[torch.Tensor]],
+        losses: Sequence[torch.Tensor],
     ) -> None:
         self.module, self.strategy, self.progress = module, strategy, progress
         self._prepare, self._step, self._losses = prepare, step, losses
 
     def __call__(self, optimizer: Optimizer) -> None:
         """Call the module's `optimizer_step`, which may step an optimizer or not."""
-        losses = self._losses()
+        losses = self._losses
         batch_idx = self.progress.batch + max(1, len(losses)) - 1
         given = SteppedOptimizer(optimizer, self._prepare, self._step)
         self.module.optimizer_step(
@@ -75,7 +75,7 @@ class OverriddenStep:
 
 
 class OverriddenZeroGrad:
-    """Calls a module's `optimizer_zero_grad`, as `run.zero_grad`."""
+    """Calls a module's `optimizer_zero_grad`, as `run.step.zero_grad`."""
 
     def __init__(self, module: TrainModule, progress: Progress) -> None:
         self.module, self.progress = module, progress

@@ -94,7 +94,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
     data = slice_samples(batch.data, samples, 0, min(size, samples))
     parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
-        with run.isolated_rng(), limited_memory(_limit(run)):
+        with run.generators.isolated(), limited_memory(_limit(run)):
             module = _copy_sharing_weights(run.module)
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
             for _ in range(2):
@@ -115,7 +115,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
 def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
     strategy = run.strategy
     with run.metrics.recording(MetricScope(batches=False, steps=False)), strategy.gradient_sync(last=False):
-        batch = run.transfer(data, 0)
+        batch = run.transfer()(data)
         with strategy.precision.forward_context(strategy.device):
             outputs = module.training_step(batch, 0)
         if outputs is not None:

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 
     from trainer.module import TrainModule
 
-_INSIDE_STEPS = (
-    "on_before_zero_grad",
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-
 _ENDING = ("teardown", "on_exception")
 """Hooks that are called for every callback even if another one's fails: they close files, threads and processes."""
 
@@ -36,9 +28,8 @@ def build_callback_list(
 ) -> CallbackList:
     """Return the hooks in calling order: callbacks, the module, then callbacks with `runs_last`."""
     raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
-    first = [callback for callback in callbacks if not callback.runs_last]
-    last = [callback for callback in callbacks if callback.runs_last]
-    hooks = CallbackList([*first, ModuleCallback(module), *last], trainer, module, phase)
+    ordered = sorted([*callbacks, ModuleCallback(module)], key=lambda callback: callback.runs_last)
+    hooks = CallbackList(ordered, trainer, module, phase)
     # The loop calls these two hooks of a `Checkpoint` apart from the others'.
     others = [callback for callback in hooks.callbacks if not isinstance(callback, Checkpoint)]
     apart = CallbackList(others, trainer, module, phase)
@@ -110,8 +101,6 @@ class CallbackList:
                 methods[hook].append(partial(_with_phase(callback, hook, phase), trainer, module))
         for hook, calls in methods.items():
             setattr(self, hook, _call_each(calls, hook in _ENDING) if calls else nothing)
-        self.inside_steps = any(map(methods.get, _INSIDE_STEPS))
-        """True if a hook before the end of a micro-batch is overridden; the loop leaves them out otherwise."""
         self.take_outputs = self.on_train_batch_end is not nothing
 
     def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -21,11 +21,13 @@ from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, during, each_wai
 from trainer.metrics.state import never_reset, preserve_torchmetrics, updates_of
 from trainer.runs.hook_checks import takes
 from trainer.runs.monitors import refuse_misspelt_monitors
-from trainer.state.leaving import Leaving
+from trainer.state.leaving import Leaving, Staying
 from trainer.state.no_trace import keeps_an_iterator, no_trace
 from trainer.strategy import eval_mode, synchronize_buffers
 
 log = logging.getLogger("trainer")
+
+_TO_ITS_END = Staying()
 
 
 class StageHooks(NamedTuple):
@@ -117,7 +119,7 @@ def evaluate(
     no_gradients: AbstractContextManager[Any],
     log_results: bool = True,
     max_batches: int | None = None,
-    leaving: Leaving | None = None,
+    leaving: Staying = _TO_ITS_END,
 ) -> list[dict[str, float]]:
     """Run validation or test over all loaders; return the reductions by name, in a dict for each loader.
 
@@ -132,7 +134,7 @@ def evaluate(
         no_gradients: the context without gradients.
         log_results: with False, only callbacks see the logged values.
         max_batches: of each loader; None: all.
-        leaving: ends the evaluation where the run is stopped, without results; None: it goes on to its end.
+        leaving: may end the evaluation where the run is stopped, without results.
     """
     module, metrics, scope = run.module, run.metrics, MetricScope(batches=True, steps=False)
     for loader in loaders.values():
@@ -148,13 +150,12 @@ def evaluate(
             hooks.model_eval()
             hooks.start()
             hooks.epoch_start()
-            if leaving is not None:
-                leaving.begin()
+            leaving.begin()
             found: list[ReducedMetrics] = []
             for dataloader_idx, (name, loader) in enumerate(loaders.items()):
                 scope.loader = name if len(loaders) > 1 else ""
                 deque(run_batches(run, hooks, loader, dataloader_idx, max_batches, leaving), maxlen=0)
-                if leaving is not None and leaving.left:
+                if leaving.left:
                     run.strategy.release_gathered()
                     return []
                 found.append(metrics.read_epoch(scope))
@@ -189,7 +190,7 @@ def _publish(run: Run, log_results: bool, values: ReducedMetrics, results: list[
     for one in results:
         one.update(values.results)
     if run.stage == "fit":
-        run.nonfinite.check_validation(values.results)
+        run.guards.nonfinite.check_validation(values.results)
 
 
 def run_prediction(run: Run, keep: bool) -> list[list[Any]]:
@@ -219,23 +220,20 @@ def run_batches(
     loader: BatchLoader,
     dataloader_idx: int,
     max_batches: int | None = None,
-    leaving: Leaving | None = None,
+    leaving: Staying = _TO_ITS_END,
 ) -> Iterator[Any]:
     """Yield the outputs of the step method over one loader."""
-    metrics, call_step = run.metrics, during(run.phase, EVALUATION, run.strategy.call_step)
+    metrics, transfer = run.metrics, run.transfer(dataloader_idx)
+    call_step = during(run.phase, EVALUATION, run.strategy.call_step)
     step, several = getattr(run.module, hooks.step), len(run.loaders.evaluated) > 1
     # As in Lightning: without the index of the only loader, unless the step has to have it.
     index = (dataloader_idx,) if several else ()
     step_index = (dataloader_idx,) if (takes(step, 3) if several else not takes(step, 2)) else ()
-    batches: Iterator[Batch] = islice(_batches(run, loader), max_batches)
-    if leaving is not None:
-        batches = leaving.until_stopped(batches, loader, max_batches)
+    batches = leaving.until_stopped(islice(_batches(run, loader), max_batches), loader, max_batches)
     for batch_idx, batch in enumerate(batches):
         run.evaluated = dataloader_idx, batch_idx
         metrics.start_batch(batch.data, batch.samples)
-        data = batch.data
-        if run.moves_batches:
-            data = metrics.batch = run.transfer(data, dataloader_idx)
+        data = metrics.batch = transfer(batch.data)
         arguments = (data, batch_idx, *step_index)
         if batch.is_padding:
             with preserve_torchmetrics(metrics):
@@ -243,7 +241,7 @@ def run_batches(
             continue
         hooks.batch_start(data, batch_idx, *index)
         outputs = call_step(hooks.step, *arguments)
-        run.watchdog.heartbeats += 1
+        run.clock.watchdog.heartbeats += 1
         hooks.batch_end(outputs, data, batch_idx, *index)
         # Nothing of this batch may stay in memory during the next forward.
         del data, arguments, batch
@@ -269,8 +267,8 @@ def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:
         ranks = strategy.processes.all_gather_object((batch is not None, last is not None))
         if not any(has_next for has_next, _ in ranks):
             return
-        if not all(has_any for _, has_any in ranks):
-            without = [rank for rank, (_, has_any) in enumerate(ranks) if not has_any]
+        without = [rank for rank, (_, has_any) in enumerate(ranks) if not has_any]
+        if without:
             raise ConfigError(
                 f"the loader gives rank {without[0]} no batch at all, but others have some, and strategy "
                 f"{strategy.name!r} needs all processes in each forward: give every process at least one batch."

@@ -12,14 +12,12 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from trainer.callback import Callback
 from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import is_plain
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError
 from trainer.loop.run import Run
-from trainer.module import TrainModule
-from trainer.runs.hook_checks import EVALUATION_ARGUMENTS, parameters_of, takes
+from trainer.runs.hook_checks import takes
 from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
@@ -34,18 +32,17 @@ def refuse_data(loaders: Any, stage: str) -> None:
     Raises:
         ConfigError: `loaders` is or contains one; the message says how to make a loader.
     """
-    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
-    inside = [one for one in several if isinstance(one, Dataset)] if isinstance(several, (list, tuple)) else []
-    for loader in [loaders, *inside]:
+    if isinstance(loaders, (torch.Tensor, str, Path)):
+        raise ConfigError(
+            f"{stage}() got a {type(loaders).__name__} instead of a loader. Give a DataLoader, for example "
+            "DataLoader(TensorDataset(inputs, targets), batch_size=32)."
+        )
+    several = [*loaders.values()] if isinstance(loaders, Mapping) else loaders
+    for loader in [loaders, *several] if isinstance(several, (list, tuple)) else [loaders]:
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
             raise ConfigError(
                 f"{stage}() got the dataset {type(loader).__name__} instead of a loader. Give it batches: "
                 "DataLoader(dataset, batch_size=32)."
-            )
-        if isinstance(loader, (torch.Tensor, str, Path)):
-            raise ConfigError(
-                f"{stage}() got a {type(loader).__name__} instead of a loader. Give a DataLoader, for example "
-                "DataLoader(TensorDataset(inputs, targets), batch_size=32)."
             )
 
 
@@ -55,23 +52,26 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
     Raises:
         ConfigError: a loader is missing or empty.
     """
-    settings, source = run.settings, run.datamodule if run.datamodule is not None else run.module
+    source = run.datamodule if run.datamodule is not None else run.module
+
+    def given_or_made(kind: str) -> Any:
+        return getattr(source, f"{kind}_dataloader")() if given[kind] is None else given[kind]
+
     if run.stage == "fit":
-        train = given["train"] if given["train"] is not None else source.train_dataloader()
-        if train is None:
-            raise _no_loader(run, "train_dataloaders", "train_dataloader")
-        batch_loader = _train_loader(run, train)
-        run.loaders.set_training(batch_loader, train)
-        val = given["val"] if given["val"] is not None else source.val_dataloader()
+        train = given_or_made("train")
+        _require(run, train, "train_dataloaders", "train_dataloader")
+        run.loaders.set_training(_train_loader(run, train), train)
+        val = given_or_made("val")
         refuse_data(val, "fit")
         run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val), val)
         if run.val_loaders:
-            _check_intervals(run, batch_loader)
+            _check_intervals(run)
     else:
         kind = EVALUATED[run.stage]
-        method, limit = f"{kind}_dataloader", getattr(settings, f"limit_{kind}_batches")
-        loaders = given[kind] if given[kind] is not None else getattr(source, method)()
-        run.loaders.set_evaluation(kind, _needed(run, loaders, limit, method), loaders)
+        loaders, limit = given_or_made(kind), getattr(run.settings, f"limit_{kind}_batches")
+        if limit != 0:
+            _require(run, loaders, "dataloaders", f"{kind}_dataloader")
+        run.loaders.set_evaluation(kind, _evaluation_loaders(run, loaders, _limit(run.settings, limit)), loaders)
     if len(run.loaders.evaluated) > 1:
         _check_loader_index(run)
 
@@ -79,49 +79,37 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
 def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader]:
     settings, name = run.settings, type(run.module).__name__
     if not run.module.overrides("validation_step"):
-        if val is not None and not settings.overfit_batches and run.strategy.processes.is_global_zero:
-            log.warning("%s has no validation_step: the validation loader is not used", name)
+        if val is not None and not settings.overfit_batches:
+            run.report_once(f"{name} has no validation_step: the validation loader is not used")
         return {}
     limit = _limit(settings, settings.overfit_batches or settings.limit_val_batches)
     loaders = _evaluation_loaders(run, train if settings.overfit_batches else val, limit)
-    if not loaders and limit and run.strategy.processes.is_global_zero:
-        log.warning("%s has a validation_step, but there is no validation loader: nothing is validated", name)
+    if limit and not loaders:
+        run.report_once(f"{name} has a validation_step, but there is no validation loader: nothing is validated")
     return loaders
 
 
 def _check_loader_index(run: Run) -> None:
-    """Check that the hooks and the step of an evaluation can take the index of one of several loaders.
-
-    A step with just `batch` and `batch_idx` does without.
+    """Check that a step gets the index of one of several loaders: only what it takes by position is passed to it.
 
     Raises:
-        ConfigError: one cannot, such as a step that takes other arguments by keyword only.
+        ConfigError: it takes the index by keyword only.
     """
-    name = "validation" if run.stage in ("fit", "validate") else str(run.stage)
-    hooks = [f"on_{name}_batch_start", f"on_{name}_batch_end"]
-    of_callbacks: list[Any] = run.callbacks
-    methods = [(one, hook, parameters_of(getattr(Callback, hook))) for one in of_callbacks for hook in hooks]
-    methods += [(run.module, hook, parameters_of(getattr(TrainModule, hook))) for hook in hooks]
-    step = f"{name}_step"
-    if any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in signature(getattr(run.module, step)).parameters.values()):
-        methods.append((run.module, step, EVALUATION_ARGUMENTS))
-    raise_problems(
-        [
-            f"{type(owner).__name__}.{method} cannot take dataloader_idx by position, and there are several loaders: "
-            f"define {method}({', '.join(['self', *expected])})."
-            for owner, method, expected in methods
-            if getattr(owner, method) is not None and not takes(getattr(owner, method), len(expected))
-        ],
-        f"{run.stage}({type(run.module).__name__})",
-    )
+    name = f"{'validation' if run.loaders.val else run.stage}_step"
+    step = getattr(run.module, name)
+    by_keyword = any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in signature(step).parameters.values())
+    if by_keyword and not takes(step, 3):
+        raise ConfigError(
+            f"{type(run.module).__name__}.{name} cannot take dataloader_idx by position, and there are several "
+            f"loaders: define {name}(self, batch, batch_idx, dataloader_idx=0)."
+        )
 
 
 def _train_loader(run: Run, loader: Any) -> BatchLoader:
     settings = run.settings
-    refuse_data(loader, "fit")
-    if settings.limit_train_batches == 0 and not settings.overfit_batches and not settings.fast_dev_run:
-        log.warning("limit_train_batches=0: nothing is trained")
     limit = _limit(settings, settings.overfit_batches or settings.limit_train_batches)
+    if limit == 0:
+        log.warning("limit_train_batches=0: nothing is trained")
     batch_loader = _batch_loader(run, loader, "", limit, training=True)
     if batch_loader.note is not None:
         log.info("%s", batch_loader.note)
@@ -133,8 +121,8 @@ def _train_loader(run: Run, loader: Any) -> BatchLoader:
     return batch_loader
 
 
-def _check_intervals(run: Run, batch_loader: BatchLoader) -> None:
-    interval, length = run.config.val_check_interval, batch_loader.length
+def _check_intervals(run: Run) -> None:
+    interval, length = run.config.val_check_interval, run.num_training_batches
     if run.settings.check_val_every_n_epoch is None:
         return
     if length is None and isinstance(interval, float) and interval < 1.0:
@@ -181,11 +169,11 @@ def _batch_loader(run: Run, loader: Any, name: str, limit: int | float, *, train
     )
 
 
-def _needed(run: Run, loaders: Any, limit: int | float, method: str) -> dict[str, BatchLoader]:
-    if loaders is None and limit != 0:
-        raise _no_loader(run, "dataloaders", method)
-    refuse_data(loaders, str(run.stage))
-    return _evaluation_loaders(run, loaders, _limit(run.settings, limit))
+def _require(run: Run, loaders: Any, argument: str, method: str) -> None:
+    """Raise ConfigError for a loader that is missing, or is none."""
+    if loaders is None:
+        raise _no_loader(run, argument, method)
+    refuse_data(loaders, run.stage)
 
 
 def _limit(settings: Settings, limit: int | float) -> int | float:

@@ -11,18 +11,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.data.loader import NO_ITEMS, Batch, Divisor
+from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import (
-    StepOutputs,
-    checked_loss,
-    loss_divisors,
-    outputs_for_hooks,
-    without_items,
-)
+from trainer.loop.accumulation import checked_loss, divided, outputs_for_hooks
 from trainer.loop.run import Run
 from trainer.optimizers import copy_gradients, needs_closure
-from trainer.precision import NULL_CONTEXT
 from trainer.strategy import DIRECT_BACKWARD, backward_with, has_gradients
 
 log = logging.getLogger("trainer")
@@ -58,27 +51,24 @@ class ManualOptimization:
             self._wrapped = [ManualOptimizer(optimizer, self) for optimizer in self.run.optimizers]
         return self._wrapped
 
-    def training_step(self, window: list[Batch]) -> StepOutputs:
+    def training_step(self, window: list[Batch]) -> None:
         """Call `training_step` with the only batch of the window; the module calls `manual_backward` and optimizers."""
         run, (batch,), batch_idx = self.run, window, self.run.progress.batch
-        (self._loss_divisor,) = loss_divisors(window, run.module, run.strategy, run.weights_loss_by_items)
-        data = run.metrics.batch = run.transfer(batch.data, 0)
-        run.hooks.on_train_batch_start(data, batch_idx)
-        if run.skipping.may_end_epochs and run.skipping.ends_epoch(0):
-            return None, None, []
-        if run.trainable is not None:
-            run.trainable.follow(run.metrics.window)
+        (self._loss_divisor,) = run.step.begin(window)
+        data = run.step.begin_batch(batch, 0)
+        if run.guards.skipping.epoch_ended:
+            return
         self.batches += 1
         steps = self.steps
         with self._refusing_direct_calls():
-            outputs = run.forward("training_step", data, batch_idx)
+            outputs = run.step.forward("training_step", data, batch_idx)
         # With loss scaling also after a step left out because its gradients were not finite: the scale has to fall.
         if self.steps > steps or run.strategy.scaler is not None:
             run.strategy.end_step()
         step = run.progress.step + 1
         if run.settings.logs_at(step):  # gloo ends a process in which the flush meets a collective of another size
             self._check_calls(f"step {step}")
-        return outputs_for_hooks(run.hooks, outputs), data, []
+        run.step.outputs, run.step.data = outputs_for_hooks(outputs) if run.hooks.take_outputs else None, data
 
     def backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
         """Run backward for `TrainModule.manual_backward`. `args`, `options`: of `torch.Tensor.backward`."""
@@ -92,14 +82,13 @@ class ManualOptimization:
         with self.outside_forward():
             run.metrics.watch_loss(run.progress.step + 1, loss, self._loss_divisor)
             self.backwards += 1
-            if self._loss_divisor is not None:
-                loss = without_items(loss) if self._loss_divisor is NO_ITEMS else loss / self._loss_divisor
+            loss = divided(loss, self._loss_divisor)
             run.hooks.on_before_backward(loss)
             for optimizer in run.optimizers if run.strategy.scaler is not None else ():
                 run.strategy.scale_gradients(optimizer)
             self._in_backward = True
-            with backward_with(run.strategy, *args, **options) if args or options else NULL_CONTEXT:
-                run.backward(loss)
+            with backward_with(run.strategy, *args, **options):
+                run.step.backward(loss)
             self._in_backward = False
             if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
                 copy_gradients(run.module.parameters())
@@ -120,9 +109,9 @@ class ManualOptimization:
         self._stepped[id(optimizer)] = self.backwards
         self.reached.discard(id(optimizer))
         self._in_step = True
-        self.run.optimizer_step(optimizer, closure, **options)
+        self.run.step.update_alone(optimizer, closure, **options)
         self._in_step = False
-        self.run.gradient_norms.stepped(optimizer)
+        self.run.guards.gradient_norms.stepped(optimizer)
 
     @contextmanager
     def _refusing_direct_calls(self) -> Iterator[None]:
@@ -204,14 +193,14 @@ class ManualOptimizer:
         with self._manual.outside_forward():
             if closure is None:
                 run.strategy.unscale(self.optimizer)
-                run.gradient_norms.renew(self.optimizer)
+                run.guards.gradient_norms.renew(self.optimizer)
                 run.hooks.on_before_optimizer_step(self.optimizer)
             self._manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
         result, self._result = self._result, None
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        norms = self._run.gradient_norms
+        norms = self._run.guards.gradient_norms
         norms.stepped(self.optimizer)
         with self._manual.forward_context():
             result = closure()

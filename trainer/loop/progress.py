@@ -1,15 +1,26 @@
-"""The counters of a run: steps, and the cursor in the data."""
+"""The counters of a run, and its clock: when it validates, stops and ends."""
 
 from __future__ import annotations
 
+import logging
+import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from trainer.data.loader import Loaders
 from trainer.distributed.process_group import SingleProcess
+from trainer.fault_tolerance.collective_check import listen
+from trainer.fault_tolerance.deadline import Deadline
+from trainer.fault_tolerance.signals import EXIT_RETRY
+from trainer.fault_tolerance.stop import StopCoordinator, exit_code
+from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.runs.resolved_config import ResolvedConfig
+from trainer.strategy import Strategy
 
-LATER = ("epoch_started", "window", "batches_before")
-"""Counters that checkpoints of earlier versions do not have."""
+log = logging.getLogger("trainer")
 
 
 @dataclass
@@ -53,10 +64,6 @@ class Progress:
         """Count in micro-batches of `now` samples what was counted in those of `before`; `batch` are of this epoch."""
         self.batch, self.window, self.batches_before = batch, 0, self.batches_before * before // now
 
-    def count_epochs_before(self, batches: int) -> None:
-        """Take the epochs before this one for ones of so many micro-batches each."""
-        self.batches_before = self.epoch * batches
-
     def next_epoch(self) -> None:
         self.epoch += 1
         self.batches_before += self.batch
@@ -74,9 +81,7 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for field in fields(self):
-            setattr(
-                self, field.name, state.get(field.name, field.default) if field.name in LATER else state[field.name]
-            )
+            setattr(self, field.name, state[field.name])
 
 
 class ValidationClock:
@@ -103,3 +108,120 @@ class ValidationClock:
                 self._last = time.monotonic()
             self._decided = (step, is_up)
         return self._decided[1]
+
+
+class Clock:
+    """The end of a run: by its own limits, a stop that a process asks for, the deadline, or the watchdog.
+
+    Args:
+        config, strategy, progress, loaders: of the run.
+    """
+
+    stop_reason: str | None = None
+    """The reason for which all processes stop; None: they go on."""
+    postponed_stop: str | None = None
+    """The reason of a stop that waits for `min_epochs` and `min_steps`."""
+    ends = False
+    """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
+    saved then is the end of the training."""
+    shutting_down = False
+    """True while only the last collective of the run is left."""
+    validations: ValidationClock | None = None
+    """Says when a validation is due, if `val_check_interval` is a time."""
+
+    def __init__(self, config: ResolvedConfig, strategy: Strategy, progress: Progress, loaders: Loaders) -> None:
+        self._settings, self._strategy, self._progress, self._loaders = config.settings, strategy, progress, loaders
+        self.coordinator = StopCoordinator(None)
+        self.watchdog = Watchdog()
+        latest, margin = config.settings.latest_end, config.settings.deadline_margin
+        self.deadline = Deadline(latest, margin) if latest else None
+        last_step = None if config.settings.fast_dev_run else config.max_steps
+        self.last_step = math.inf if last_step is None else last_step
+        """The step after which training ends, if nothing ends it before."""
+        self.last_epoch = math.inf if config.max_epochs is None else config.max_epochs
+        """The number of epochs after which it does."""
+
+    def listen(self, begun: Callable[[], int], signals: bool) -> None:
+        """Listen for stops and failures of the processes, and check their collective calls; see `listen`."""
+        self.coordinator = listen(self._strategy.processes, begun, signals)
+
+    def postpone(self, reason: str | None) -> None:
+        """Keep the reason of a stop, of a checkpoint, that waits for `min_epochs` and `min_steps`."""
+        self.postponed_stop = reason
+
+    def begin_training(self) -> None:
+        """Measure the time between two validations from now on."""
+        seconds, every = self._settings.validation_seconds, self._settings.log_every_n_steps or 50
+        if seconds is not None:
+            self.validations = ValidationClock(seconds, self._strategy.processes, every)
+
+    def stop(self, reason: str) -> None:
+        """Request a stop, which waits for `min_epochs` and `min_steps`."""
+        if self.reached_minimum:
+            self.coordinator.request(reason)
+        elif self.postponed_stop is None:
+            self.postponed_stop = reason
+            least = f"min_steps={self._settings.min_steps}, min_epochs={self._settings.least_epochs}"
+            log.info("stopping later (%s): %s", reason, least)
+
+    @property
+    def reached_minimum(self) -> bool:
+        """Whether `min_epochs` and `min_steps` are done."""
+        progress, loader, settings = self._progress, self._loaders.train, self._settings
+        epochs_done = progress.epoch + int(loader is not None and progress.batch == loader.length)
+        return progress.step >= (settings.min_steps or 0) and epochs_done >= settings.least_epochs
+
+    def stops(self) -> bool:
+        """Return True if all processes stop at this boundary of a step or epoch. Call this once per boundary."""
+        if self.postponed_stop is not None and self.reached_minimum:
+            self.coordinator.request(self.postponed_stop)
+        if self.stop_reason is None:
+            self.stop_reason = self.coordinator.check(self._progress.step)
+        return self.stop_reason is not None
+
+    def is_up(self, epochs: int) -> bool:
+        """Whether the steps that are done, or so many epochs, are all that is to be trained."""
+        return self._progress.step >= self.last_step or epochs >= self.last_epoch
+
+    def decide_end(self) -> None:
+        """Find out at the end of an epoch, before its checkpoint is written, whether it is the last one."""
+        ends = self.stops() or self.is_up(self._progress.epoch + 1)
+        self.ends = ends and not exit_code(self.stop_reason)
+
+    def take_last_stop(self, complete: bool) -> None:
+        """Wait until all processes have trained, and take a stop that one of them was asked for before that.
+
+        Args:
+            complete: nothing is left to train: it need not be started again.
+        """
+        processes = self._strategy.processes
+        if self.stop_reason is None:
+            processes.wait_for_all("the end of training")
+            wanted = processes.all_gather_object(self.coordinator.wanted)
+            self.stop_reason = next(filter(None, wanted), None)
+        if complete and exit_code(self.stop_reason) == EXIT_RETRY:
+            if processes.is_global_zero:
+                log.info("%s came when nothing was left to train.", self.stop_reason)
+            self.stop_reason = None
+        self.ends = not exit_code(self.stop_reason)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Suspend the watchdog while the block writes a checkpoint, and report the duration to the deadline."""
+        self.watchdog.heartbeats += 1
+        self.watchdog.expect_slow_work()
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.watchdog.heartbeats += 1
+            self.watchdog.allow_slow = False
+            if self.deadline is not None:
+                self.deadline.saved(time.monotonic() - begun)
+
+    def shut_down(self) -> None:
+        """Wait for the other processes, by the last collective of the run."""
+        self.shutting_down = True
+        # When the first process exits, the launcher may end the others in the middle of their teardown.
+        self._strategy.processes.barrier()
+        self.coordinator.done()

@@ -6,9 +6,8 @@ import logging
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -23,31 +22,20 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.collective_check import listen, require_same_call
-from trainer.fault_tolerance.deadline import Deadline
-from trainer.fault_tolerance.signals import EXIT_RETRY
-from trainer.fault_tolerance.stop import StopCoordinator, exit_code
-from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.guards.bad_steps import BadSteps
-from trainer.guards.direct_backward import RefusingDirectBackward
-from trainer.guards.gradient_norms import GradientNorms, clipping_finds_it
+from trainer.fault_tolerance.collective_check import require_same_call
+from trainer.guards.gradient_norms import clipping_finds_it
+from trainer.guards.guards import Guards
 from trainer.guards.host_times import SAVING, HostTimes
-from trainer.guards.nonfinite import NonFiniteMonitor
 from trainer.guards.optimizer_options import OptionsCheck
-from trainer.guards.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
-from trainer.guards.skipped_batches import SkippedBatches
-from trainer.guards.trainable_parameters import NewParameters, TrainableParameters
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
-from trainer.loop.progress import Progress, ValidationClock
+from trainer.loop.progress import Clock, Progress
+from trainer.loop.step import Step
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
 from trainer.metrics.phases import (
-    BACKWARD,
     CHECKPOINT,
-    FORWARD,
     LOGGING,
-    OPTIMIZER,
     TRANSFER,
     Phase,
     during,
@@ -55,23 +43,26 @@ from trainer.metrics.phases import (
     unheard,
 )
 from trainer.model.hugging_face import processing_files
-from trainer.model.reachable import OwnGenerator
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
+from trainer.optimizers import SchedulerConfig, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
-from trainer.seed import seed_readers, share_random_numbers
+from trainer.seed import seed_readers
 from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
-from trainer.state.held_generators import isolated_with, parts_of, report_lacking, set_states_with, states_with
+from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
-from trainer.strategy import ChangingBuffers, StepConfig, inherits, keeps_batches, keeps_step
+from trainer.state.repeated_hook import users_callbacks
+from trainer.strategy import StepConfig
 
 Activity = Literal["sanity checking", "training", "validating"]
 ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
 """The activities by which the stages begin and end."""
 
 log = logging.getLogger("trainer")
+
+_NEVER = Measured(0.0, -1, "interim")
+"""The latest value of a name that was not logged yet."""
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -165,25 +156,21 @@ class Session:
 class Run:
     """One stage ("fit", "validate", "test" or "predict") of one module.
 
-    `start_run` makes the run and yields it complete. It cannot be made at once: devices are known when the processes
-    have met, layers when `configure_model` has run, optimizers when the layers are on their device, and this user code
-    sees the run as far as it is set up. So the methods under "set-up" complete it, in running order, and nothing else
-    assigns to its attributes; what only one file changes is an object of that file (`skipping`, `trainable`,
-    `nonfinite`), which does not know the run. A run does not know the Trainer: its hooks have the trainer bound as
-    their first argument, see `CallbackList`.
+    Its parts have one task each, and do not know it: `session` outlives it, `progress` counts, `clock` says when it
+    ends, `guards` watch its steps, `generators` are its random numbers, `metrics` its logged values, `loaders` its
+    data, `step` is what each step calls. Devices are known when the processes have met, layers when `configure_model`
+    has run, optimizers when the layers are on their device, and this user code sees the run as far as it is set up: so
+    the methods under "set-up" complete it, in running order, and nothing else assigns to its attributes. A run does not
+    know the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
     """
 
-    optimizer_step: Callable[..., None]
-    zero_grad: Callable[[Optimizer], None] = staticmethod(zero_grad_fast)
+    step: Step
+    """The calls of each step. Known when training begins."""
     manual: WaitingGradients | None = None
     """Says, in manual optimization, which gradients wait for a later step; None: those of each step are used in it."""
-    losses: Sequence[torch.Tensor] = ()
-    """The losses of the last window, if they are used after it."""
-    keeps_losses = False
-    """True if the losses of a window are used after it."""
     flushed_step = -1
     """The last step whose values went to the loggers."""
-    torn_down = clips_gradients = False
+    torn_down = False
     checks_states = False
     """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
     interrupted = False
@@ -192,23 +179,8 @@ class Run:
     """True inside `fit` in a validation, but for its last hook: a checkpoint of now would have a part of it."""
     has_weights = False
     """True when the strategy has the module, with the weights that the run begins with."""
-    validation_clock: ValidationClock | None = None
-    """Says when a validation is due, if `val_check_interval` is a time."""
     _windows_before = 0
     """The windows that were begun before this epoch and are no steps of it."""
-    _loaders_epoch = 0
-    """The epoch for which the loaders were made."""
-    shutting_down = False
-    """True while only the last collective of the run is left."""
-    weights_loss_by_items = False
-    """True if the module defines `num_items`."""
-    last_step: float = math.inf
-    """The step after which training ends, if nothing ends it before."""
-    divides_loss = True
-    """False if the loss of a window of one micro-batch goes into backward as it is."""
-    moves_batches = wraps_step = syncs_gradients = prepares_updates = ends_updates = True
-    """False if there is nothing to do: for a batch that is on its device; around `training_step`; for gradients to stay
-    incomplete within a window; between backward and the optimizer's step; and after that."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
     logged_before: Mapping[int, dict[str, Any]] = {}
@@ -221,41 +193,20 @@ class Run:
     """Facts with which a resumed run is compared, see runs/facts.py."""
     identity_of_facts: Mapping[str, str] | None = None
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
-    ends = False
-    """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
-    saved then is the end of the training."""
     is_over = False
     """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
-    postponed_stop: str | None = None
-    """The reason of a stop that waits for `min_epochs` and `min_steps`."""
-    bad_steps: BadSteps | None = None
-    """Judges each step, with a `StepGuard` among the callbacks; None: every step changes the weights."""
-    trainable: TrainableParameters | None = None
-    """Notices a change of the trainable parameters; None on one process, and outside of `fit`."""
     _processing_files: dict[str, str] | None = None
     """The files of a tokenizer or processor for checkpoints, read at the first one."""
     hook_changes: HookChanges
     """The changes of hooks at the model and its optimizers. Known from `note_beginning` on."""
-    new_parameters: NewParameters | None = None
-    """Warns of untrained parameters; None on several processes, under sharding, and outside of `fit`."""
-
-    buffers: ChangingBuffers | None = None
     evaluated: tuple[int, int] | None = None
     """The loader and the batch of the evaluation in progress."""
     followed_buffers: Collection[str] = ()
     """The buffers that steps have changed in the run that wrote the checkpoint."""
-    ends_windows = False
-    """True if the strategy has something to do after the last backward of a window."""
     closure_needed = False
     """True if the optimizer evaluates the loss several times per step (LBFGS)."""
     resumed_from: StoragePath | None = None
     """The checkpoint from which the run was started."""
-    rng_to_restore: dict[str, Any] | None = None
-    epoch_rng: dict[str, Any] | None = None
-    """The generators' states before the first hook of the epoch in progress, where users have one: see `repeating`."""
-    loaders_rng: dict[str, Any] | None = None
-    """The generators' states before the loaders were made anew; None: before the first ones, which need no state."""
-    """States of the generators in the checkpoint, until the first epoch restores them."""
 
     def __init__(
         self,
@@ -277,38 +228,31 @@ class Run:
             log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
         session.start(stage)
         self.progress = session.progress
-        self.options = OptionsCheck(self.strategy, self.progress)
+        options = OptionsCheck(self.strategy, self.progress)
         items = module.num_items if module.overrides("num_items") else None
-        self.metrics = MetricLog(module, self.options.gather, num_items=items)
-        self.call_step: Callable[..., Any] = self.strategy.call_step
+        self.metrics = MetricLog(module, options.gather, num_items=items)
         self.times = HostTimes()
         self.transfer_hooks = transfer_hooks(module, datamodule)
         """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
-        self.listen(unheard)
+        self.phase: Phase = unheard
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
 
         self._also_trained: set[str] = set()
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
-        """Names in `_also_trained` that are monitored and were reported, and other messages that come once."""
-        self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
-        self.gradient_norms = GradientNorms(self.strategy, self.metrics)
+        """The warnings that come once, and were logged."""
+        self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
         self.loaders = Loaders()
-        self.skipping = SkippedBatches(module, self.strategy, self.progress)
-
         self._waiting_saves: list[Callable[[], None]] = []
         self.reuses_memory = config.compilation is not None and config.compilation.reuses_memory
         """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
         self.metrics.copies_losses = self.reuses_memory
         self.optimizers: list[Optimizer] = []
         self.optimizer_averages = OptimizerAverages(self.strategy)
+        self.generators = Generators(self._owners, self.strategy)
         self.scheduler_configs: list[SchedulerConfig] = []
-        self.stop_coordinator = StopCoordinator(None)
-        self.stop_reason: str | None = None
-        self.watchdog = Watchdog()
-        settings = config.settings
-        self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
+        self.clock = Clock(config, self.strategy, self.progress, self.loaders)
         session.stage = stage
 
     # -- set-up, in running order --------------------------------------------------------------------------------------
@@ -324,7 +268,7 @@ class Run:
     def connect_callbacks(self, caller: object) -> None:
         """Add the module's callbacks, and bind all hooks to `caller`, their first argument, and the module."""
         self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
-        self.listen(phase_of(self.callbacks))
+        self.phase = self.metrics.phase = phase_of(self.callbacks)
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
         # A run goes on from a checkpoint that is no weights alone, and that one knows only what was written before it.
         savers = sorted(self.checkpoint_callbacks, key=lambda one: not one.save_weights_only)
@@ -335,7 +279,7 @@ class Run:
     def listen_for_stops(self) -> None:
         """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
         # No signal handlers in an evaluation, which has nothing to save.
-        self.stop_coordinator = listen(self.strategy.processes, self._collectives, signals=self.stage == "fit")
+        self.clock.listen(self._collectives, signals=self.stage == "fit")
 
     def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
         """Write into this run directory, and start from this checkpoint."""
@@ -345,10 +289,6 @@ class Run:
         """Have each reader derive its own random numbers from a seed that was given; the initial weights are equal."""
         self.session.seed = seed
         seed_readers(seed, self.settings.seed is not None, self.strategy.processes, self.strategy.device)
-
-    def share_random_numbers(self) -> None:
-        """Have all processes of one model draw the same numbers from now on. Collective."""
-        share_random_numbers(self.strategy.processes, self.strategy.device)
 
     def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """Add facts with which a resumed run is compared, as soon as they are known."""
@@ -369,20 +309,11 @@ class Run:
         self.scheduler_configs = schedulers
         self.optimizers = strategy.setup_optimizers(optimizers, config)
         self.optimizer_averages.begin(self.optimizers)
-        if strategy.processes.world_size > 1:
-            self.options.begin(self.optimizers)
-            self.trainable = TrainableParameters(module, strategy, self.optimizers)
-        elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
-            self.new_parameters = NewParameters(module, self.optimizers)
+        self.guards.watch_optimizers(self.optimizers)
         self.checks_states = bool(self.checkpoint_callbacks)
-        self.ends_windows = not inherits(strategy, "end_window")
-        self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
             self.metrics.scaler = strategy.scaler
-        if module.automatic_optimization and strategy.precision.loss_scaling:
-            self.call_step = RefusingDirectBackward(strategy.call_step, self.optimizers)
-            self.listen(self.phase)
 
     def optimize_by_hand(self, manual: WaitingGradients) -> None:
         """Save the gradients that wait, if `training_step` calls backward and steps the optimizers."""
@@ -403,28 +334,12 @@ class Run:
 
     def resume(
         self,
-        rng: dict[str, Any] | None,
-        of_epoch: dict[str, Any] | None,
         postponed_stop: str | None,
         followed: Collection[str],
     ) -> None:
-        """Keep of the checkpoint what has to wait: generators' states, a stop that waits for its time, buffers.
-
-        Args:
-            rng: now, and `of_epoch`, before the first hook of the epoch in progress.
-        """
-        self.rng_to_restore, self.epoch_rng = rng, of_epoch
-        self.postponed_stop, self.followed_buffers = postponed_stop, followed
-
-    def remember_epoch(self, hooked: bool) -> None:
-        """Keep the generators' states before the first hook of an epoch, which a resumed run calls again."""
-        self.epoch_rng = self.rng_state() if hooked else None
-
-    def draw_loaders_from(self, rng: dict[str, Any] | None) -> None:
-        """Make the loaders of a resumed run with the random numbers with which they were made before."""
-        self.loaders_rng = rng
-        if rng is not None:
-            self.set_rng_state(rng)
+        """Keep of the checkpoint a stop that waits for its time, and the buffers that steps change."""
+        self.followed_buffers = followed
+        self.clock.postpone(postponed_stop)
 
     def take_weights(self) -> None:
         """Let users gather, change and save weights from now on."""
@@ -434,20 +349,8 @@ class Run:
         """Check from now on that losses, weights and states are finite."""
         saves = self.stage == "fit" and not self.settings.fast_dev_run
         schedulers = [config.scheduler.state_dict() for config in self.scheduler_configs]
-        self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], schedulers, saves)
-
-    def skip_needless_calls(self) -> None:
-        """Find the calls that would do nothing in each step, so that the loop leaves them out."""
-        strategy = self.strategy
-        scales, unheard_run = strategy.scaler is not None, self.phase is unheard
-        self.moves_batches = not (unheard_run and self.transfer_hooks is None and keeps_batches(strategy))
-        self.wraps_step = not (unheard_run and keeps_step(strategy) and self.call_step == strategy.call_step)
-        self.syncs_gradients = not inherits(strategy, "gradient_sync")
-        self.ends_updates = scales or not inherits(strategy, "end_step")
-        # A fused optimizer unscales in its own kernel, and waits for no device then; not the shards of DTensors.
-        fused = all(getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers)
-        unscales = (scales and not (fused and not strategy.shards_state)) or not inherits(strategy, "unscale")
-        self.prepares_updates = unscales or self.clips_gradients or self.hooks.inside_steps
+        restored = self.optimizers if self.resumed_from is not None else []
+        self.guards.nonfinite.begin_training(restored, schedulers, saves)
 
     def mark_states_checked(self) -> None:
         """Note that a checkpoint can hold the optimizers' states."""
@@ -455,8 +358,7 @@ class Run:
 
     def _collectives(self) -> int:
         """Return the number of windows and collectives that this process has begun."""
-        windows = self.trainable.windows if self.trainable else 0
-        return self.strategy.processes.begun + windows + 10**9 * self.shutting_down
+        return self.strategy.processes.begun + self.guards.windows + 10**9 * self.clock.shutting_down
 
     # -- parts of the stage --------------------------------------------------------------------------------------------
 
@@ -517,57 +419,23 @@ class Run:
 
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
-        if self.strategy.processes.world_size > 1:
-            self.buffers = ChangingBuffers(self.strategy, self.followed_buffers)
         self.times.begin()
-        self.weights_loss_by_items = self.module.overrides("num_items")
-        last_step = self.settings.max_steps
-        if last_step is not None and last_step >= 0 and not self.settings.fast_dev_run:
-            self.last_step = last_step
-        self.divides_loss = self.weights_loss_by_items or self.strategy.processes.readers > 1
-        seconds, every = self.settings.validation_seconds, self.settings.log_every_n_steps or 50
-        if seconds is not None:
-            self.validation_clock = ValidationClock(seconds, self.strategy.processes, every)
+        self.clock.begin_training()
         self.session.training_batches = self.num_training_batches
-        self.skipping.begin_training(self.hooks, self.loaders, self.closure_needed)
-        guard = self.step_guard
-        if guard is not None:
-            self.bad_steps = BadSteps(
-                self.strategy,
-                self.progress,
-                self.metrics,
-                self.gradient_norms,
-                self.loaders,
-                guard.losses,
-                guard.left_out,
-                not clipping_finds_it(self.settings, self.module),
-                self.closure_needed,
-            )
+        self.guards.begin_training(self.hooks, self.loaders, self.closure_needed, self.followed_buffers)
+        if self.step_guard is not None:
+            measures = not clipping_finds_it(self.settings, self.module)
+            self.guards.judge_steps(self.step_guard, self.loaders, measures)
 
-    def bind_overrides(self, prepare: Callable[[Optimizer], None]) -> None:
-        """Have the module's overrides of `optimizer_step` and `optimizer_zero_grad` take the place of the loop's calls.
-
-        Args:
-            prepare: called before an optimizer steps.
-        """
-        module = self.module
-        self.keeps_losses = self.closure_needed
-        if not module.automatic_optimization:
-            return
-        if module.overrides("optimizer_step"):
-            step = self.optimizer_step
-            self.optimizer_step = OverriddenStep(
-                module, self.strategy, self.progress, prepare, step, lambda: self.losses
-            )
-            self.keeps_losses, self.prepares_updates = True, False
-        if module.overrides("optimizer_zero_grad"):
-            self.zero_grad = OverriddenZeroGrad(module, self.progress)
+    def bind_step(self) -> None:
+        """Bind what each step calls, with the methods that the module has by now."""
+        self.step = Step(self)
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or go on inside of one."""
         self.in_epoch = True
         self.drop_window()
-        self.skipping.begin_epoch()
+        self.guards.skipping.begin_epoch()
         # Else the first hooks may have to bring back what the epoch began with.
         if self.progress.batch == 0 and self.train_loader is not None:
             self.train_loader.measure()
@@ -590,7 +458,7 @@ class Run:
         """Forget logged values and norms, before the values of a checkpoint are restored within the run."""
         self.session.forget_values()
         self.flushed_step, self.in_epoch = -1, False
-        self.gradient_norms.forget()
+        self.guards.gradient_norms.forget()
 
     def set_reload(self, reload: Callable[[], None]) -> None:
         """Call `reload` where `reload_dataloaders_every_n_epochs` asks for new loaders."""
@@ -598,19 +466,15 @@ class Run:
 
     def reload_if_due(self) -> None:
         """Make the loaders anew if they are those of other epochs than the one in progress. Collective."""
-        if self.epoch_of_loaders(self.progress.epoch) != self._loaders_epoch:
-            self.loaders_rng = self.rng_state()
+        if self.epoch_of_loaders(self.progress.epoch) != self.generators.epoch_of_loaders:
+            self.generators.begin_loaders()
             self._reload()
-
-    def rng_of_epoch(self) -> dict[str, Any]:
-        """Return the generators' states with which the epoch's loaders and its first hook are called again."""
-        return {"epoch": self._loaders_epoch, "loaders": self.loaders_rng or {}, "hook": self.epoch_rng or {}}
 
     @contextmanager
     def asking_for_loaders(self) -> Iterator[None]:
         """Ask the user for loaders in the block, in the epoch for which they are made, also if that is over by now."""
         epoch = self.progress.epoch
-        self.progress.epoch = self._loaders_epoch = self.epoch_of_loaders(epoch)
+        self.progress.epoch = self.generators.epoch_of_loaders = self.epoch_of_loaders(epoch)
         try:
             yield
         finally:
@@ -640,8 +504,7 @@ class Run:
     @property
     def _windows_without_step(self) -> int:
         """The windows that have begun and are no steps yet; refused ones, which never will be, do not count."""
-        refused = 0 if self.bad_steps is None else self.bad_steps.refused
-        return self.metrics.window - self.metrics.repeats - self.progress.step - refused
+        return self.metrics.window - self.metrics.repeats - self.progress.step - self.guards.refused
 
     def end_epoch(self) -> None:
         """Count the epoch, which is complete."""
@@ -660,13 +523,6 @@ class Run:
         call_all([*of_data, self.hooks.teardown], self.stage)
         for logger in self.loggers if self.strategy.processes.is_global_zero else ():
             logger.finalize("failed" if self.interrupted else "success")
-
-    def shut_down(self) -> None:
-        """Wait for the other processes, by the last collective of the run."""
-        self.shutting_down = True
-        # When the first process exits, the launcher may end the others in the middle of their teardown.
-        self.strategy.processes.barrier()
-        self.stop_coordinator.done()
 
     def end(self) -> None:
         """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
@@ -715,53 +571,6 @@ class Run:
         """Whether validation, also of the sanity check, or test is in progress."""
         return self.activity in ("validating", "sanity checking") or self.stage == "test"
 
-    def stop(self, reason: str) -> None:
-        """Request a stop, which waits for `min_epochs` and `min_steps`."""
-        if self.reached_minimum:
-            self.stop_coordinator.request(reason)
-        elif self.postponed_stop is None:
-            self.postponed_stop = reason
-            least = f"min_steps={self.settings.min_steps}, min_epochs={self.settings.least_epochs}"
-            log.info("stopping later (%s): %s", reason, least)
-
-    @property
-    def reached_minimum(self) -> bool:
-        """Whether `min_epochs` and `min_steps` are done."""
-        epochs_done = self.progress.epoch + int(self.progress.batch == self.num_training_batches)
-        return self.progress.step >= (self.settings.min_steps or 0) and epochs_done >= self.settings.least_epochs
-
-    def stops(self) -> bool:
-        """Return True if all processes stop at this boundary of a step or epoch. Call this once per boundary."""
-        if self.postponed_stop is not None and self.reached_minimum:
-            self.stop_coordinator.request(self.postponed_stop)
-        if self.stop_reason is None:
-            self.stop_reason = self.stop_coordinator.check(self.progress.step)
-        return self.stop_reason is not None
-
-    def decide_end(self, complete: bool) -> None:
-        """Find out at the end of an epoch, before its checkpoint is written, whether it is the last one.
-
-        Args:
-            complete: no further epoch is to be trained.
-        """
-        self.ends = (self.stops() or complete) and not exit_code(self.stop_reason)
-
-    def take_last_stop(self, complete: bool) -> None:
-        """Wait until all processes have trained, and take a stop that one of them was asked for before that.
-
-        Args:
-            complete: nothing is left to train: it need not be started again.
-        """
-        if self.stop_reason is None:
-            self.strategy.processes.wait_for_all("the end of training")
-            wanted = self.strategy.processes.all_gather_object(self.stop_coordinator.wanted)
-            self.stop_reason = next(filter(None, wanted), None)
-        if complete and exit_code(self.stop_reason) == EXIT_RETRY:
-            if self.strategy.processes.is_global_zero:
-                log.info("%s came when nothing was left to train.", self.stop_reason)
-            self.stop_reason = None
-        self.ends = not exit_code(self.stop_reason)
-
     def _owners(self) -> dict[str, Any]:
         """Return the objects of the user's that may hold random generators, by name."""
         of_schedulers = {f"scheduler {number}": one.scheduler for number, one in enumerate(self.scheduler_configs)}
@@ -770,51 +579,21 @@ class Run:
         optimizers = {f"optimizer {number}": one for number, one in enumerate(self.optimizers)}
         return parts_of({"module": self.module}, optimizers) | of_data | of_schedulers | of_callbacks
 
-    def rng_state(self, saves: bool = False) -> dict[str, Any]:
-        """Return the states of the global generators, and of those that the user's objects hold, as data.
-
-        `saves`: for a checkpoint; see `states_with`.
-        """
-        return states_with(self._owners(), self.strategy.device, saves)
-
-    def set_rng_state(self, state: dict[str, Any]) -> list[str]:
-        """Restore what `rng_state` returned; return the names of generators that are missing."""
-        return set_states_with(self._owners(), state, self.strategy.device)
-
-    def isolated_rng(
-        self, others: Sequence[OwnGenerator] = (), keeps_new: bool = False
-    ) -> AbstractContextManager[None]:
-        """Restore the states of all these generators, and of others, on exit, and take back those made meanwhile."""
-        return isolated_with(self._owners(), others, self.strategy.device, keeps_new)
-
-    def restore_rng(self) -> None:
-        """Restore the generators' states from the checkpoint, once in a resumed run. Collective."""
-        if self.rng_to_restore is not None:
-            lacking = self.set_rng_state(self.rng_to_restore)
-            self.rng_to_restore = None
-            self.share_random_numbers()
-            report_lacking(lacking if self.strategy.processes.is_global_zero else [])
-
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def listen(self, phase: Phase) -> None:
-        """Notify `phase`; bind what each batch calls, so that a phase without listeners costs nothing."""
-        self.phase = self.metrics.phase = phase
-        # Hooks that users write may take any time; a copy by the strategy costs the host none that it could save.
-        moved = self._transfer if self.transfer_hooks is None else self.times.timed(TRANSFER, self._transfer)
-        self.transfer = during(phase, TRANSFER, moved)
-        self.forward = during(phase, FORWARD, self.call_step)
-        self.backward = during(phase, BACKWARD, self.strategy.backward)
-        self.optimizer_step = during(phase, OPTIMIZER, self.strategy.step)
-
-    def _transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch on the device, through the transfer hooks if there are any."""
+    def transfer(self, dataloader_idx: int = 0) -> Callable[[Any], Any]:
+        """Return what brings a loader's batches to the device, through the transfer hooks if there are any."""
         if self.transfer_hooks is None:
-            return self.strategy.to_device(batch)
-        before, transfer, after = self.transfer_hooks
-        batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
-        batch = require_batch(transfer(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
-        return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
+            return during(self.phase, TRANSFER, self.strategy.to_device)
+        before, move, after = self.transfer_hooks
+
+        def through_hooks(batch: Any) -> Any:
+            batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
+            batch = require_batch(move(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
+            return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
+
+        # Hooks that users write may take any time; a copy by the strategy costs the host none that it could save.
+        return during(self.phase, TRANSFER, self.times.timed(TRANSFER, through_hooks))
 
     # -- logging -------------------------------------------------------------------------------------------------------
 
@@ -861,14 +640,11 @@ class Run:
 
         A name that is logged in training and in validation has the value of the validation, which a warning says.
         """
-        if name in self._also_trained and name not in self._reported:
-            self._reported.add(name)
-            if self.strategy.processes.is_global_zero:
-                log.warning(
-                    "%r is logged in training and in validation, and monitored: its values are those of the "
-                    "validations. Give the two different names to choose.",
-                    name,
-                )
+        if name in self._also_trained:
+            self.report_once(
+                f"{name!r} is logged in training and in validation, and monitored: its values are those of the "
+                "validations. Give the two different names to choose."
+            )
         return self.session.measured.get(name)
 
     def report_once(self, message: str) -> None:
@@ -886,20 +662,15 @@ class Run:
         """Whether a name without a value may get one, after the first validation or epoch at the latest. Collective."""
         if self.val_loaders and self.progress.validated_step == -1:
             return True
-        if self.progress.epoch == 0 and not self.progress.epoch_ended:
-            hooks = [callback.on_train_epoch_end for callback in self.callbacks]
-            users = [hook for hook in hooks if not hook.__module__.startswith("trainer.")]
-            if users or self.module.overrides("on_train_epoch_end"):
-                return True
+        users = users_callbacks(self.callbacks, "on_train_epoch_end") or self.module.overrides("on_train_epoch_end")
+        if users and self.progress.epoch == 0 and not self.progress.epoch_ended:
+            return True
         logged = set().union(*self.strategy.processes.all_gather_object(self.metrics.names))
         return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
 
     def check_numbers(self) -> None:
         """Report numbers that are not finite, and parameters that nothing trains. Call this after values were read."""
-        if self.new_parameters is not None and self.training:
-            self.new_parameters.report()
-        optimizers = self.optimizers if self.training else []
-        self.nonfinite.check_values(optimizers, updated=not self.skipping.whole_step)
+        self.guards.check_numbers(self.optimizers if self.training else [])
 
     def update_metrics(self, values: ReducedMetrics, complete: bool = True) -> None:
         """Store reduced values for `monitor=`, the loggers and the progress bar.
@@ -910,15 +681,15 @@ class Run:
         self.check_numbers()
         measured, step = self.session.measured, self.progress.step
         for name, value in values.all.items():
-            before = measured.get(name)
-            if not complete or values.kinds[name] == "past":
+            kind, latest = values.kinds[name], measured.get(name, _NEVER)
+            if not complete or kind == "past":
                 measured.setdefault(name, Measured(value, -1, "interim"))
-            elif self.validating and values.kinds[name] == "epoch":
+            elif self.validating and kind == "epoch":
                 measured[name] = Measured(value, step, "validation")
-            elif before is not None and before.kind == "validation":
+            elif latest.kind == "validation":
                 self._also_trained.add(name)
-            elif before is None or (before.step, before.kind) != (step, "epoch") or values.kinds[name] == "epoch":
-                measured[name] = Measured(value, step, values.kinds[name])
+            elif kind == "epoch" or (latest.step, latest.kind) != (step, "epoch"):
+                measured[name] = Measured(value, step, kind)
         self.session.store(values)
 
     def forget_validation(self) -> None:
@@ -942,17 +713,8 @@ class Run:
     @contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
         """Suspend the watchdog while the block writes a checkpoint, and report the duration to the deadline."""
-        self.watchdog.heartbeats += 1
-        self.watchdog.expect_slow_work()
-        begun = time.monotonic()
-        try:
-            with self.phase(CHECKPOINT), self.times.during(SAVING):
-                yield
-        finally:
-            self.watchdog.heartbeats += 1
-            self.watchdog.allow_slow = False
-            if self.deadline is not None:
-                self.deadline.saved(time.monotonic() - begun)
+        with self.clock.saving(), self.phase(CHECKPOINT), self.times.during(SAVING):
+            yield
 
     def processing_files(self) -> dict[str, str]:
         """Return the files of a tokenizer or processor of the module or data module; see `processing_files`."""
@@ -964,18 +726,22 @@ class Run:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters of module and data module."""
-        owners: dict[str, Any] = {"module": self.module, "data": self.datamodule}
-        stored = {name: {} if one is None else stored_hyperparameters(one.hparams) for name, one in owners.items()}
-        inside = {name: vars(one or self).get("_hparams_inside", {}) for name, one in owners.items()}
+        owners = self._with_hyperparameters()
+        stored = {name: stored_hyperparameters(one.hparams) for name, one in owners.items()}
+        inside = {name: vars(one).get("_hparams_inside", {}) for name, one in owners.items()}
         named = {name: next(iter(of)) if len(of) == 1 else of for name, of in inside.items() if any(of)}
-        kinds = {name: {} if one is None else kinds_of_hyperparameters(one.hparams) for name, one in owners.items()}
-        return {**stored, **({"arguments": named} if named else {}), "kinds": kinds}
+        kinds = {name: kinds_of_hyperparameters(one.hparams) for name, one in owners.items()}
+        none: dict[str, Any] = {"module": {}, "data": {}}
+        return {**none, **stored, **({"arguments": named} if named else {}), "kinds": {**none, **kinds}}
+
+    def _with_hyperparameters(self) -> dict[str, Any]:
+        return {"module": self.module} if self.datamodule is None else {"module": self.module, "data": self.datamodule}
 
     def logged_hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters for the loggers: without those of `save_hyperparameters(logger=False)`."""
-        owners: dict[str, Any] = {"module": self.module, "data": self.datamodule}
-        kept = self.hyperparameters()
-        return {n: kept[n] if vars(one or self).get("_hparams_for_loggers", True) else {} for n, one in owners.items()}
+        kept, owners = self.hyperparameters(), self._with_hyperparameters()
+        shown = [name for name, one in owners.items() if vars(one).get("_hparams_for_loggers", True)]
+        return {name: kept[name] if name in shown else {} for name in ("module", "data")}
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -998,18 +764,39 @@ class Run:
         processes.begun += 1
 
 
+class NoRun:
+    """The run of a trainer that has none yet: what its attributes show."""
+
+    stage: str | None = None
+    activity: Activity | None = None
+    training = validating = sanity_checking = evaluating = interrupted = is_last_batch = False
+    datamodule: DataModule | None = None
+    resumed_from: StoragePath | None = None
+    loaders = Loaders()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers: none."""
+        return []
+
+    @property
+    def scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers: none."""
+        return []
+
+
+NO_RUN = NoRun()
+
+
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:
     """Return the methods of the names `TRANSFER_HOOKS`; None: neither module nor data module defines one.
 
-    Each is the data module's if that defines it, else the module's, as in Lightning. A warning names what both define.
+    Each is the data module's if that defines it, else the module's, as in Lightning.
     """
-    of_data = [name for name in TRANSFER_HOOKS if datamodule is not None and datamodule.overrides(name)]
-    if not of_data and not module.overrides_any(TRANSFER_HOOKS):
+    overridden = [] if datamodule is None else [name for name in TRANSFER_HOOKS if datamodule.overrides(name)]
+    if not overridden and not module.overrides_any(TRANSFER_HOOKS):
         return None
-    for name in of_data:
-        if module.overrides(name):
-            log.warning("%s: the data module's is called, and not the module's", name)
-    return [getattr(datamodule if name in of_data else module, name) for name in TRANSFER_HOOKS]
+    return [getattr(datamodule if name in overridden else module, name) for name in TRANSFER_HOOKS]
 
 
 def require_batch(batch: Any, hook: str) -> Any:

@@ -37,7 +37,7 @@ def rehearse_save(run: Run) -> None:
         CheckpointError: names everything that cannot be stored.
     """
     processes, problem = run.strategy.processes, None
-    with run.isolated_rng():
+    with run.generators.isolated():
         restore = [*keep_users(run)]
         state = _rehearsed_state(run)
         if processes.is_global_zero or run.strategy.shards_state:
@@ -113,7 +113,7 @@ def check_states_storable(run: Run) -> None:
         CheckpointError: it cannot; the message names the field.
     """
     states = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
-    updated = run.module.automatic_optimization and run.strategy.scaler is None and not run.skipping.whole_step
+    updated = run.module.automatic_optimization and run.strategy.scaler is None and not run.guards.skipping.whole_step
     has_state = any(one["state"] or one.keys() & {"common", "extra", "parts"} for one in states)
     if updated or has_state or run.progress.step >= _STEPS_TO_A_STATE:
         run.mark_states_checked()

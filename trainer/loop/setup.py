@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from trainer.arguments import kept_path
@@ -128,7 +129,7 @@ def start_run(
             if run.strategy.processes.rank == 0:
                 log.info("%s", start_line(config, stage))
             if run.settings.fast_dev_run:
-                cleanup.enter_context(run.isolated_rng(keeps_new=True))
+                cleanup.enter_context(run.generators.isolated(keeps_new=True))
             run.connect_callbacks(caller)
             check_settings(run)
             check_folders_of_shards(run)
@@ -154,7 +155,6 @@ def start_run(
                 find_fitting_batches(run)
             report_restored(run, checkpoint, allow_changes)
             run.watch_numbers()
-            run.skip_needless_calls()
             start_watchdog(run, cleanup)
             with torch.autograd.set_detect_anomaly(run.settings.detect_anomaly):
                 yield run
@@ -164,7 +164,7 @@ def start_run(
             run.interrupt()
             end_with_error(run, error)
             raise
-    run.stop_coordinator.send_again(run.stop_reason)
+    run.clock.coordinator.send_again(run.clock.stop_reason)
     exit_if_stopped(run)
 
 
@@ -190,7 +190,7 @@ def stop_listening(run: Run) -> None:
     """Restore the former signal handlers; after a stop, keep its exit code whatever signal follows."""
     if will_exit(run):
         keep_exit_code()
-    end_listening(run.strategy.processes, run.stop_coordinator)
+    end_listening(run.strategy.processes, run.clock.coordinator)
 
 
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
@@ -204,11 +204,8 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     run.locate(run_dir, path)
     if run.stage == "fit":
         session.remember_beginning(beginning_of(run, path))
-    writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
-    if session.config_text is not None and writes:
-        replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
-    elif writes and (run.loggers or run.checkpoint_callbacks):  # the command line names it at the end
-        log.info("run directory: %s", session.run_dir)
+        if strategy.processes.is_global_zero and not run.settings.fast_dev_run:
+            note_configuration(run)
     if path is None:
         return None
     if run.stage == "fit":
@@ -218,17 +215,26 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     return load_training_state(path, ckpt_path != "last", strategy.shards_state, strategy.processes)
 
 
+def note_configuration(run: Run) -> None:
+    """Write the configuration into the run directory, or, of a run that was started from Python, say where that is."""
+    if run.session.config_text is not None:  # then the command line names it at the end
+        replace_notes(run.session.run_dir / "config.yaml", run.session.config_text.encode())
+    elif run.loggers or run.checkpoint_callbacks:
+        log.info("run directory: %s", run.session.run_dir)
+
+
 def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tuple[StoragePath | None, Path]:
     """Return, on rank 0, the checkpoint to start from and the run directory, which a restarted run keeps."""
-    record = RestartRecord() if run.stage == "fit" else None
+    record = RestartRecord() if run.stage == "fit" else None  # which counts the fits of the script
     path = find_after_restart(run, record.former) if record is not None and record.former is not None else None
     if path is not None:
         ckpt_path = "last"
         log.info("started again after a failure")
     else:
-        ckpt_path = ckpt_path or ("last" if record is not None and was_requeued() else None)
+        if record is not None and was_requeued():
+            ckpt_path = ckpt_path or "last"
         path = find_checkpoint(run, ckpt_path)
-        if path is not None and run.stage == "fit":
+        if record is not None and path is not None:
             path = refuse_weights_alone(run, ckpt_path, path)
     path = None if path is None else kept_storage_path(path)
     run_dir = kept_path(choose_run_dir(run, ckpt_path, path))
@@ -264,19 +270,14 @@ def build_module(
     pretrained = None if weights is None or is_full else open_weights(weights)
     loads_all = module.strict_loading and (is_full or pretrained is not None)
     with strategy.init_context(module, will_load_checkpoint=loads_all):
-        module.configure_model()
-        if run.config.sync_batchnorm and strategy.processes.world_size > 1:
-            torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        check_built(module, strategy, training)
+        build_layers(run)
     if pretrained is not None:
         pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
         if checkpoint is None:  # which has the adapters
             refuse_adapters_of_other_weights(module, pretrained)
         check_weights(run, pretrained)
     if training:
-        run.record_facts({"module": facts_of_module(module, strategy.precision)})
-        if run.checkpoint_callbacks:
-            check_buffers_storable(module)
+        note_module(run)
     if checkpoint is not None:
         if not training:
             checkpoint["model"] = evaluated_weights(checkpoint)
@@ -292,8 +293,24 @@ def build_module(
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
     restore_weights(run, checkpoint)
-    run.share_random_numbers()  # rank 0 may have drawn numbers for the layers that it alone has built
+    run.generators.share()  # rank 0 may have drawn numbers for the layers that it alone has built
     run.take_weights()
+
+
+def note_module(run: Run) -> None:
+    """Note the facts of a module that is to be trained, and check what else only the first checkpoint would."""
+    run.record_facts({"module": facts_of_module(run.module, run.strategy.precision)})
+    if run.checkpoint_callbacks:
+        check_buffers_storable(run.module)
+
+
+def build_layers(run: Run) -> None:
+    """Call `configure_model`, and refuse layers that the strategy cannot have."""
+    module, strategy = run.module, run.strategy
+    module.configure_model()
+    if run.config.sync_batchnorm and strategy.processes.world_size > 1:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    check_built(module, strategy, run.stage == "fit")
 
 
 def check_built(module: TrainModule, strategy: Strategy, training: bool) -> None:
@@ -338,21 +355,19 @@ def report_short_schedules(run: Run) -> None:
     """Report each OneCycleLR that the run outlasts: torch refuses a step beyond those that it was made for."""
     if not run.module.automatic_optimization or run.module.overrides("lr_scheduler_step"):
         return
-    weights = "fit(weights=...)" if run.session.config_text is None else "--weights PATH"
     for config in run.scheduler_configs:
-        planned = run.estimated_stepping_batches if config.interval == "step" else run.config.max_epochs
-        steps = getattr(config.scheduler, "total_steps", None) if isinstance(config.scheduler, OneCycleLR) else None
-        if steps is None or planned in (None, math.inf) or planned // config.frequency <= steps:
+        if not isinstance(config.scheduler, OneCycleLR):
             continue
-        log.warning(
-            "the OneCycleLR has %d steps%s, and the run takes %d of it: torch refuses the next one. %s",
-            steps,
-            " (those of the checkpoint)" if run.resumed_from else "",
-            planned // config.frequency,
-            f"A longer schedule starts from the weights alone: {weights}."
-            if run.resumed_from
-            else "Set total_steps=self.trainer.estimated_stepping_batches, and interval to 'step'.",
-        )
+        planned = run.estimated_stepping_batches if config.interval == "step" else run.clock.last_epoch
+        if config.scheduler.total_steps < planned // config.frequency < math.inf:
+            log.warning(
+                "the OneCycleLR has %d steps, and the run takes %d of it: torch refuses the next one. Set total_steps="
+                "self.trainer.estimated_stepping_batches, and interval to 'step'; a resumed run has the checkpoint's "
+                "schedule, a longer one starts from the weights alone: %s.",
+                config.scheduler.total_steps,
+                planned // config.frequency,
+                run.session.argument("weights", "PATH"),
+            )
 
 
 def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: Collection[str]) -> None:
@@ -360,23 +375,22 @@ def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: 
     report_changes(run, checkpoint, allow_changes)
     if run.stage != "fit" or run.resumed_from is None or run.settings.fast_dev_run:
         return
-    step, last_step, max_epochs = run.progress.step, run.settings.max_steps, run.config.max_epochs
-    ended = run.strategy.processes.broadcast_object(noted_end(run.session.run_dir))
-    ended = ended if ended is not None and ended["step"] == step else None
-    epochs = run.progress.epoch if ended is None else ended["epochs"]
+    step = run.progress.step
+    noted = run.strategy.processes.broadcast_object(noted_end(run.session.run_dir)) or {"step": -1, "epochs": 0}
+    ended = noted["step"] == step
+    epochs = noted["epochs"] if ended else run.progress.epoch
     early = [reason for callback in run.callbacks if (reason := callback.reason_to_stop()) is not None]
-    if last_step is not None and -1 < last_step <= step:
-        end = f"the checkpoint has {step} steps, and max_steps={last_step}"
-    elif max_epochs is not None and epochs >= max_epochs:
-        end = f"max_epochs={max_epochs} are done; raise it to go on"
-    elif early and run.reached_minimum:
+    if step >= run.clock.last_step:
+        end = f"the checkpoint has {step} steps, and max_steps={run.clock.last_step}"
+    elif epochs >= run.clock.last_epoch:
+        end = f"max_epochs={run.clock.last_epoch} are done; raise it to go on"
+    elif early and run.clock.reached_minimum:
         end = early[0]
     else:
         return
-    if ended is not None:
+    if ended:
         run.leave_as_it_is()
-    if run.strategy.processes.is_global_zero:
-        log.warning("nothing is left to train: %s", end)
+    run.report_once(f"nothing is left to train: {end}")
 
 
 def build_optimizers(run: Run) -> None:
@@ -390,6 +404,29 @@ def build_optimizers(run: Run) -> None:
     check_optimizers(run, optimizers, schedulers)
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)
+    give_hints(run, optimizers)
+    assert run.train_loader is not None
+    steps = step_config(
+        settings,
+        accumulate_grad_batches=run.session.accumulate_grad_batches,
+        micro_batch_size=run.train_loader.batch_size,
+        schedulers=[config.scheduler for config in schedulers],
+        run_dir=None if settings.fast_dev_run else run.session.run_dir,
+        reuses_memory=run.reuses_memory,
+        compiles_module=run.config.compilation is not None and run.config.compilation.blocks is None,
+    )
+    run.set_up_optimizers(optimizers, schedulers, steps)
+    alone = len(optimizers) == 1 and strategy.processes.world_size == 1 and strategy.scaler is None
+    if run.closure_needed and (not alone or run.step_guard is not None or module.overrides_any(OF_STEP)):
+        raise ConfigError(
+            f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
+            f"one process, without loss scaling, BadStepGuard, and overrides of {' and '.join(OF_STEP)}."
+        )
+
+
+def give_hints(run: Run, optimizers: list[Optimizer]) -> None:
+    """Log what a user may not have meant, or could do faster."""
+    settings, strategy = run.settings, run.strategy
     planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
     if run.loggers and planned < every:
         log.info(
@@ -404,39 +441,19 @@ def build_optimizers(run: Run) -> None:
     capability = cuda_capability(strategy.device)
     for hint in performance_hints(strategy.device, run.train_loader.pinned, optimizers, strategy.precision, capability):
         log.info("faster: %s", hint)
-    steps = step_config(
-        settings,
-        accumulate_grad_batches=run.session.accumulate_grad_batches,
-        micro_batch_size=run.train_loader.batch_size,
-        schedulers=[config.scheduler for config in schedulers],
-        run_dir=None if settings.fast_dev_run else run.session.run_dir,
-        reuses_memory=run.reuses_memory,
-        compiles_module=run.config.compilation is not None and run.config.compilation.blocks is None,
-    )
-    run.set_up_optimizers(optimizers, schedulers, steps)
-    if run.closure_needed and module.overrides_any(OF_STEP):
-        raise ConfigError(
-            f"{type(optimizers[0]).__name__} evaluates the loss several times a step, in a loop of its own: leave out "
-            f"the overrides of {' and '.join(name for name in OF_STEP if module.overrides(name))}."
-        )
-    if run.closure_needed and (len(optimizers) > 1 or strategy.processes.world_size > 1 or strategy.scaler is not None):
-        raise ConfigError(
-            f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
-            "one process, without loss scaling."
-        )
 
 
 def start_watchdog(run: Run, cleanup: ExitStack) -> None:
     """Start the threads of the watchdog and the deadline."""
-    stop, strategy = run.stop_coordinator, run.strategy
+    stop, strategy = run.clock.coordinator, run.strategy
     rank, world_size = strategy.processes.rank, strategy.processes.world_size
-    cleanup.callback(run.watchdog.stop)
+    cleanup.callback(run.clock.watchdog.stop)
     limit, steps = run.settings.watchdog_seconds, lambda: run.progress.step
     folder = None if run.settings.fast_dev_run else run.session.run_dir
-    run.watchdog.start(stop.store, rank, world_size, limit, steps, folder)
-    if run.deadline is not None and run.stage == "fit":
-        cleanup.callback(run.deadline.stop)
-        run.deadline.start(stop)
+    run.clock.watchdog.start(stop.store, rank, world_size, limit, steps, folder)
+    if run.clock.deadline is not None and run.stage == "fit":
+        cleanup.callback(run.clock.deadline.stop)
+        run.clock.deadline.start(stop)
 
 
 class _Shown(logging.StreamHandler):  # type: ignore[type-arg]

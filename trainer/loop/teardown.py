@@ -7,12 +7,9 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from linecache import getline
 from types import FrameType
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
@@ -24,7 +21,6 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.callback_list import call_all
 from trainer.loop.run import Run
-from trainer.model.full_parameters import name_of_shard
 from trainer.model.parameter_access import copy_advice, stepping_optimizer
 from trainer.runs.run_directory import note_end
 from trainer.runs.terminal import print_text
@@ -37,24 +33,33 @@ _OF_STATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticErro
 
 def finish(run: Run) -> None:
     """Call the teardown hooks, say why a training was stopped, and wait for the other processes."""
-    run.watchdog.expect_slow_work()
+    run.clock.watchdog.expect_slow_work()
     if run.stage == "fit":
         require_saved(run)
     run.tear_down()
-    saved = run.stage == "fit" and any(callback.last_model_path for callback in run.checkpoint_callbacks)
-    if saved and run.strategy.processes.is_global_zero and not exit_code(run.stop_reason):
+    if run.stage == "fit" and run.strategy.processes.is_global_zero:
+        report_end(run)
+    run.clock.shut_down()
+
+
+def report_end(run: Run) -> None:
+    """Note in the run directory that a training has ended, or say why it was stopped and how it goes on."""
+    code, stopped = exit_code(run.clock.stop_reason), f"stopped after step {run.progress.step}: {run.clock.stop_reason}"
+    if code:
+        print_text(run.callbacks, f"{stopped}. {_resume_advice(run)}\n")
+        return
+    if _has_saved(run):
         note_end(run)
-    if run.stage == "fit" and run.stop_reason and run.strategy.processes.is_global_zero:
-        stopped = f"stopped after step {run.progress.step}: {run.stop_reason}"
-        if exit_code(run.stop_reason):
-            print_text(run.callbacks, f"{stopped}. {_resume_advice(run)}\n")
-        else:
-            log.info(stopped)
-    run.shut_down()
+    if run.clock.stop_reason:
+        log.info(stopped)
+
+
+def _has_saved(run: Run) -> bool:
+    return any(callback.last_model_path for callback in run.checkpoint_callbacks)
 
 
 def _resume_advice(run: Run) -> str:
-    if any(callback.last_model_path for callback in run.checkpoint_callbacks):
+    if _has_saved(run):
         last = run.session.argument("ckpt_path", "last")
         return f"To go on, start it again with {last}; it writes into {run.session.run_dir}."
     if run.resumed_from is not None:
@@ -71,13 +76,11 @@ def require_saved(run: Run) -> None:
     problems = [problem for callback in run.checkpoint_callbacks if (problem := callback.unsaved) is not None]
     if not problems:
         return
-    number = len(run.checkpoint_callbacks)
-    by = f" by {len(problems)} of {number} checkpoint callbacks" if len(problems) < number else ""
     message = (
-        f"training has ended at step {run.progress.step}, and its last weights are NOT SAVED{by}: "
+        f"training has ended at step {run.progress.step}, and its last weights are NOT SAVED: "
         f"{'; '.join(map(str, problems))}"
     )
-    if exit_code(run.stop_reason) != EXIT_RETRY or not exit_code_is_free():
+    if exit_code(run.clock.stop_reason) != EXIT_RETRY or not exit_code_is_free():
         raise WriteError(message)
     if run.strategy.processes.is_global_zero:
         log.error(
@@ -92,18 +95,14 @@ def end_with_error(run: Run, error: BaseException) -> None:
         ConfigError: there is advice for torch's error; see `explain_torch_error` and `TrainableParameters.explain`.
         CheckpointError: the state of the optimizer or scheduler came from a checkpoint, and does not fit.
     """
-    run.stop_coordinator.failed()
-    run.watchdog.stop()
-    changed = run.trainable.explain(error) if run.trainable is not None else None
-    sharded = _explain_full_parameters(run, error) or _explain_shards(run, error)
-    explained = changed or sharded or explain_torch_error(error) or _explain_restored_state(run, error)
-    explained = explained or _explain_closure(run, error)
-    rank, world_size = run.strategy.processes.rank, run.strategy.processes.world_size
+    run.clock.coordinator.failed()
+    run.clock.watchdog.stop()
+    processes, explained = run.strategy.processes, _explain(run, error)
     if explained is not None:
         explained.__cause__ = error  # which is reported with it
     if isinstance(error, Exception):
-        report_failure(run.stop_coordinator.store, rank, world_size, explained or error)
-    several = world_size > 1
+        report_failure(run.clock.coordinator.store, processes.rank, processes.world_size, explained or error)
+    several = processes.world_size > 1
     if several:
         limit_exit()
     with exit_in_time("on_exception or teardown") if several else nullcontext():
@@ -116,6 +115,20 @@ def end_with_error(run: Run, error: BaseException) -> None:
         raise explained from error
 
 
+def _explain(run: Run, error: BaseException) -> TrainerError | None:
+    """Return the first explanation that there is for an error of torch or of the user's code."""
+    if not isinstance(error, Exception) or isinstance(error, TrainerError):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return (
+        run.guards.explain(error)
+        or _explain_full_parameters(run, error, frames)
+        or _explain_shards(run, error, frames)
+        or explain_torch_error(error)
+        or _explain_restored_state(run, error, frames)
+    )
+
+
 _OF_FULL_PARAMETERS = {
     "torch.nn.utils.prune": ("apply", "apply_mask", "remove", "global_unstructured"),
     "torch.nn.utils.parametrize": ("register_parametrization", "remove_parametrizations"),
@@ -124,60 +137,41 @@ _OF_FULL_PARAMETERS = {
 """Functions of torch that compute with a full parameter and replace it, by their modules."""
 
 
-def _explain_full_parameters(run: Run, error: BaseException) -> ConfigError | None:
+def _explain_full_parameters(run: Run, error: Exception, frames: list[FrameType]) -> ConfigError | None:
     """Return a ConfigError for an error of pruning and the like with parameters that the strategy has sharded."""
-    if not run.strategy.collective_forward or not isinstance(error, Exception):
-        return None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+    for frame in frames if run.strategy.collective_forward else ():
         where, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if function in _OF_FULL_PARAMETERS.get(where, ()):
             return ConfigError(
                 f"{where}.{function} needs full parameters, and strategy {run.strategy.name!r} shards them. Call it "
-                f"before fit or in configure_model, or use strategy 'ddp'.\ntorch said: {str(error).splitlines()[0]}"
+                f"before fit or in configure_model, or use strategy 'ddp'.\ntorch said: {_first_line(error)}"
             )
     return None
 
 
-def _explain_closure(run: Run, error: BaseException) -> ConfigError | None:
-    """Return a ConfigError for an optimizer that asks for a closure without one in the signature of its `step`."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    optimizer, code = frame.f_locals.get("self"), frame.f_code
-    without = (
-        isinstance(optimizer, Optimizer) and code.co_name == "step" and frame.f_locals.get("closure", code) is None
-    )
-    if not (without and run.module.automatic_optimization and "closure" in getline(code.co_filename, line)):
-        return None
-    return ConfigError(
-        f"{type(optimizer).__name__}.step asks for a closure, which in automatic optimization only an optimizer gets "
-        "whose step cannot be called without one (LBFGS). Set automatic_optimization = False, and in training_step "
-        "call self.manual_backward(loss), then self.optimizers().step(closure), whose closure does the same again."
-    )
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 _OF_SHARDS = ("DTensor", "invalid python storage")
 """Words in torch's errors about sharded tensors."""
 
 
-def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
+def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> ConfigError | None:
     """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
-    if not run.strategy.shards_state or isinstance(error, TrainerError) or not isinstance(error, Exception):
+    if not run.strategy.shards_state:
         return None
     if "FSDP does not support deepcopy" in str(error):
         return ConfigError(copy_advice(run.strategy.name))
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not any(words in str(error) for words in _OF_SHARDS) and not any(
-        frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for frame in frames
-    ):
+    in_torch = any(frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for frame in frames)
+    if not in_torch and not any(words in str(error) for words in _OF_SHARDS):
         return None
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if (optimizer := stepping_optimizer(reversed(frames))) is not None:
         return ConfigError(
             f"{type(optimizer).__name__}.step() cannot compute with the shards of parameters that strategy "
             f"{run.strategy.name!r} keeps (DTensor). Use another optimizer, such as torch.optim.AdamW, or strategy "
-            f"'ddp'.\ntorch said: {said}"
+            f"'ddp'.\ntorch said: {_first_line(error)}"
         )
-    values = (value for frame in reversed(frames) for value in _values_of(frame))
-    used = (name for value in values if (name := name_of_shard(run.module, value)) is not None)
     advice = (
         "In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to change it)."
     )
@@ -188,27 +182,17 @@ def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
             f"{INSTEAD_OF_PENALTIES}"
         )
     return ConfigError(
-        f"{next(used, 'a parameter')} was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards "
-        f"of the parameters. {advice}\ntorch said: {said}"
+        f"a parameter was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards of the "
+        f"parameters. {advice}\ntorch said: {_first_line(error)}"
     )
 
 
-def _values_of(frame: FrameType) -> Iterator[Any]:
-    """Yield the local values of a frame, and those in its lists and dicts."""
-    for value in frame.f_locals.values():
-        yield value
-        if type(value) in (list, tuple, dict):
-            yield from value.values() if isinstance(value, dict) else value
-
-
-def _explain_restored_state(run: Run, error: BaseException) -> CheckpointError | None:
+def _explain_restored_state(run: Run, error: Exception, frames: list[FrameType]) -> CheckpointError | None:
     """Return a CheckpointError for an error inside torch's optimizers and schedulers whose states were restored."""
     if run.resumed_from is None or run.stage != "fit" or not isinstance(error, _OF_STATES):
         return None
-    if isinstance(error, (TrainerError, torch.OutOfMemoryError)):
-        return None
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not any(name.startswith("torch.optim") for name in modules):
+    in_torch = any(frame.f_globals.get("__name__", "").startswith("torch.optim") for frame in frames)
+    if not in_torch or isinstance(error, torch.OutOfMemoryError):
         return None
     return CheckpointError(
         f"the optimizer or scheduler cannot go on from the state in {run.resumed_from} "
@@ -230,7 +214,7 @@ def exit_if_stopped(run: Run) -> None:
     """Exit with the code of a signal or deadline that stopped the run, except in an interactive session."""
     if not will_exit(run):
         return
-    code = exit_code(run.stop_reason)
+    code = exit_code(run.clock.stop_reason)
     if code == EXIT_RETRY and run.strategy.processes.is_global_zero:
         requeue()
     sys.exit(restart_safe_exit_code(code, run.strategy.processes.store))
@@ -238,7 +222,7 @@ def exit_if_stopped(run: Run) -> None:
 
 def will_exit(run: Run) -> bool:
     """Return True if a signal or deadline has stopped the run, and it ends this process."""
-    return run.shutting_down and exit_code(run.stop_reason) != 0 and not in_interactive_session()
+    return run.clock.shutting_down and exit_code(run.clock.stop_reason) != 0 and not in_interactive_session()
 
 
 def in_interactive_session() -> bool:

@@ -19,18 +19,19 @@ from trainer.callback import Checkpoint
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
-from trainer.checkpoint.hook_checkpoint import saved_by_hooks
+from trainer.checkpoint.hook_checkpoint import loaded_by_hooks, saved_by_hooks
 from trainer.checkpoint.left_out import write_the_rest
 from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of, with_names
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
-from trainer.checkpoint.storage import StoragePath
+from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, printable, restoring
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop.progress import LATER, Progress
+from trainer.loop.callback_list import CallbackList
+from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
 from trainer.metrics.reductions import REDUCTIONS
@@ -71,52 +72,55 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         tensors: what `tensor_state` returned.
         callbacks: the states of those that write no checkpoints, by key.
     """
-    strategy = run.strategy
+    strategy, session = run.strategy, run.session
     leave_out_changing_facts(run)
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
-        "rng": run.rng_to_restore or run.rng_state(saves=True),
-        "epoch_rng": run.rng_of_epoch(),
-        "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
+        "rng": run.generators.to_restore or run.generators.state(saves=True),
+        "epoch_rng": run.generators.state_of_epoch(),
+        "loader": run.guards.skipping.loader_state or _state_of(run.train_loader),
         "metrics": metrics_state(run.metrics),
-        "stop": run.postponed_stop,
-        "changes": run.hook_changes.state_dict(),
+        "hook_changes": run.hook_changes.state_dict(),
+        "postponed_stop": run.clock.postponed_stop,
     }
     per_rank = gather_states(own, strategy.processes)
+    entries = {name: [state[name] for state in per_rank] for name in own}
     return {
         **tensors,
+        **entries,
+        "postponed_stop": next(filter(None, entries["postponed_stop"]), None),
         "schedulers": [without_generators(config.scheduler.state_dict()) for config in run.scheduler_configs],
-        "scaler": strategy.scaler.state_dict() if strategy.scaler is not None else {},
+        "scaler": _state_of(strategy.scaler),
         "progress": run.progress.state_dict(),
         "global_micro_batch": _global_micro_batch(run),
-        **({} if run.session.fitting_samples is None else {"fitting_samples": run.session.fitting_samples}),
-        "rng": [state["rng"] for state in per_rank],
-        "epoch_rng": [state["epoch_rng"] for state in per_rank],
-        "loader": [state["loader"] for state in per_rank],
-        "metrics": [state["metrics"] for state in per_rank],
-        "hook_changes": [state["changes"] for state in per_rank],
-        "callback_metrics": dict(run.session.callback_metrics),
-        "measured": {name: measured._asdict() for name, measured in run.session.measured.items()},
+        **({} if session.fitting_samples is None else {"fitting_samples": session.fitting_samples}),
+        "callback_metrics": dict(session.callback_metrics),
+        "measured": {name: measured._asdict() for name, measured in session.measured.items()},
         "scheduler_values": [config.value_step for config in run.scheduler_configs],
-        "postponed_stop": next((state["stop"] for state in per_rank if state["stop"] is not None), None),
-        "followed_buffers": sorted(run.followed_buffers if run.buffers is None else run.buffers.names),
+        "followed_buffers": sorted(run.followed_buffers if run.guards.buffers is None else run.guards.buffers.names),
         "callbacks": {
             key: state
             for key, c in callbacks_by_state_key(run.callbacks).items()
             if (state := callbacks[key] if key in callbacks else c.state_dict())
         },
         "callback_identities": identities(run.callbacks),
-        "data": run.datamodule.state_dict() if run.datamodule is not None else {},
+        "data": _state_of(run.datamodule),
         "hyperparameters": run.hyperparameters(),
         "hugging_face": hugging_face_models(run.module),
         "adapters": adapters(run.module, tensors["model"]),
         "processing": run.processing_files(),
-        "config": run.session.config_text,
-        "seed": run.session.seed,
-        "run_dir": name_of_run_dir(run.session.run_dir, run.settings),
+        "config": session.config_text,
+        "seed": session.seed,
+        "run_dir": name_of_run_dir(session.run_dir, run.settings),
         "facts": {name: dict(facts) for name, facts in run.facts.items()},
         **entries_of_processes(strategy),
     }
+
+
+def _state_of(owner: Any) -> dict[str, Any]:
+    """Return the state of a part of a run; empty if there is no such part."""
+    state: dict[str, Any] = {} if owner is None else owner.state_dict()
+    return state
 
 
 def gather_states(own: dict[str, Any], processes: SingleProcess) -> list[dict[str, Any]]:
@@ -176,22 +180,21 @@ KINDS: dict[str, Any] = {
     "schedulers": [dict],
     "scaler": dict,
     "progress": {
-        f"{name}?" if name in LATER else name: bool if first is False else Integer(first, _MAX_COUNT)
-        for name, first in asdict(Progress()).items()
+        name: bool if first is False else Integer(first, _MAX_COUNT) for name, first in asdict(Progress()).items()
     },
     "global_micro_batch?": (Integer(1), None),
     "fitting_samples?": Integer(1),
     "rng": [dict],
-    "epoch_rng?": [{"epoch": Integer(), "loaders": dict, "hook": dict}],
+    "epoch_rng": [{"epoch": Integer(), "loaders": dict, "hook": dict}],
     "loader": [dict],
     "metrics": [_METRICS],
-    "hook_changes?": [hook_changes.KIND],
+    "hook_changes": [hook_changes.KIND],
     "callback_metrics": {str: NUMBER},
-    "measured?": {str: {"value": NUMBER, "step": Integer(-1), "kind": ("step", "interim", "epoch", "validation")}},
-    "scheduler_values?": [(Integer(-1), None)],
-    "postponed_stop?": (str, None),
+    "measured": {str: {"value": NUMBER, "step": Integer(-1), "kind": ("step", "interim", "epoch", "validation")}},
+    "scheduler_values": [(Integer(-1), None)],
+    "postponed_stop": (str, None),
     "added?": dict,
-    "followed_buffers?": [str],
+    "followed_buffers": [str],
     "average?": dict,
     "evaluated?": "average",
     "callbacks": {str: dict},
@@ -205,11 +208,11 @@ KINDS: dict[str, Any] = {
     "seed": Integer(),
     "run_dir": str,
     "world_size": Integer(1),
-    "reader_of?": [Integer()],
-    "reporters?": [Integer()],
+    "reader_of": [Integer()],
+    "reporters": [Integer()],
     "strategy": str,
     "precision": str,
-    "facts?": {str: {str: str}},
+    "facts": {str: {str: str}},
     "versions": dict,
 }
 """The kinds of the entries (see `schema.Kind`), but for contents that their owners check; more entries are allowed."""
@@ -249,13 +252,11 @@ def load_training_state(
             f"{path} is not a checkpoint of a training, or is one of another version of this package: {problem}. "
             "For the weights alone: load_from_checkpoint, or trainer checkpoint export."
         )
-    for rank, (rng, loader) in enumerate(zip(checkpoint["rng"], checkpoint["loader"], strict=True)):
+    for rank, (rng, of_epoch) in enumerate(zip(checkpoint["rng"], checkpoint["epoch_rng"], strict=True)):
         check_rng_state(rng, f"{path}, 'rng' of rank {rank}")
-        of_epoch = checkpoint["epoch_rng"][rank] if "epoch_rng" in checkpoint else {}
-        for name in ("loaders", "hook"):
-            if state := of_epoch.get(name):
-                check_rng_state(state, f"{path}, 'epoch_rng' of rank {rank}")
-        check_torch_states(loader, f"{path}, 'loader' of rank {rank}")
+        for state in filter(None, (of_epoch["loaders"], of_epoch["hook"])):
+            check_rng_state(state, f"{path}, 'epoch_rng' of rank {rank}")
+        check_torch_states(checkpoint["loader"][rank], f"{path}, 'loader' of rank {rank}")
     return checkpoint
 
 
@@ -309,18 +310,25 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """
     if checkpoint is None:
         return
-    strategy = run.strategy
-    rank = counterpart(checkpoint, strategy.processes)
-    changes = checkpoint.get("hook_changes", [None] * checkpoint["world_size"])[rank or 0]  # earlier ones have none
-    if run.stage != "fit":
+    rank = counterpart(checkpoint, run.strategy.processes)
+    changes = checkpoint["hook_changes"][rank or 0]
+    if run.stage == "fit":
+        _restore_optimizers(run, checkpoint, changes)
+        _restore_values(run, checkpoint)
+        run.hook_changes.load_state_dict(changes)
+        _restore_place(run, checkpoint, rank)
+    else:
         run.progress.load_state_dict(checkpoint["progress"])
-        if changes is not None:
-            run.hook_changes.put_back_now(changes, flags=False)
-        _restore_callbacks(run, checkpoint)
-        return
+        run.hook_changes.put_back_now(changes, flags=False)
+    _restore_callbacks(run, checkpoint)
+
+
+def _restore_optimizers(run: Run, checkpoint: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Restore optimizers with their gradients, schedulers, and the loss scale."""
+    strategy = run.strategy
     _require_same_number("optimizers", checkpoint["optimizers"], run.optimizers)
     _require_same_number("schedulers", checkpoint["schedulers"], run.scheduler_configs)
-    regroups = changes is None or len(changes["groups"]) == len(run.optimizers)
+    regroups = len(changes["groups"]) == len(run.optimizers)
     for number, (optimizer, state) in enumerate(zip(run.optimizers, checkpoint["optimizers"], strict=True)):
         with restoring(f"the state of {type(optimizer).__name__}"):
             state = checkpoint["optimizers"][number] = with_names(run.module, optimizer, state)
@@ -337,38 +345,39 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         _require_alike(checkpoint["scaler"], strategy.scaler.state_dict(), "the loss scale")
         with restoring("the loss scale"):
             strategy.scaler.load_state_dict(checkpoint["scaler"])
+
+
+def _restore_values(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Restore the counters, and the logged values."""
     run.session.callback_metrics.update(checkpoint["callback_metrics"])
-    # Checkpoints of earlier versions have none of these three.
     with restoring("the monitored values"):
-        run.session.measured.update({name: Measured(**one) for name, one in checkpoint.get("measured", {}).items()})
-    for config, step in zip(run.scheduler_configs, checkpoint.get("scheduler_values", ()), strict=False):
+        run.session.measured.update({name: Measured(**one) for name, one in checkpoint["measured"].items()})
+    for config, step in zip(run.scheduler_configs, checkpoint["scheduler_values"], strict=False):
         config.value_step = step
     run.progress.resume(checkpoint["progress"])
     run.reload_if_due()  # after a rewind
     _count_in_own_batches(run, checkpoint)
     with restoring("the logged values"):
-        load_metrics_state(run.metrics, _metrics_for(checkpoint, strategy.processes), strategy.device)
-    if changes is not None:
-        run.hook_changes.load_state_dict(changes)
-    rng, followed = None if rank is None else checkpoint["rng"][rank], checkpoint.get("followed_buffers", ())
-    of_epoch = None if rank is None or "epoch_rng" not in checkpoint else checkpoint["epoch_rng"][rank]["hook"] or None
-    rng, of_epoch = (one and states_of_generators(run.callbacks, checkpoint, one) for one in (rng, of_epoch))
-    run.resume(rng, of_epoch, checkpoint.get("postponed_stop"), followed)
-    _restore_place_in_data(run, checkpoint, rank)
-    _restore_callbacks(run, checkpoint)
+        load_metrics_state(run.metrics, _metrics_for(checkpoint, run.strategy.processes), run.strategy.device)
 
 
-def _restore_place_in_data(run: Run, checkpoint: Mapping[str, Any], rank: int | None) -> None:
-    processes, device = run.strategy.processes, run.strategy.device
+def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) -> None:
+    """Restore the random numbers and the place in the data of a rank; None: there is no such rank."""
+    stop, followed = checkpoint["postponed_stop"], checkpoint["followed_buffers"]
     if rank is None:
+        run.resume(stop, followed)
         log.info(
             "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
             "same, other random numbers (dropout) differ",
-            len(readers_of(checkpoint)[1]),
-            processes.readers,
+            len(checkpoint["reporters"]),
+            run.strategy.processes.readers,
         )
         return
-    check_rng_state(checkpoint["rng"][rank], f"{run.resumed_from}, 'rng' of rank {rank}", device)
+    rng, of_epoch = checkpoint["rng"][rank], checkpoint["epoch_rng"][rank]["hook"]
+    check_rng_state(rng, f"{run.resumed_from}, 'rng' of rank {rank}", run.strategy.device)
+    of_epoch = of_epoch and states_of_generators(run.callbacks, checkpoint, of_epoch)
+    run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
+    run.resume(stop, followed)
     # Loaders that were made anew for the next epoch begin by themselves.
     same = run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch)
     if run.train_loader and checkpoint["loader"][rank] and same:
@@ -378,23 +387,17 @@ def _restore_place_in_data(run: Run, checkpoint: Mapping[str, Any], rank: int | 
 @contextmanager
 def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[None]:
     """Let the first loaders of a resumed run draw the random numbers with which they were made in the run before."""
-    of_all = None if checkpoint is None or run.stage != "fit" else checkpoint.get("epoch_rng")
-    rank = None if checkpoint is None or of_all is None else counterpart(checkpoint, run.strategy.processes)
-    if checkpoint is None or of_all is None or rank is None:
+    rank = None if checkpoint is None or run.stage != "fit" else counterpart(checkpoint, run.strategy.processes)
+    if checkpoint is None or rank is None:
         yield
         return
-    made = run.epoch_of_loaders(run.progress.epoch) == of_all[rank]["epoch"]
-    run.draw_loaders_from(of_all[rank]["loaders"] or None if made else checkpoint["rng"][rank])
+    of_epoch, rng = checkpoint["epoch_rng"][rank], checkpoint["rng"]
+    made = run.epoch_of_loaders(run.progress.epoch) == of_epoch["epoch"]
+    run.generators.draw_loaders_from(of_epoch["loaders"] or None if made else rng[rank])
     yield
     if not made:  # the run goes on with what they have left
-        left, before = run.rng_state(), checkpoint["rng"][rank].get("own", {})
-        checkpoint["rng"][rank] = {**left, "own": {**before, **left["own"]}}
-
-
-def readers_of(checkpoint: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Return, of the run that wrote the checkpoint, the reader of each rank and the reporting rank of each reader."""
-    everyone = list(range(checkpoint["world_size"]))
-    return checkpoint.get("reader_of", everyone), checkpoint.get("reporters", everyone)
+        left = run.generators.state()
+        rng[rank] = {**left, "own": {**rng[rank].get("own", {}), **left["own"]}}
 
 
 def counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int | None:
@@ -402,10 +405,10 @@ def counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int 
 
     It is this process's own rank where that was of the same reader.
     """
-    reader_of, reporters = readers_of(checkpoint)
+    reporters = checkpoint["reporters"]
     if len(reporters) != processes.readers:
         return None
-    own = reader_of[processes.rank : processes.rank + 1]
+    own = checkpoint["reader_of"][processes.rank : processes.rank + 1]
     return processes.rank if own == [processes.reader] else reporters[processes.reader]
 
 
@@ -414,7 +417,7 @@ def _metrics_for(checkpoint: Mapping[str, Any], processes: SingleProcess) -> lis
 
     With another number of readers, a process merges the values of several readers, or of none.
     """
-    reader_of, reporters = readers_of(checkpoint)
+    reader_of, reporters = checkpoint["reader_of"], checkpoint["reporters"]
     if (*reader_of,) == processes.reader_of and (*reporters,) == processes.reporters:
         return [checkpoint["metrics"][processes.rank]]
     return [checkpoint["metrics"][rank] for rank in reporters][processes.reader :: processes.readers]
@@ -453,21 +456,50 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
                 callback.load_state_dict(checkpoint["callbacks"][key])
     unused = [f"the callback {key}" for key in states.unused]
     unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
-    reports = training and run.strategy.processes.is_global_zero and not run.settings.fast_dev_run
-    if states.ambiguous and reports:
+    if not training or run.settings.fast_dev_run or not run.strategy.processes.is_global_zero:
+        return
+    if states.ambiguous:
         log.warning(
             "the checkpoint has the states of %s, and several callbacks of this run could be meant: those begin anew. "
             "To continue them, give the same callbacks with the same arguments; or give each of your own a `state_key` "
             "of its own.",
             printable(", ".join(states.ambiguous)),
         )
-    if unused and reports:
+    if unused:
         log.warning(
             "the checkpoint has the state of %s, which this run does not have: that state is not used, and later "
             "checkpoints lack it. To continue it, give the same callbacks and data module. The checkpoints that a "
             "callback has written stay, and are not deleted.",
             printable(", ".join(unused)),
         )
+
+
+# -- going back --------------------------------------------------------------------------------------------------------
+
+
+def rewind(run: Run, path: str, loggers: CallbackList) -> None:
+    """Restore weights, optimizers, counters, data and callbacks from a checkpoint of this run. Collective.
+
+    Args:
+        loggers: their hooks; they cut what they have of later steps, as in a resumed run.
+    """
+    strategy, before = run.strategy, run.progress.step
+    run.clock.watchdog.expect_slow_work()
+    checkpoint = load_training_state(as_storage_path(path), True, strategy.shards_state, strategy.processes)
+    strategy.release_gathered()
+    run.forget_values()
+    loggers.teardown(run.stage)
+    loggers.setup(run.stage)
+    with loaded_by_hooks(checkpoint) as shown:
+        run.hooks.on_load_checkpoint(shown)
+    load_weights(run, checkpoint)
+    restore_data(run, checkpoint)
+    restore_training(run, checkpoint)
+    if run.train_loader is not None:
+        run.train_loader.close()
+    loggers.on_train_start()
+    if strategy.processes.is_global_zero:
+        log.warning("went back from step %d to step %d, to %s", before, run.progress.step, path)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -485,30 +517,17 @@ def save_state(
         if run.stage == "fit":
             run.flush_step()  # a resumed run does not log the step again
         tensors = tensor_state(run)
-        # What the callbacks that write checkpoints keep depends on what is found.
-        writing = [id(callback) for callback in run.checkpoint_callbacks]
         callbacks = {
             key: run.logged_before.get(id(c)) or c.state_dict()
             for key, c in callbacks_by_state_key(run.callbacks).items()
-            if id(c) not in writing
+            if not isinstance(c, Checkpoint)  # what those keep depends on what is found
         }
         schedulers = [config.scheduler.state_dict() for config in run.scheduler_configs]
         looked_at = {**tensors, "schedulers": schedulers, "callbacks": callbacks}
-        nonfinite = run.nonfinite.check_state(looked_at, reported=callable(info))
-        about: dict[str, Any] = {"step": run.progress.step, "epoch": run.progress.epoch, "captured": time.time_ns()}
-        if run.session.began is not None:
-            about["began"] = run.session.began
-        if run.stage == "fit":
-            epochs = run.progress.epoch + run.progress.epoch_ended
-            about["finished"] = run.progress.step >= run.last_step or epochs == run.config.max_epochs
-            reason = run.stop_reason or run.stop_coordinator.wanted
-            if reason is not None and not exit_code(reason):
-                about["stopped"] = reason.partition(":")[0]
-        about |= info(nonfinite) if callable(info) else info
+        nonfinite = run.guards.nonfinite.check_state(looked_at, reported=callable(info))
+        about = {**_about(run), **(info(nonfinite) if callable(info) else info)}
         if nonfinite:
             about["nonfinite"] = nonfinite
-        if weights_only:
-            about["weights_only"] = True
         state = training_state(run, tensors, callbacks)
         if averages:
             state |= {"average": averages, "evaluated": "average"}
@@ -516,12 +535,26 @@ def save_state(
             run.hooks.on_save_checkpoint(shown)
         weights_alone: dict[str, Any] = {"optimizers": [], "schedulers": [], "scaler": {}, "gradients": []}
         if weights_only:
+            about["weights_only"] = True
             state |= weights_alone
-        if strategy.processes.is_global_zero:
-            for logger in run.loggers:
-                logger.flush()
+        for logger in run.loggers if strategy.processes.is_global_zero else ():
+            logger.flush()
         loaders: dict[str, Any] = {"loader": [{} for _ in state["loader"]]}
         write_the_rest(write, state, about, weights_alone | loaders, strategy.processes, strategy.shards_state)
+
+
+def _about(run: Run) -> dict[str, Any]:
+    """Return what is known of a checkpoint beside its state: step, epoch, times, whether the training ends."""
+    progress = run.progress
+    about: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch, "captured": time.time_ns()}
+    if run.session.began is not None:
+        about["began"] = run.session.began
+    if run.stage == "fit":
+        about["finished"] = run.clock.is_up(progress.epoch + progress.epoch_ended)
+        reason = run.clock.stop_reason or run.clock.coordinator.wanted
+        if reason is not None and not exit_code(reason):
+            about["stopped"] = reason.partition(":")[0]
+    return about
 
 
 def name_of_run_dir(run_dir: Path, settings: Settings) -> str:
@@ -550,11 +583,9 @@ def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """
     progress, loader = run.progress, run.train_loader
     now, before = _global_micro_batch(run), checkpoint.get("global_micro_batch")
-    alike = (checkpoint.get("facts") or {}).get("micro_batch", {}) == run.facts.get("micro_batch")
-    if not (loader is None or before is None or now is None or before == now or alike):
+    alike = before == now or checkpoint["facts"].get("micro_batch", {}) == run.facts.get("micro_batch")
+    if loader is not None and before is not None and now is not None and not alike:
         progress.count_in_batches(place_in_epoch(loader, progress.batch, before, now), before, now)
-    if "batches_before" not in checkpoint["progress"]:
-        progress.count_epochs_before(run.num_training_batches or 0)
 
 
 def place_in_epoch(loader: BatchLoader, batch: int, before: int, now: int) -> int:
@@ -588,9 +619,9 @@ def _require_same_number(what: str, saved: list[Any], current: list[Any]) -> Non
 def _wrong_length(checkpoint: dict[str, Any]) -> str | None:
     size = checkpoint["world_size"]
     for name in PER_PROCESS:
-        if name in checkpoint and len(checkpoint[name]) != size:
+        if len(checkpoint[name]) != size:
             return f"{name!r} has {len(checkpoint[name])} entries for {size} processes"
-    reader_of, reporters = readers_of(checkpoint)
+    reader_of, reporters = checkpoint["reader_of"], checkpoint["reporters"]
     readers = [reader_of[rank] if rank < size else None for rank in reporters]
     if readers != list(range(len(reporters))) or not {*reader_of} <= {*readers}:
         return "'reader_of' and 'reporters' do not fit each other"

@@ -33,9 +33,9 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
     if loader.one_shot:
         log.warning("the data can be read only once, so the statistics of BatchNorms stay those of the training")
         return {}
-    run.watchdog.expect_slow_work()
+    run.clock.watchdog.expect_slow_work()
     found: dict[str, torch.Tensor] = {}
-    readers = strategy.processes.readers
+    readers, transfer = strategy.processes.readers, run.transfer()
     with no_trace(run), loader.kept_place(), run.metrics.recording(MetricScope(batches=True, steps=False)):
         for one in norms.values():
             one.reset_running_stats()
@@ -44,9 +44,9 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
         epoch = max(0, run.progress.epoch - (run.progress.batch == 0))
         for number, batch in enumerate(loader.iterate(epoch)):
             run.metrics.start_batch(batch.data, batch.samples)
-            data = run.transfer(batch.data, 0)
+            data = transfer(batch.data)
             strategy.call_step("training_step", data, number)
-            run.watchdog.heartbeats += 1
+            run.clock.watchdog.heartbeats += 1
         strategy.release_gathered()
         for name, one in norms.items():
             for kind, statistic in (("running_mean", one.running_mean), ("running_var", one.running_var)):

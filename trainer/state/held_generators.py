@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import GeneratorType
 from typing import Any
@@ -26,7 +26,9 @@ from trainer.seed import (
     rng_state,
     set_generator_state,
     set_rng_state,
+    share_random_numbers,
 )
+from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
 
@@ -152,3 +154,73 @@ def isolated_with(
                 for path, one in held.items():
                     if id(one) not in own:
                         take_back(owners[owner], path, contents)
+
+
+class Generators:
+    """The random generators of a run: the global ones, and those that the user's objects hold.
+
+    Args:
+        owners: returns the objects of the user's that may hold generators, by name.
+        strategy: of the run.
+    """
+
+    to_restore: dict[str, Any] | None = None
+    """The states in the checkpoint, until the first epoch restores them."""
+    of_epoch: dict[str, Any] | None = None
+    """The states before the first hook of the epoch in progress, where users have one: see `repeating`."""
+    of_loaders: dict[str, Any] | None = None
+    """The states before the loaders were made anew; None: before the first ones, which need no state."""
+    epoch_of_loaders = 0
+    """The epoch for which the loaders were made."""
+
+    def __init__(self, owners: Callable[[], Mapping[str, Any]], strategy: Strategy) -> None:
+        self._owners, self._strategy = owners, strategy
+
+    def state(self, saves: bool = False) -> dict[str, Any]:
+        """Return the states of all generators as data.
+
+        `saves`: for a checkpoint; see `states_with`.
+        """
+        return states_with(self._owners(), self._strategy.device, saves)
+
+    def set_state(self, state: dict[str, Any]) -> list[str]:
+        """Restore what `state` returned; return the names of generators that are missing."""
+        return set_states_with(self._owners(), state, self._strategy.device)
+
+    def isolated(self, others: Sequence[OwnGenerator] = (), keeps_new: bool = False) -> AbstractContextManager[None]:
+        """Restore the states of all these generators, and of others, on exit, and take back those made meanwhile."""
+        return isolated_with(self._owners(), others, self._strategy.device, keeps_new)
+
+    def share(self) -> None:
+        """Have all processes of one model draw the same numbers from now on. Collective."""
+        share_random_numbers(self._strategy.processes, self._strategy.device)
+
+    def resume(self, state: dict[str, Any], of_epoch: dict[str, Any] | None) -> None:
+        """Keep the states of a checkpoint until `restore`; those `of_epoch` are from before its first hook."""
+        self.to_restore, self.of_epoch = state, of_epoch
+
+    def restore(self) -> None:
+        """Restore the states from the checkpoint, once in a resumed run. Collective."""
+        if self.to_restore is not None:
+            lacking = self.set_state(self.to_restore)
+            self.to_restore = None
+            self.share()
+            report_lacking(lacking if self._strategy.processes.is_global_zero else [])
+
+    def begin_epoch(self, hooked: bool) -> None:
+        """Keep the states before the first hook of an epoch, which a resumed run calls again."""
+        self.of_epoch = self.state() if hooked else None
+
+    def begin_loaders(self) -> None:
+        """Keep the states before loaders are made, which a resumed run makes again."""
+        self.of_loaders = self.state()
+
+    def draw_loaders_from(self, state: dict[str, Any] | None) -> None:
+        """Make the loaders of a resumed run with the random numbers with which they were made before."""
+        self.of_loaders = state
+        if state is not None:
+            self.set_state(state)
+
+    def state_of_epoch(self) -> dict[str, Any]:
+        """Return the states with which the epoch's loaders and its first hook are called again."""
+        return {"epoch": self.epoch_of_loaders, "loaders": self.of_loaders or {}, "hook": self.of_epoch or {}}

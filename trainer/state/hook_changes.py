@@ -237,17 +237,17 @@ class HookChanges:
 
         return put_back
 
-    def restore_groups(self, number: int, state: Mapping[str, Any], changes: Mapping[str, Any] | None) -> None:
+    def restore_groups(self, number: int, state: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         """Give an optimizer the groups with which its state was saved, if it had those of this run before hooks.
 
         Args:
             number: of the optimizer.
             state: of the optimizer, in a checkpoint.
-            changes: the `state_dict` in the checkpoint; None: one of an earlier version has none.
+            changes: the `state_dict` in the checkpoint.
         """
         optimizer, own, saved = self._optimizers[number], self._groups[number], state["param_groups"]
-        count = len(own) if changes is None else changes["groups"][number]
-        began = (changes or {}).get("names", {}).get(str(number), [group["params"] for group in saved[:count]])
+        unchanged = [group["params"] for group in saved[: changes["groups"][number]]]
+        began = changes.get("names", {}).get(str(number), unchanged)
         other = self._began is None and sorted(map(sorted, began)) != sorted(map(sorted, own))
         now = self._names(optimizer)
         # Groups of another program are refused; those of DeepSpeed are flat, and stage 3 leaves them empty.
@@ -300,16 +300,15 @@ def _add_unless_restored(optimizer: Optimizer, group: dict[str, Any]) -> None:
 
 def _plain(value: Any) -> Any:
     """Return a value as a checkpoint keeps it, or `_NOT_PLAIN`."""
-    if value is None or type(value) in (bool, float):
-        return value
-    if type(value) is int:
-        return value if abs(value) < _LARGEST else _NOT_PLAIN
-    if type(value) is str:
-        return value if len(value) < _LONGEST and (value.isascii() or value.isprintable()) else _NOT_PLAIN
     if type(value).__module__ == "numpy":
-        number = with_python_numbers(value)
-        return number if number is not value else _NOT_PLAIN
-    return _NOT_PLAIN
+        value = with_python_numbers(value)
+    if type(value) is int:
+        fits = abs(value) < _LARGEST
+    elif type(value) is str:
+        fits = len(value) < _LONGEST and (value.isascii() or value.isprintable())
+    else:
+        fits = value is None or type(value) in (bool, float)
+    return value if fits else _NOT_PLAIN
 
 
 def _is_plain(value: Any) -> bool:
@@ -320,6 +319,6 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two values are the same; what is not plain counts as absent."""
     if one is other:
         return True
-    if not _is_plain(one) or not _is_plain(other):
-        return _is_plain(one) == _is_plain(other)
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+    if _is_plain(one) and _is_plain(other):
+        return repr(one) == repr(other)  # also of NaN, and not of 1 and True
+    return _is_plain(one) == _is_plain(other)

@@ -21,7 +21,21 @@ _MOST = 2**28
 """Bytes of all buffers together, up to which there are copies."""
 
 
-class Leaving:
+class Staying:
+    """An evaluation that goes on to its end."""
+
+    left = False
+    """True after the evaluation has been left."""
+
+    def begin(self) -> None:
+        """Begin with the batches, after the first hooks."""
+
+    def until_stopped(self, batches: Iterator[Batch], loader: BatchLoader, max_batches: int | None) -> Iterator[Batch]:
+        """Return the batches of a loader to evaluate."""
+        return batches
+
+
+class Leaving(Staying):
     """Ends a validation after the batch at which a signal or a deadline stops the run.
 
     The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
@@ -35,8 +49,7 @@ class Leaving:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.left = False
-        self._rng = run.rng_state()
+        self._rng = run.generators.state()
         self.logged = {id(logger): logger.state_dict() for logger in run.loggers}
         """The states of the loggers before the validation, by their ids."""
         self._restore: list[Restore] = [*keep_states(run, looks_inside=True)]
@@ -85,8 +98,8 @@ class Leaving:
     def _stops(self, even: bool) -> bool:
         run = self.run
         if even:
-            run.stops()
-        reason = run.stop_reason if even else run.stop_coordinator.announced
+            run.clock.stops()
+        reason = run.clock.stop_reason if even else run.clock.coordinator.announced
         self.left = exit_code(reason) != 0 and not self._cannot_leave(even)
         return self.left
 
@@ -94,7 +107,7 @@ class Leaving:
         """Put back what the validation has changed that was left."""
         for restore in self._restore:
             restore()
-        self.run.set_rng_state(self._rng)
+        self.run.generators.set_state(self._rng)
 
     def _few_weights(self) -> list[torch.Tensor]:
         """Return copies of a few values of each weight, or of this process's part of it, without a synchronization."""

@@ -64,7 +64,7 @@ def no_trace(run: Run) -> Iterator[None]:
     """Restore on exit what `keep` keeps, and the random generators: the global ones, those that the user's objects
     hold, and those of the data that are evaluated, with the places of streams in their attributes."""
     of_data = [one for loader in run.loaders.evaluated.values() for one in loader.generators()]
-    with run.isolated_rng(of_data):
+    with run.generators.isolated(of_data):
         streams = [one for loader in run.loaders.evaluated.values() for one in loader.streams()]
         restore = [*keep_values(streams, _SMALL, set(), _LEVEL_OF_DATA), keep(run)]
         try:
@@ -126,9 +126,8 @@ def _users_with_a_state(run: Run) -> Iterator[Any]:
     """Yield the user's callbacks, data module and parts of the module, if a checkpoint has what they return."""
     for callback in run.callbacks:
         kind = type(callback)
-        saves = [kind.state_dict is not Callback.state_dict]
-        saves.append(kind.on_save_checkpoint is not Callback.on_save_checkpoint)
-        if any(saves) and not kind.__module__.startswith("trainer."):
+        methods = (kind.state_dict, kind.on_save_checkpoint)
+        if methods != (Callback.state_dict, Callback.on_save_checkpoint) and not kind.__module__.startswith("trainer."):
             yield callback
     if run.datamodule is not None and run.datamodule.overrides("state_dict"):
         yield run.datamodule
@@ -212,16 +211,25 @@ def keep_values(
         if kind is torch.Tensor:  # no parameter, which a strategy may have emptied
             yield from _keep_tensor(value, largest)
         elif kind is np.ndarray:
-            if value.nbytes <= largest and value.flags.writeable:
-                yield partial(_put_array, value, value.copy())
+            yield from _keep_array(value, largest)
         elif isinstance(value, tuple):
             yield from keep_values(value, largest, seen, depth + 1)
         elif isinstance(value, _CONTAINERS) and (kind in _PLAIN or seen is not None):
-            base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
-            yield partial(_put_items, base, value, base(value))
-            yield from keep_values(value.values() if isinstance(value, dict) else value, largest, seen, depth + 1)
+            yield from _keep_container(value, largest, seen, depth)
         if seen is not None and kind not in _PLAIN and _may_have_a_state(value):
             yield from _keep_object(value, largest, seen, depth + 1)
+
+
+def _keep_array(value: Any, largest: float) -> Iterator[Restore]:
+    if value.nbytes <= largest and value.flags.writeable:
+        yield partial(_put_array, value, value.copy())
+
+
+def _keep_container(value: Any, largest: float, seen: set[int] | None, depth: int) -> Iterator[Restore]:
+    """Yield functions that put back what a container has, and what is in that."""
+    base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
+    yield partial(_put_items, base, value, base(value))
+    yield from keep_values(value.values() if isinstance(value, dict) else value, largest, seen, depth + 1)
 
 
 def _is_plain(value: Any) -> bool:

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 def begins_epochs(run: Run) -> bool:
     """Whether the module or a callback of the user's does something as an epoch begins."""
-    return bool(_users_callbacks(run)) or run.module.overrides("on_train_epoch_start")
+    return bool(users_callbacks(run.callbacks, "on_train_epoch_start")) or run.module.overrides("on_train_epoch_start")
 
 
-def _users_callbacks(run: Run) -> list[Callback]:
-    hooks = [(one, one.on_train_epoch_start) for one in run.callbacks]  # None: left out
+def users_callbacks(callbacks: list[Callback], hook_name: str) -> list[Callback]:
+    """Return the user's callbacks that have a hook."""
+    hooks = [(one, getattr(one, hook_name)) for one in callbacks]  # None: left out
     return [one for one, hook in hooks if hook is not None and not hook.__module__.startswith("trainer.")]
 
 
@@ -38,10 +39,10 @@ def repeating(run: Run) -> Iterator[None]:
 
     The hook is called for what a checkpoint does not hold, such as lists that are made anew for each epoch. Collective.
     """
-    users = _users_callbacks(run)
+    users = users_callbacks(run.callbacks, "on_train_epoch_start")
     mine = begins_epochs(run)
-    if run.rng_to_restore is not None and run.epoch_rng is not None:
-        run.set_rng_state(run.epoch_rng)  # it draws what it drew in the run before
+    if run.generators.to_restore is not None and run.generators.of_epoch is not None:
+        run.generators.set_state(run.generators.of_epoch)  # it draws what it drew in the run before
     # Copies are made only where somebody's code could change something: they take as much host memory as the weights.
     kept = _kept(run, users) if any(run.strategy.processes.all_gather_object(mine)) else []
     with run.hook_changes.repeating():
