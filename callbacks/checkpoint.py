@@ -394,7 +394,8 @@ class ModelCheckpoint(Checkpoint):
                 self._give_up(self._error)
         if self.seconds is not None and not self._time_has_run_out(trainer, self.seconds):
             return
-        if self._is_due_after_step(trainer):
+        by_steps = self._time_is_up or self.every_n_train_steps is not None
+        if by_steps and self._is_due_after_step(trainer):  # in each step, a call costs more than the question
             self._step_of_due = trainer.global_step
             self._save(trainer)
 

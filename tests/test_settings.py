@@ -89,7 +89,6 @@ def test_none_for_a_number_that_is_needed_is_refused_at_once(name: str) -> None:
         ("precision", "fp64", "'64-true'"),
         ("precision", "float16", "'16-mixed'"),
         ("precision", "transformer-engine", "'fp8', 'fp8-rowwise' or 'mxfp8'"),
-        ("strategy", "megatron", "FSDPStrategy(tensor_parallel=, pipeline_parallel="),
         ("strategy", "zero2", "'deepspeed_stage_2'"),
         ("strategy", "tpu", "'xla' or 'xla_fsdp', with accelerator='tpu'"),
         ("strategy", "deepspeed_stage_1_offload", "DeepSpeedStrategy(stage=1, offload_optimizer='cpu')"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, first_of
@@ -23,6 +22,9 @@ from trainer.model.reachable import (
     objects_behind,
 )
 from trainer.module import TrainModule
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 HOW_GRADIENTS = (
     "Give their layers styles in the tensor_parallel_plan: 'replicated_with_grad_allreduce' for weights that act on "
@@ -104,7 +106,7 @@ class CommonLoss:
         self.verifies = False
         if not is_power and self._calls % 64:
             return
-        own = [(loss.to_local() if isinstance(loss, DTensor) else loss).detach()]
+        own = [(loss.to_local() if is_dtensor(loss) else loss).detach()]
         # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
         limit = torch.finfo(torch.float32).eps ** 0.75
         if any(float(differences_among(own, group)) > limit for group in self._groups):
@@ -180,11 +182,16 @@ def refuse_partial_gradients(parameters: Mapping[str, Any], dtype: torch.dtype, 
         )
 
 
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor, without the import of its module, which imports sympy."""
+    return hasattr(tensor, "to_local")
+
+
 def differences_among(tensors: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor:
     """Return the largest difference of each tensor from its mean over a group, as a share of the mean. Collective."""
     differences, norms = [], []
     for tensor in tensors:
-        own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
+        own = (tensor.to_local() if is_dtensor(tensor) else tensor).detach().float()
         mean = own.clone()
         dist.all_reduce(mean, group=group)
         mean /= dist.get_world_size(group)

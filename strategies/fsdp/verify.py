@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.transfer import map_leaves
@@ -23,7 +22,7 @@ from trainer.float8.conversion import layers_in_8_bits
 from trainer.model.blocks import class_of, without_caches
 from trainer.model.reachable import Held, global_containers, objects_behind, places, tensors_in
 from trainer.seed import isolated_rng, rng_state
-from trainer.strategies.fsdp.one_reader import digest
+from trainer.strategies.fsdp.one_reader import digest, is_dtensor
 from trainer.strategies.swapped_parameters import without_hooks
 from trainer.strategy import eval_mode
 
@@ -211,7 +210,7 @@ def results_of(
     found |= {f"the buffer {name}": buffer for name, buffer in block.named_buffers()}
     if leaves and total.requires_grad:
         gradients = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
-        full = (one.full_tensor() if isinstance(one, DTensor) else one for one in gradients)
+        full = (one.full_tensor() if is_dtensor(one) else one for one in gradients)
         found |= dict(zip(leaves, full, strict=True))
     numbers = {key: _numbers(one).detach() for key, one in found.items() if one.device.type != "meta"}
     return {key: one.float() for key, one in numbers.items() if one.is_floating_point()}
@@ -234,7 +233,7 @@ def tensors_left(block: nn.Module, inputs: Any, known: list[Any]) -> Results:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    own = tensor.to_local() if is_dtensor(tensor) else tensor
     return torch.view_as_real(own) if own.is_complex() else own
 
 
@@ -364,7 +363,7 @@ def _other_weight(parameter: nn.Parameter, in_float32: bool) -> nn.Parameter:
     if not (value.is_floating_point() or value.is_complex()):
         return parameter
     value = (_in_float32(value) if in_float32 else value) + 0.02
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         waves = torch.arange(value.numel(), device=value.device).sin().view(value.shape)
         value = value + 0.01 * waves.to(value.dtype)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)

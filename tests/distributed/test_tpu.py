@@ -134,7 +134,7 @@ except ConfigError as error:
         "tpu; 4; fsdp; tpu: TorchTPU 0.2.0 has registered the device",
         "[]",
         "tpu:0 [5]",
-        "devices=[1, 2]: TorchTPU chooses the chips. Say how many, such as 2.",
+        "devices=[1, 2]: processes on tpu choose no numbers. Say how many, such as 2.",
     ]
 
 

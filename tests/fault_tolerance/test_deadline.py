@@ -66,7 +66,7 @@ def test_learns_its_margin() -> None:
 def test_arguments() -> None:
     with pytest.raises(ConfigError) as error:
         Trainer(deadline="2020-01-01T00:00", deadline_margin=-1, watchdog_seconds=0, max_restarts=-1)
-    for text in ("'2020-01-01T00:00' is over", "deadline_margin=-1", "watchdog_seconds=0", "max_restarts=-1"):
+    for text in ("is over", "deadline_margin=-1", "watchdog_seconds=0", "max_restarts=-1"):
         assert text in str(error.value)
     with pytest.raises(ConfigError, match="deadline='soon': give a datetime or ISO 8601"):
         Trainer(deadline="soon")

@@ -44,7 +44,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "accelerator not there": ({"accelerator": "mps"}, ["accelerator='mps'", "no MPS", "Use accelerator='auto'"]),
     "no device": ({"devices": 0}, ["devices=0", "at least one", "Allowed: 'auto'"]),
     "devices that cannot be read": ({"devices": "two"}, ["devices='two'", "Allowed: 'auto'"]),
-    "numbers of cpus": ({"devices": [0]}, ["devices=[0]", "cpu", "devices=1"]),
+    "numbers of cpus": ({"devices": [0]}, ["devices=[0]", "cpu", "such as 1"]),
     "one process for two devices": (
         {"strategy": "single_device", "devices": 2},
         ["'single_device' runs one process", "asks for 2", "strategy='ddp'", "devices=1"],

@@ -118,7 +118,7 @@ def test_an_error_in_writing_is_not_hidden_by_one_in_tidying_up(
 ) -> None:
     refuse("replace", "last.json", errno.EIO)
     refuse("unlink", ".tmp-last.json", errno.EROFS)
-    with pytest.raises(WriteError, match=r"cannot write .*last\.json: Input/output error\. 'last' still finds it"):
+    with pytest.raises(WriteError, match=r"cannot write .*last\.json: Input/output error\. 'last' finds it"):
         fit([steps(dirpath=tmp_path)])
 
 
@@ -157,7 +157,7 @@ def test_a_pointer_that_cannot_be_written_is_reported_without_advice_for_readers
         fit([steps(dirpath=tmp_path)])
     message = str(caught.value)
     assert "step=3 was written, and cannot write" in message
-    assert "step=3/manifest.json cannot be read: Input/output error. 'last' still finds it" in message
+    assert "step=3/manifest.json cannot be read: Input/output error. 'last' finds it" in message
     assert "It may be intact" not in message
 
 

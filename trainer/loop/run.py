@@ -46,13 +46,13 @@ from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
+from trainer.runs.hook_checks import users_callbacks
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.seed import seed_readers
 from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
 from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
-from trainer.state.repeated_hook import users_callbacks
 from trainer.strategy import StepConfig
 
 Activity = Literal["sanity checking", "training", "validating"]

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from trainer.data.loader import Batch, Divisor
 from trainer.guards.direct_backward import RefusingDirectBackward
+from trainer.guards.guards import Guards
 from trainer.guards.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
 from trainer.loop.accumulation import NO_DIVISOR, loss_divisors
 from trainer.loop.callback_list import CallbackList, nothing
+from trainer.loop.progress import Progress
+from trainer.metrics.metric_log import MetricLog
 from trainer.metrics.phases import BACKWARD, FORWARD, OPTIMIZER, during
+from trainer.module import TrainModule
 from trainer.optimizers import zero_grad_fast
+from trainer.settings import Settings
 from trainer.strategy import Strategy, inherits
 
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
+
+class Training(Protocol):
+    """The part of a run that a step needs."""
+
+    module: TrainModule
+    strategy: Strategy
+    hooks: CallbackList
+    optimizers: list[Optimizer]
+    metrics: MetricLog
+    guards: Guards
+    progress: Progress
+    closure_needed: bool
+
+    @property
+    def settings(self) -> Settings: ...
+
+    def phase(self, name: str) -> Any: ...
+
+    def transfer(self) -> Callable[[Any], Any]: ...
 
 
 class Step:
@@ -30,7 +52,7 @@ class Step:
     data: Any = None
     """That micro-batch, on the device."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Training) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         automatic = module.automatic_optimization
         self._run, self._module, self._strategy, self._metrics = run, module, strategy, run.metrics
@@ -65,7 +87,7 @@ class Step:
         self.after_update = [strategy.end_step] if ends else []
         self._bind_overrides(run)
 
-    def _bind_overrides(self, run: Run) -> None:
+    def _bind_overrides(self, run: Training) -> None:
         """Have the module's overrides of `optimizer_step` and `optimizer_zero_grad` take the place of these calls."""
         overrides_step = self._cleared and self._module.overrides("optimizer_step")
         if overrides_step:

@@ -39,6 +39,12 @@ def callback_problems(callback: Callback) -> list[str]:
     return problems
 
 
+def users_callbacks(callbacks: list[Callback], hook_name: str) -> list[Callback]:
+    """Return the user's callbacks that have a hook."""
+    hooks = [(one, getattr(one, hook_name)) for one in callbacks]  # None: left out
+    return [one for one, hook in hooks if hook is not None and not hook.__module__.startswith("trainer.")]
+
+
 def uncalled_methods(
     plug: object,
     names: Iterable[str],

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
 from trainer.metrics.state import kept_torchmetrics
+from trainer.runs.hook_checks import users_callbacks
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
 def begins_epochs(run: Run) -> bool:
     """Whether the module or a callback of the user's does something as an epoch begins."""
     return bool(users_callbacks(run.callbacks, "on_train_epoch_start")) or run.module.overrides("on_train_epoch_start")
-
-
-def users_callbacks(callbacks: list[Callback], hook_name: str) -> list[Callback]:
-    """Return the user's callbacks that have a hook."""
-    hooks = [(one, getattr(one, hook_name)) for one in callbacks]  # None: left out
-    return [one for one, hook in hooks if hook is not None and not hook.__module__.startswith("trainer.")]
 
 
 @contextmanager

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from trainer.checkpoint.disk import atomic_file
 from trainer.cli.main import usage_error
 from trainer.cli.migrate.names import RENAMED, lightning_root
@@ -64,6 +62,7 @@ def run(arguments: list[str]) -> int:
     options = parser.parse(arguments)
     try:
         import libcst
+        import yaml
     except ImportError:
         raise MissingPackageError("libcst", "trainer migrate") from None
     missing = [path for path in options.paths if not os.path.exists(path)]
