@@ -22,9 +22,8 @@ from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.kept import KeptCheckpoints
 from trainer.checkpoint.left_out import LeftOutError
 from trainer.checkpoint.manifest import is_committed
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
-from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
 from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress

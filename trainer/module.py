@@ -16,12 +16,11 @@ from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import evaluated_weights, read_checkpoint
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
-from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.checkpoint.schema import require
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
 from trainer.errors import ConfigError, MissingPackageError, restoring
-from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments
+from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
 from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods

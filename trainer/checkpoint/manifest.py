@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checkpoint.checksums import ALGORITHMS
 from trainer.checkpoint.deserialization import TensorInfo, deserialize, from_json
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError
+from trainer.checkpoint.disk import ALGORITHMS, MANIFEST_FILE, FileEntry, ReadError
 from trainer.checkpoint.remote import NEW
 from trainer.checkpoint.storage import (
     StoragePath,

@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
-from trainer.checkpoint.checksums import new_digest
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError, new_digest
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 

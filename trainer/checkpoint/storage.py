@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from trainer.arguments import URL, kept_path, local_path
-from trainer.checkpoint.checksums import new_digest
-from trainer.checkpoint.disk import FileEntry, LocalStorage, ReadError, read_failure
+from trainer.checkpoint.disk import FileEntry, LocalStorage, ReadError, new_digest, read_failure
 from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
 from trainer.errors import CheckpointError, ConfigError
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from trainer.arguments import ChecksArguments
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.hyperparameters_file import read_hyperparameters
-from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments
+from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
 from trainer.model.optional_methods import OptionalMethods
 from trainer.names.misses import Answers
 

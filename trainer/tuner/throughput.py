@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import ConfigError, TrainerError
 from trainer.model.memory_limit import is_out_of_memory
 from trainer.tuner.batch_size import LEAST_GROWTH, release_memory
-from trainer.tuner.loaders import loader_like
+from trainer.tuner.trial import loader_like
 
 if TYPE_CHECKING:
     from trainer.data.datamodule import DataModule

@@ -21,10 +21,9 @@ from trainer.tuner.batch_size import (
     check_several,
     search,
 )
-from trainer.tuner.loaders import loader_like
 from trainer.tuner.lr_finder import Losses, LRFinder, Rates, check_range
 from trainer.tuner.throughput import Setting, Throughput, apply, search_settings, settings_to_try, with_options
-from trainer.tuner.trial import run_trial
+from trainer.tuner.trial import loader_like, run_trial
 
 log = logging.getLogger("trainer")
 
