@@ -1,7 +1,7 @@
 """What users are told: every message that a test causes is in one snapshot, tests/messages.json.
 
 A sentence is changed in the product alone; `pytest --rewrite-messages` writes what is said now, and a reviewer reads
-the difference. A test asks with `refused(ConfigError)` instead of `pytest.raises(ConfigError, match="...")`.
+the difference. A test asks with `raises_recorded(ConfigError)` instead of `pytest.raises(ConfigError, match="...")`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _seen = dict[str, int]()
 
 
 @contextmanager
-def refused(error: type[E]) -> Iterator[pytest.ExceptionInfo[E]]:
+def raises_recorded(error: type[E]) -> Iterator[pytest.ExceptionInfo[E]]:
     """Expect this error, with the message that the snapshot has for it: the first of a test, its second, ..."""
     with pytest.raises(error) as caught:
         yield caught
