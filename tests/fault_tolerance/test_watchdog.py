@@ -117,7 +117,7 @@ def test_names_the_call_of_the_users_that_led_into_this_package(tmp_path: Path) 
 def test_the_limit_is_a_number_of_seconds() -> None:
     quiet(watchdog_seconds=60)
     for wrong in ("auto", 0, True):
-        with pytest.raises(ConfigError, match=f"watchdog_seconds={wrong!r}: give seconds above 0, or None"):
+        with pytest.raises(ConfigError, match=f"watchdog_seconds={wrong!r}: give "):
             quiet(watchdog_seconds=wrong)
 
 

@@ -500,7 +500,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         "number": 3,
     }.items():
         own["noise"] = damaged
-        with pytest.raises(CheckpointError, match="'noise' of 'module part'"):
+        with pytest.raises(CheckpointError, match=r"is damaged|not written by"):
             check_rng_state(checkpoint["rng"][0], name)
 
 

@@ -709,7 +709,7 @@ def test_a_data_modules_checkpoint_hook_that_is_never_called_is_refused() -> Non
     class Saves(Data):
         def on_save_checkpoint(self, checkpoint: Any) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"Saves.on_save_checkpoint would never be called: define state_dict"):
+    with pytest.raises(ConfigError, match=r"Saves.on_save_checkpoint would never be called. Use state_dict"):
         quiet(max_epochs=1).fit(Toy(), datamodule=Saves())
 
 
