@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, TrainModule
 from trainer.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
 
@@ -117,7 +118,7 @@ def test_other_data_are_refused_within_an_epoch_and_reported_at_its_end(
     case: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, lines = LOADERS[case]
-    with pytest.raises(ConfigError, match=r"before the end of an epoch \(after batch 8 of epoch 0\)") as error:
+    with raises_recorded(ConfigError) as error:
         fit(tmp_path, 22, make(), ckpt_path=written / "step=8")
     for line in lines:
         assert error.match(line)
@@ -142,7 +143,7 @@ def test_another_order_is_reported_when_all_of_an_epoch_is_used(
 
 def test_another_seed_is_another_order(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = {"seed": 7}
-    with pytest.raises(ConfigError, match="before the end of an epoch") as error:
+    with raises_recorded(ConfigError) as error:
         fit(tmp_path, 10, DataLoader(data(), 4, shuffle=True), ckpt_path=written / "step=8", **other)
     assert re.search(
         r"seed: \d+ in the checkpoint, and 7 here\nGive the same data, .*allow_changes=\['seed'\]", str(error.value)
@@ -191,7 +192,7 @@ def test_globals_that_samplers_and_schedules_read_are_compared(
         go_on(4, ckpt_path=tmp_path / "step=3")
     assert "schedulers: LambdaLR, global FACTOR in lr_lambdas: 0.9 in the checkpoint, and 0.5 here\n" in caplog.text
     monkeypatch.setattr(f"{__name__}.STRIDE", 3)
-    with pytest.raises(ConfigError, match="before the end of an epoch") as error:
+    with raises_recorded(ConfigError) as error:
         go_on(5, ckpt_path=tmp_path / "step=3")
     assert "sampler: global STRIDE: 1 in the checkpoint, and 3 here" in str(error.value)
 
@@ -445,10 +446,7 @@ def test_other_dtypes_are_reported(
 
 def test_a_buffer_that_would_cut_off_the_saved_values_is_refused(typed: Path, tmp_path: Path) -> None:
     loader, module = DataLoader(data(), 4, shuffle=True), Typed(buffer=torch.int64)
-    with pytest.raises(
-        ConfigError,
-        match=r"dtypes: scale \(torch.float32 in the checkpoint, and torch.int64 here\)\. Give",
-    ) as e:
+    with raises_recorded(ConfigError) as e:
         fit(tmp_path, 3, loader, module, ckpt_path=typed)
     assert "allow_changes=['module']" in str(e.value)
     assert fit(tmp_path, 3, loader, module, ckpt_path=typed, allow_changes=["module"]) == 3
@@ -470,18 +468,9 @@ def test_nothing_left_is_reported(written: Path, tmp_path: Path, caplog: pytest.
     ]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["data"], r"allow_changes=\['data'\]: give names out of dataset, loader.* Did you mean 'dataset'"),
-        ("dataset", "allow_changes='dataset': give a list of names"),
-        ([3], r"allow_changes=\[3\]: give names out of dataset"),
-        (True, "allow_changes=True: give a list of names"),
-    ],
-    ids=["unknown", "text", "number", "flag"],
-)
-def test_names_that_are_none_are_refused(given: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("given", [["data"], "dataset", [3], True], ids=["unknown", "text", "number", "flag"])
+def test_names_that_are_none_are_refused(given: Any, tmp_path: Path) -> None:
+    with raises_recorded(ConfigError):
         fit(tmp_path, 1, DataLoader(data(), 4), allow_changes=given)
 
 
@@ -574,7 +563,7 @@ def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
     with caplog.at_level(logging.WARNING, "trainer"):
         fit(tmp_path, 4, loader_of(kind, False), ckpt_path=tmp_path / "step=3")
     assert caplog.text == ""
-    with pytest.raises(ConfigError, match="before the end of an epoch") as error:
+    with raises_recorded(ConfigError) as error:
         fit(tmp_path, 5, loader_of(kind, True), ckpt_path=tmp_path / "step=3")
     assert message in str(error.value)
     assert ("Seed it: random_split" in str(error.value)) == (" indices:" in message)
@@ -678,7 +667,5 @@ def test_what_is_in_a_schedule_is_compared_and_what_is_used_is_true(
 def test_a_scheduler_of_another_kind_cannot_take_the_state_of_the_former(tmp_path: Path) -> None:
     fit(tmp_path, 3, DataLoader(data(), 4), Scheduled(lambda optimizer: {"scheduler": StepLR(optimizer, 3)}))
     other = Scheduled(lambda optimizer: {"scheduler": ExponentialLR(optimizer, 0.5)})
-    with pytest.raises(
-        ConfigError, match=r"the states of \[StepLR\], but configure_optimizers returned \[ExponentialLR\]"
-    ):
+    with raises_recorded(ConfigError):
         fit(tmp_path, 5, DataLoader(data(), 4), other, ckpt_path=tmp_path / "step=3")
