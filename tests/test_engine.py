@@ -459,15 +459,14 @@ def test_a_checkpoint_is_written_without_what_it_cannot_hold(
         else:
             state["scheduler"].seen = {1}
         nn.init.constant_(weight, 5.0)
-        with raises_recorded(LeftOutError) as caught:
+        with raises_recorded(LeftOutError):
             engine.save(tmp_path / "one", state)
-    kind = "values" if spoiled == "seen" else "stateful"
-    assert f"without engine['{kind}']['{spoiled}']" in str(caught.value)
     with Engine(**CPU) as engine:
         state = state_of(engine)
         state["step"] = 0
         engine.load(tmp_path / "one", state)
         assert (state["seen"], state["step"], float(state["model"].module[0].weight.detach().min())) == ([1], 3, 5.0)
+        kind = "values" if spoiled == "seen" else "stateful"
         assert f"begins anew: engine['{kind}']['{spoiled}']" in caplog.text
         state["optimizer"].param_groups[0]["seen"] = {1}
         with raises_recorded(CheckpointError):
