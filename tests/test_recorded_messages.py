@@ -30,7 +30,7 @@ def test_every_message_is_of_a_test_that_exists() -> None:
 
 
 def test_what_differs_from_run_to_run_is_left_out(tmp_path: Path) -> None:
-    name = "tests/test_messages.py::test_what_differs_from_run_to_run_is_left_out"
+    name = "tests/test_recorded_messages.py::test_what_differs_from_run_to_run_is_left_out"
     said = f"<f at 0x7f00aabbcc> of {ROOT}/a.py:12: not {tmp_path}/c, nor memory://{tmp_path.name}/c, on torch 2.1+cpu"
     assert as_everywhere(said, name) == (
         "<f at <address>> of <repository>/a.py:<line>: not <folder>/c, nor memory://<folder>/c, on torch 2.1+<build>"
