@@ -17,6 +17,7 @@ from tests.helpers.decoder import Architecture, Decoder
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
+from tests.messages import raises_recorded
 from tests.tiers import selected
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
@@ -212,14 +213,15 @@ def test_engines_without_it_refuse_it_in_words(name: str) -> None:
     assert any("'fp8'" in problem and "bf16-mixed" in problem for problem in problems)
 
 
-def test_another_name_is_answered() -> None:
-    with pytest.raises(ConfigError, match="'fp8', 'fp8-rowwise' or 'mxfp8'"):
-        resolve_precision("transformer-engine")
+@pytest.mark.parametrize("other", ["transformer-engine", "nvfp4"])
+def test_other_names_are_answered(other: str) -> None:
+    with raises_recorded(ConfigError):
+        resolve_precision(other)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.precision.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="torchao>="):
+    with raises_recorded(ConfigError):
         resolve_precision("fp8")
 
 
