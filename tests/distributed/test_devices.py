@@ -103,6 +103,7 @@ def test_devices(found: Any, devices: Any, device_type: str, count: int, ids: li
         ([0, 1], "cpu"),
         ("two", "cpu"),
         ("", "cpu"),
+        (100_000, "cpu"),
         (1.0, "cpu"),
         (None, "cpu"),
     ],

@@ -13,6 +13,8 @@ from trainer.distributed.tpu import choose_tpu_stack, tpu_is_there
 from trainer.errors import ConfigError, unknown_name_error
 
 _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
+_MOST_PROCESSES = 4096
+"""Maximum number of processes on the CPUs of a machine, which stops answering long before."""
 
 
 def choose_accelerator(accelerator: str) -> tuple[str, str]:
@@ -111,8 +113,9 @@ def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple
     if isinstance(wanted, int):
         if wanted < 1:
             raise ConfigError(f"devices={wanted}: at least one device is needed. {_ALLOWED}")
-        if available is not None and wanted > available:
-            raise ConfigError(_not_there(wanted, device_type, available))
+        most = _MOST_PROCESSES if available is None else available
+        if wanted > most:
+            raise ConfigError(_not_there(wanted, device_type, most))
         return wanted, None, f"{wanted}: as asked"
     if isinstance(wanted, Sequence):
         ids = [one for one in wanted if isinstance(one, int)]
