@@ -187,14 +187,12 @@ def collect_hyperparameters(
 
 def _check_names(names: Collection[Any], arguments: Mapping[str, Any], kind: str) -> None:
     """Raise a ConfigError for a name that is not an argument of the constructor of the class `kind`."""
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"save_hyperparameters got a {type(name).__name__} among several arguments: give names of arguments; "
-                "or one dict; or values with names, save_hyperparameters(lr=0.1)."
-            )
+    for name in map(str, names):
         if name not in arguments:
-            raise ConfigError(f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
+            raise ConfigError(
+                f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)} Give names of arguments, or "
+                "one dict, or values with names: save_hyperparameters(lr=0.1)."
+            )
 
 
 def _changed_in_another(before: Mapping[str, list[str]], kept: Collected, hparams: Mapping[str, Any]) -> list[str]:
@@ -460,9 +458,6 @@ def _encoded_single(value: Any) -> tuple[Any, Kind] | None:
         return os.fspath(value), ["path" if isinstance(value, Path) else kind.__name__, None, None]
     if _is_of_torch(value):
         return str(value).removeprefix("torch."), [kind.__name__, None, None]
-    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic) and not getattr(value, "__dict__", 0):
-        plain = next(one for one in (str, bool, int, float) if isinstance(value, one))
-        return plain(value), ["scalar", _full_name(kind), None]  # of a class of its own, without attributes
     return None
 
 
@@ -511,7 +506,7 @@ _READ: dict[str, Callable[..., Any]] = {
     "SimpleNamespace": lambda entries: SimpleNamespace(**entries),
     "range": lambda bounds: range(*bounds),
     "Size": lambda sizes: sys.modules["torch"].Size(sizes),
-    "timedelta": lambda seconds, parts: datetime.timedelta(*(parts or (0, seconds))),
+    "timedelta": lambda _, parts: datetime.timedelta(*parts),
     "dtype": lambda name: _named_in_torch("dtype", name),
     "device": lambda name: _named_in_torch("device", name),
 }
@@ -598,7 +593,7 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
             value = dict(zip(names, _items_as_given(values, items, owner, where), strict=True))
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
-        return _made_again(name, of_class, value, owner, where)
+        return _made_again(name, of_class, value, owner)
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
@@ -607,17 +602,12 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
         ) from error
 
 
-def _made_again(name: str, of_class: Any, value: Any, owner: type, where: str) -> Any:
+def _made_again(name: str, of_class: Any, value: Any, owner: type) -> Any:
     """Return an object of a kind, given its stored content, in which all objects are made again already."""
     if name in ("deque", "timedelta"):
         return _READ[name](value, of_class)
     if name in _READ:
         return _READ[name](value)
-    if name == "scalar":
-        try:
-            return type(value).__new__(_class_named(owner, of_class, type(value)), value)
-        except LookupError as error:
-            log.warning("hyperparameter %s is a plain %s now: %s", where, type(value).__name__, error)
     if name == "enum":
         cls = _class_named(owner, of_class[0], enum.Enum)
         return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
@@ -645,7 +635,7 @@ def _class_named(owner: type, name: str, base: type) -> Any:
     """Return a class of the user's by its name, from an annotation or a module of the owner: nothing is imported."""
     found: list[Any] = []
     alike: list[Any] = []
-    module, _, qualname = name.rpartition(":")  # earlier versions have no module
+    module, _, qualname = name.rpartition(":")
     for cls in owner.__mro__[:-1]:
         found += hints_of(cls.__init__, cls).values()  # type: ignore[misc]
         found += [*vars(cls).values(), *vars(sys.modules[cls.__module__]).values()]

@@ -91,7 +91,7 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "setup without stage": (lambda: fit(net(setup=lambda self: None)), ["define setup(self, stage)"]),
     "step with optimizer_idx": (
         lambda: fit(net(training_step=lambda self, batch, batch_idx, optimizer_idx: None)),
-        ["training_step takes optimizer_idx", "automatic_optimization = False"],
+        ["training_step takes (batch, batch_idx, optimizer_idx)", "define training_step(self, batch, batch_idx)"],
     ),
     "validation with four arguments": (
         lambda: fit(net(validation_step=lambda self, batch, batch_idx, dataloader_idx, more: None), loader(), loader()),

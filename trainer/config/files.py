@@ -77,20 +77,9 @@ for _name, (_pattern, _first) in SCALARS.items():
 _Dumper.add_representer(str, _Dumper.text)
 
 
-def to_yaml(data: Any, ascii_only: bool = False) -> str:
+def to_yaml(data: Any) -> str:
     """Return plain data as YAML in the order given; reading it gives the same data."""
-    return yaml.dump(
-        data, Dumper=_Dumper, sort_keys=False, allow_unicode=not ascii_only, default_flow_style=False, width=110
-    )
-
-
-def yaml_for(encoding: str, text: str) -> str:
-    """Return YAML with the same data whose characters this encoding has."""
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return to_yaml(yaml.safe_load(text), ascii_only=True)
-    return text
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
 
 
 TRANSLATED = {
@@ -169,13 +158,8 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
 
 
 def _why_no_file(path: Path) -> str:
-    if path.is_dir():
-        return "this is a folder, not a configuration file."
-    siblings: list[str] = []
-    if path.parent.is_dir():
-        siblings = [file.name for file in path.parent.iterdir() if file.suffix.lower() in KINDS]
-    close = did_you_mean(path.name, siblings)
-    return f"there is no such file in {path.absolute().parent}.{close}"
+    siblings = [file.name for file in path.parent.glob("*") if file.suffix.lower() in KINDS]
+    return f"there is no such file in {path.absolute().parent}.{did_you_mean(path.name, siblings)}"
 
 
 def read_value(text: str, option: str) -> Node:

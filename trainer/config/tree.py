@@ -125,8 +125,7 @@ class Diagnostics:
             return file, source.line or 0
 
         found = sorted(self.problems, key=position)
-        causes = [problem.cause for problem in found if problem.cause is not None]
-        cause = ExceptionGroup("the causes", causes) if len(causes) > 1 else next(iter(causes), None)
+        cause = next((problem.cause for problem in found if problem.cause is not None), None)
         raise_problems([*map(str, found)], "the configuration", cause)
 
 
@@ -162,10 +161,7 @@ def _canonical_trainer(node: Node, findings: Diagnostics) -> Node:
     if node.value is None:
         return node
     if not isinstance(node.value, dict):
-        hint = ""
-        if node.source == COMMAND_LINE and "=" in str(node.value):
-            hint = f" Write --trainer.{str(node.value).replace('=', ' ', 1)}."
-        findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.{hint}")
+        findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.")
     given = dict(entries(node))
     if "strategy" in given:
         given["strategy"] = canonical_class(given["strategy"], ("trainer", "strategy"), findings)
@@ -320,44 +316,31 @@ def _with_appended(below: Node, above: Node) -> Node:
 
 
 def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
-    """Note that a list of classes replaces another: easily done unawares, with callbacks."""
-    old, new = below.plain(), above.plain()
-    if not isinstance(old, list) or not isinstance(new, list) or old == new:
+    """Note that a list of callbacks or loggers replaces another, which is easily done unawares."""
+    if path not in LISTS_OF_CLASSES or not isinstance(below.value, list) or below.plain() == above.plain():
         return
-    fix = "Put all of them into one file."
-    if above.source == COMMAND_LINE:
-        fix = f"To keep it and add to it, write --{dotted(path)}+=NAME."
-    classes = [str(item["class_path"]) for item in old if isinstance(item, dict) and "class_path" in item]
-    if classes:
-        findings.notes.append(
-            f"{above.source}: {dotted(path)} takes the place of the list at {below.source} "
-            f"({', '.join(classes)}), which is left out. {fix}"
-        )
+    fix = f"To keep it and add to it, write --{dotted(path)}+=NAME, or put all of them into one file."
+    classes = ", ".join(str(item["class_path"]) for item in below.plain())
+    findings.notes.append(
+        f"{above.source}: {dotted(path)} takes the place of the list at {below.source} ({classes}), which is left out. "
+        f"{fix}"
+    )
 
 
 def _other_class(below: Node, above: Node) -> bool:
     old, new = entries(below).get("class_path"), entries(above).get("class_path")
-    if old is None or new is None or old.value == new.value:
-        return False
-    return not any(_stands_for(one, other) for one in _spellings(old) for other in _spellings(new))
+    return old is not None and new is not None and _spelling(old) != _spelling(new)
 
 
-def _spellings(class_path: Node) -> list[list[str]]:
-    """Return the parts of a class's name, `[package, module, Class]`, one list for each place where a file may be."""
-    location, colon, name = str(class_path.value).rpartition(":")
-    if not colon or not location.endswith(".py"):  # `package.Class`, or `/project:package.Class`
-        return [name.split(".")]
-    folders = [folder for folder in (class_path.source.folder, Path.cwd()) if folder is not None]
-    files = [Path(os.path.abspath(folder / local_path(location))) for folder in folders]
-    return [[*file.with_suffix("").parts, name] for file in files]
-
-
-def _stands_for(one: list[str], other: list[str]) -> bool:
-    """Whether two names are of one class: the longer ends like the shorter; a name alone is one of ours or torch's."""
-    short, long = sorted((one, other), key=len)
-    if len(short) == 1 and long[0] not in ("trainer", "torch"):
-        return False
-    return short == long or (long[-len(short) :] == short and (len(short) == 1 or long[0] == os.sep))
+def _spelling(class_path: Node) -> str:
+    """Return the name of a class with the full path of its file: `/project/model.Net`, also for `model.py:Net`."""
+    name, folder = str(class_path.value), class_path.source.folder or Path.cwd()
+    location, _, cls = name.rpartition(":")
+    if location.endswith(".py"):
+        return f"{os.path.abspath(folder / local_path(location)).removesuffix('.py')}.{cls}".replace(".", "/")
+    if location:  # `/project:package.model.Net`
+        return f"{location}/{cls}".replace(".", "/")
+    return name.removeprefix("trainer.callbacks.")
 
 
 def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> Node:

@@ -13,7 +13,7 @@ from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.data.datamodule import DataModule
 from trainer.data.sharded_loader import is_plain
-from trainer.errors import ArgumentError, ConfigError, did_you_mean, first_of, raise_problems, shown
+from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems
 from trainer.model.optional_methods import METHODS
 from trainer.module import TrainModule
 from trainer.names.misses import words_for
@@ -166,18 +166,14 @@ def check_call(
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
     problems += [problem for one in config.callbacks for problem in one.problems(config, module, stage)]
-    if not isinstance(ckpt_path, (str, Path, type(None))):
-        problems.append(f"ckpt_path={shown(ckpt_path)}: give 'last', 'best' or the path of a checkpoint folder.")
-    elif ckpt_path == "" or not checkpoint_may_exist(ckpt_path):
+    if ckpt_path == "" or not checkpoint_may_exist(ckpt_path):
         guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
             f"ckpt_path={str(ckpt_path)!r} does not exist (before the first checkpoint, best_model_path is empty)."
             f"{guess} Give 'last', 'best' or a checkpoint folder, or leave ckpt_path out."
         )
     problems += allowed_problems(allow_changes)
-    if not isinstance(weights, (str, Path, type(None))):
-        problems.append(f"weights={shown(weights)}: give the path of a folder or of a .safetensors file.")
-    elif weights is not None and ckpt_path is None and (problem := weights_problem(weights)) is not None:
+    if weights is not None and ckpt_path is None and (problem := weights_problem(weights)) is not None:
         problems.append(problem)
     raise_problems(problems, f"{stage}({type(module).__name__})")
 
@@ -201,16 +197,12 @@ def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
 
 
 def _not_with_manual_optimization(settings: Settings) -> list[str]:
-    needs = "needs automatic optimization: with automatic_optimization = False"
-    given = {
-        f"accumulate_grad_batches {needs} your training_step decides when to step.": (
-            settings.accumulate_grad_batches != 1
-        ),
-        f"gradient_clip_val {needs} call self.clip_gradients(optimizer, value) in training_step.": (
-            settings.gradient_clip_val is not None
-        ),
-    }
-    return [problem for problem, applies in given.items() if applies]
+    needs, problems = "needs automatic optimization: with automatic_optimization = False", []
+    if settings.accumulate_grad_batches != 1:
+        problems.append(f"accumulate_grad_batches {needs} your training_step decides when to step.")
+    if settings.gradient_clip_val is not None:
+        problems.append(f"gradient_clip_val {needs} call self.clip_gradients(optimizer, value) in training_step.")
+    return problems
 
 
 def module_problems(module: TrainModule, stage: str) -> list[str]:
@@ -256,23 +248,10 @@ STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("traini
 """The step methods that a stage calls."""
 
 
-OPTIMIZER_NUMBERS = frozenset({"optimizer_idx", "optimizer_i", "opt_idx"})
-"""Arguments for the number of an optimizer in Lightning 1."""
-
-
 def _check_signatures(module: TrainModule, stage: str) -> list[str]:
     problems: list[str | None] = []
     for name in (*MODULE_HOOKS, *METHODS):
         if (name in STEPS.values() and name not in STEPS_OF[stage]) or not module.overrides(name):
-            continue
-        code = getattr(getattr(module, name), "__code__", None)
-        numbers = OPTIMIZER_NUMBERS.intersection(() if code is None else code.co_varnames[: code.co_argcount])
-        if numbers:  # by position, another argument could be taken for it
-            problems.append(
-                f"{type(module).__name__}.{name} takes {first_of(numbers)}, as in Lightning 1: with several optimizers "
-                "set automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise "
-                "leave the argument out."
-            )
             continue
         expected = ["loss"] if name == "backward" else parameters_of(getattr(TrainModule, name))
         if name in STEPS.values() and name != "training_step":

@@ -76,8 +76,8 @@ def examine(configuration: Configuration, precision: Precision) -> EstimateInput
     module = build_without_memory(configuration.module, precision, notes)
     optimizers, kinds = _optimizers(module, notes)
     largest = max(kinds, key=lambda kind: kind.per_element)
-    if any(kind.per_element != largest.per_element for kind in kinds):
-        notes.append(f"the optimizers differ; all are counted as {largest.name}, which keeps most")
+    if len(kinds) > 1:
+        notes.append(f"all optimizers are counted as {largest.name}, which keeps most")
     size = count(module, precision, optimizers, largest)
     shape = _shape(module, [configuration.module.arguments, module.hparams])
     batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
