@@ -170,12 +170,12 @@ ONE = {
     "callback name": (
         callbacks("EarlyStoping"),
         "4",
-        ["trainer.callbacks.0: unknown callback 'EarlyStoping'. Did you mean 'EarlyStopping'?", "package.module.Class"],
+        ["trainer.callbacks.0: unknown Callback 'EarlyStoping'. Did you mean 'EarlyStopping'?", "package.module.Class"],
     ),
     "logger name": (
         NET + "trainer:\n  logger: CVSLogger\n",
         "3",
-        ["trainer.logger: unknown logger 'CVSLogger'. Did you mean 'CSVLogger'?"],
+        ["trainer.logger: unknown Logger 'CVSLogger'. Did you mean 'CSVLogger'?"],
     ),
     "callback as key": (
         callbacks("EarlyStopping: {monitor: x}"),
@@ -201,7 +201,7 @@ ONE = {
     "auto with arguments": (
         NET + "trainer:\n  strategy: {name: auto, timeout_seconds: 3}\n",
         "3",
-        ["trainer.strategy: 'auto' takes no arguments. Name the strategy that they are for."],
+        ["trainer.strategy: unknown Strategy 'auto'."],
     ),
     "checkpoint": (
         NET + "ckpt_path: lats\n",
@@ -213,18 +213,22 @@ ONE = {
     "null module": ("module:\n", "1", ["there is no module."]),
     "number as module": ("module: 3\n", "1", ["module: given 3, allowed: 'class_path: package.module.Class'"]),
     "no class": ("module: {init_args: {lr: 1}}\n", "1", ["module: given {", "allowed: 'class_path:"]),
-    "bare name": ("module: Net\n", "1", ["module: unknown module 'Net'. Or package.module.Class, or file.py:Class."]),
+    "bare name": (
+        "module: Net\n",
+        "1",
+        ["module: unknown TrainModule 'Net'. Or package.module.Class, or file.py"],
+    ),
     "no file": ("module: mymodul.py:Net\n", "1", ["there is no file 'mymodul.py' in ", "Did you mean 'mymodel.py'?"]),
     "no class in file": (
         "module: mymodel.py:Ne\n",
         "1",
         ["mymodel.py has no class 'Ne'. Did you mean 'Net'? It has: Abstract, Failing, Needy, Net, Open."],
     ),
-    "no package": ("module: nopackage.Net\n", "1", ["there is no package 'nopackage' to import"]),
+    "no package": ("module: nopackage.Net\n", "1", ["there is no module 'nopackage' in the environment and "]),
     "no module in package": (
         "module: trainer.modul.TrainModule\n",
         "1",
-        ["trainer has no module 'modul'. Did you mean 'module'?"],
+        ["there is no module 'modul' in trainer. Did you mean 'module'?"],
     ),
     "no folder": (
         "module: mymodel:Net\n",
@@ -351,7 +355,7 @@ LINES = {
     "empty weights": (["fit", "--config", "run.yaml", "--weights", ""], "command line: weights: the text is empty"),
     "empty name": (["fit", "--config", "run.yaml", "--name="], "command line: name: the text is empty"),
     "unknown file": (["fit", "--config", "rum.yaml"], "error: rum.yaml: there is no such file in "),
-    "folder": (["fit", "--config", "."], "error: .: this is a folder, not a configuration file.\n"),
+    "folder": (["fit", "--config", "."], "error: .: there is no such file in "),
     "prefix of an option": (
         ["fit", "--config", "run.yaml", "--print-conf"],
         "error: command line: unknown option '--print-conf'. Did you mean --print-config?\n",
@@ -394,11 +398,11 @@ LINES = {
     ),
     "index": (
         ["fit", "--config", "run.yaml", "--trainer.callbacks.1.patience", "3"],
-        "trainer.callbacks.1: there is no such element; trainer.callbacks has 1, numbered 0 to 0.\n",
+        "trainer.callbacks.1: there is no such element; the list of the files has 1, numbered from 0.\n",
     ),
     "index into nothing": (
         ["fit", "--config", "run.yaml", "--trainer.logger.0.save_dir", "x"],
-        "error: command line: trainer.logger.0: there is no such element; no file has a list of logger.",
+        "trainer.logger.0: there is no such element; the list of the files has 0, numbered from 0.",
     ),
     "class": (
         ["fit", "--config", "run.yaml", "--module", "mymodel.py:Nett"],

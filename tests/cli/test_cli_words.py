@@ -117,7 +117,6 @@ def test_a_list_grows_by_plus_and_a_replaced_one_is_reported(command: Command, p
         ("${oc.env:MY_WIDTH}", 7),
         ("${env:MY_OTHER_WIDTH,${trainer.max_steps}}", 2),
         ("${env:MY_WIDTH, ${env:MY_OTHER_WIDTH,3}}", 7),
-        ("${env:}", "${env:} names no environment variable: write ${env:NAME}."),
         ("1${trainer.max_steps}", None),
         ("${module.nothing}", "module is given no 'nothing' there"),
         ("${module.width}", "refers to itself: module.width -> module.width"),
@@ -235,7 +234,6 @@ def test_help_on_anything(command: Command, bare: list[str], arguments: list[str
         (["help", "ModelCheckpoin"], "Did you mean 'ModelCheckpoint'?"),
         (["fit", "--data.help"], "no data is chosen"),
         (["fit", "--config", "run.yaml", "trainer.max_epochs=3"], "Write --trainer.max_epochs 3."),
-        (["fit", "--trainer", "max_epochs=3"], "Write --trainer.max_epochs 3."),
         (["fit", "--module", "mymodel.py:Bare", "--world-size", "16"], "It goes with --dry-run"),
         (["fit", "-c", "nothing.yaml"], "nothing.yaml: there is no such file"),
         (["fit", "--module", "mymodel.py:Bare", "--trainer", "a=3"], "error: command line: trainer: given"),  # once
@@ -634,7 +632,7 @@ def test_templates_are_text_on_the_command_line(command: Command, bare: list[str
 
 def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:
     for wrong, words in {
-        ("--lr-scheduler", "StepLr"): "unknown scheduler 'StepLr'. Did you mean 'StepLR'?",
+        ("--lr-scheduler", "StepLr"): "unknown LRScheduler 'StepLr'. Did you mean 'StepLR'?",
         ("--trainer.callbacks.patience", "3"): 'trainer.callbacks.0: given {"init_args": {"patience": 3}}, allowed: ',
     }.items():
         code, _, err = command("fit", *bare, "--optimizer", "SGD", *wrong)

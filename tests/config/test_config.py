@@ -324,7 +324,7 @@ def test_numbers_change_elements_of_a_list() -> None:
     assert value["trainer"]["callbacks"] == [{"class_path": "A", "init_args": {"x": 2}}, {"class_path": "B"}]
     _, problems, _ = merged(callbacks, "trainer: {callbacks: {2: {x: 2}}}")
     assert problems == [
-        "tree.yaml:1: trainer.callbacks.2: there is no such element; trainer.callbacks has 2, numbered 0 to 1."
+        "tree.yaml:1: trainer.callbacks.2: there is no such element; the list of the files has 2, numbered from 0."
     ]
 
 

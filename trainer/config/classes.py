@@ -95,6 +95,8 @@ def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: st
         raise ConfigError(f"{where}{name} cannot be taken: {one_line_error(error)}") from error
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
     here = ", ".join(sorted(cls.__name__ for cls in classes if cls.__module__ == module.__name__))
+    if not name:
+        raise ConfigError(f"{where.rstrip(':.')} is a file: write file.py:Class. It has: {here or 'none'}.")
     close = did_you_mean(name, [*vars(module)])
     raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{close} It has: {here or f'no {_names(bases)}'}.")
 
@@ -217,7 +219,8 @@ def _not_found(module: str) -> str:
     parent, _, missing = module.rpartition(".")
     path = getattr(sys.modules[parent], "__path__", []) if parent else [str(Path.cwd())]
     close = did_you_mean(missing, [module.name for module in pkgutil.iter_modules(path)])
-    return f"{parent or f'neither the environment nor {Path.cwd()}'} has a module {missing!r}.{close}"
+    place = parent or f"the environment and {Path.cwd()}"
+    return f"there is no module {missing!r} in {place}.{close}"
 
 
 def _user_folder(module: ModuleType) -> Path | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 PRECISION = re.compile(r'\bPrecision\("(.+?)", torch\.(\w+)(?:, autocast=torch\.(\w+))?')
 IMPORT = r"^from (trainer\.{}\.\S+) import (\w+) as \2$"
 CLASS = re.compile(r"^class (\w+)\((.*)\):", re.MULTILINE)
-STRATEGY = r'^class {}\([^)]*\):\n    """(.+?)\.?(?:"""|\n\n).*?^    name: ClassVar\[str\] = "(.+?)"'
+STRATEGY = r'^class {}\([^)]*\):\n    """(.+?)\.?(?:"""|\n\n).*?^    name(?:: ClassVar\[str\])? = "(.+?)"'
 
 
 @cache

@@ -125,7 +125,8 @@ class Diagnostics:
             return file, source.line or 0
 
         found = sorted(self.problems, key=position)
-        cause = next((problem.cause for problem in found if problem.cause is not None), None)
+        causes = [problem.cause for problem in found if problem.cause is not None]
+        cause = ExceptionGroup("the causes", causes) if len(causes) > 1 else next(iter(causes), None)
         raise_problems([*map(str, found)], "the configuration", cause)
 
 
@@ -349,10 +350,8 @@ def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPa
         if int(key) < len(items):
             items[int(key)] = merge(items[int(key)], child, findings, (*path, int(key)))
             continue
-        has = f"{dotted(path)} has {len(items)}, numbered 0 to {len(items) - 1}"
-        if not items:
-            has = f"no file has a list of {path[-1]}" if below.value != [] else f"{dotted(path)} is an empty list"
-        findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {has}.")
+        there = f"the list of the files has {len(items)}, numbered from 0"
+        findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {there}.")
     return Node(items, below.source, append=below.append)
 
 

@@ -138,11 +138,9 @@ def arguments_of(hook: str) -> list[str]:
 def takes(method: Callable[..., Any], number: int) -> bool:
     """Whether a method can be called with so many positional arguments; True if its signature is not known."""
     try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):
-        return True  # written in C, or the like
-    try:
-        signature.bind(*[None] * number)
+        inspect.signature(method).bind(*[None] * number)
     except TypeError:
         return False
+    except ValueError:  # written in C, or the like
+        return True
     return True

@@ -65,8 +65,9 @@ def run(arguments: list[str]) -> int:
         import yaml
     except ImportError:
         raise MissingPackageError("libcst", "trainer migrate") from None
-    problems: list[str] = []
-    files = list(dict.fromkeys(file for path in options.paths for file in _files(Path(path))))
+    missing = [path for path in options.paths if not os.path.exists(path)]
+    problems = [f"{path}: there is no such file or folder" for path in missing]
+    files = list(dict.fromkeys(file for path in options.paths if path not in missing for file in _files(Path(path))))
     contents = _read(files, problems)
     kept = _names_taken_from_others(contents.values())
     sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
@@ -84,12 +85,12 @@ def run(arguments: list[str]) -> int:
     _report(len(sources), changed, places, options.write)
     for problem in problems:
         usage_error(problem)
-    return 1 if problems else 0
+    return 2 if missing else 1 if problems else 0
 
 
 def _files(path: Path) -> Iterator[Path]:
     """Return the files of a folder that may name Lightning; a file as it is."""
-    if not path.is_dir():
+    if path.is_file():
         yield path
         return
     for folder, folders, names in os.walk(path):

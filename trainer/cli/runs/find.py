@@ -72,7 +72,7 @@ def run_directories(folder: Path) -> Iterator[Path]:
     """
     for path, folders, files in os.walk(folder):
         project = bool({*folders, *files} & PROJECT) or any(name.endswith(".py") for name in files)
-        keeps = CHECKPOINTS in folders and _keeps_checkpoints(Path(path, CHECKPOINTS))
+        keeps = CHECKPOINTS in folders and _keeps_checkpoints(Path(path, CHECKPOINTS), or_nothing=not project)
         if keeps or (not project and LOGGED & {*files}):
             yield Path(path)
         left_out = ("__pycache__", CHECKPOINTS if keeps else "")
@@ -89,18 +89,21 @@ def with_name(place: str, run: Path) -> str:
     return place
 
 
-def _keeps_checkpoints(folder: Path) -> bool:
-    """Whether a folder holds checkpoints of a run, also unfinished ones, or a pointer."""
+def _keeps_checkpoints(folder: Path, or_nothing: bool) -> bool:
+    """Whether a folder holds checkpoints of a run, also unfinished ones, or a pointer; `or_nothing`: or nothing."""
     with suppress(OSError):
-        names = os.listdir(folder)
+        names = [name for name in os.listdir(folder) if name != ".lock"]
         written = (name in POINTERS or name.startswith(LEFTOVERS) or _is_checkpoint(folder / name) for name in names)
-        return any(written)
+        return any(written) if names else or_nothing
     return False
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, or what is left of one."""
-    return any((path / name).is_file() for name in CHECKPOINT_FILES)
+    with suppress(OSError):
+        names = os.listdir(path) if path.is_dir() else []
+        return any(name in CHECKPOINT_FILES or name.endswith(".safetensors") for name in names)
+    return False
 
 
 def summary_of(path: Path, folder: Path) -> RunSummary:
@@ -233,21 +236,23 @@ def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:
 
 def numbers(metrics: Any) -> dict[str, float]:
     """Return the numbers of a mapping that fit a float."""
-    found = {}
-    for name, value in metrics.items() if isinstance(metrics, dict) else ():
-        with suppress(OverflowError):
-            if type(value) in (int, float):
-                found[name] = float(value)
-    return found
+    found = metrics.items() if isinstance(metrics, dict) else ()
+    return {
+        name: float(value)
+        for name, value in found
+        if type(value) is float or (type(value) is int and abs(value) < 2**63)
+    }
 
 
-def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
+def flat(tree: Any, before: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by dotted name."""
-    found: dict[str, Any] = {}
-    for key, child in tree.items():
-        name = f"{before}{key}"
-        found |= flat(child, f"{name}.") if isinstance(child, dict) else {name: child}
-    return found
+    if not isinstance(tree, dict):
+        return {before: tree} if before else {}
+    return {name: value for key, child in tree.items() for name, value in flat(child, _dotted(before, key)).items()}
+
+
+def _dotted(before: str, key: str) -> str:
+    return f"{before}.{key}" if before else str(key)
 
 
 def by_numbers(path: Path) -> list[Any]:
