@@ -86,7 +86,9 @@ def run_command(
             return 0
         configuration = _load(command, options, findings)
         if options.print_config:
-            print(configuration.resolved, end="")
+            from trainer.config.files import yaml_for
+
+            print(yaml_for(sys.stdout.encoding or "utf-8", configuration.resolved), end="")
             return 0
         if options.ray is not None:
             from trainer.cli.ray import fit_on_ray

@@ -77,9 +77,20 @@ for _name, (_pattern, _first) in SCALARS.items():
 _Dumper.add_representer(str, _Dumper.text)
 
 
-def to_yaml(data: Any) -> str:
+def to_yaml(data: Any, ascii_only: bool = False) -> str:
     """Return plain data as YAML in the order given; reading it gives the same data."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
+    return yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=not ascii_only, default_flow_style=False, width=110
+    )
+
+
+def yaml_for(encoding: str, text: str) -> str:
+    """Return YAML with the same data whose characters this encoding has."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return to_yaml(yaml.safe_load(text), ascii_only=True)
+    return text
 
 
 TRANSLATED = {
