@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from tests.helpers import annotated
-from tests.messages import raises_recorded
 from trainer.config.check import Checker
 from trainer.config.files import as_node, read_file, read_value, to_yaml
 from trainer.config.references import with_references
