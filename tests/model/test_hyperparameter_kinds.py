@@ -227,27 +227,11 @@ class Sizes(Model):
         self.save_hyperparameters()
 
 
-class Twice(Model):
-    def __init__(self, value: Any = 1, /, **more: Any) -> None:
-        TrainModule.__init__(self)
-        self.save_hyperparameters()
-
-
-class Deep(First):
-    def __init__(self, depth: int = 2, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        *((lambda: Sizes(4, 8), "sizes"), (lambda: Sizes(4, x=3), "sizes"), (lambda: Twice(4, value=5), "more")),
-        *((lambda: Deep(2, 3), "args"), (lambda: Deep(2, 3, 0.5, deep=4), "args")),
-        *(
-            (lambda: Sizes(rate=3, x=3), None),
-            (lambda: Twice(4, x=5), None),
-            (lambda: PassesAll(4, "b", color=1), None),
-        ),
+        *((lambda: Sizes(4, 8), "sizes"), (lambda: Sizes(4, x=3), "sizes")),
+        *((lambda: Sizes(rate=3, x=3), None), (lambda: PassesAll(4, "b", color=1), None)),
     ],
 )
 def test_values_that_no_name_holds_are_named(
