@@ -675,6 +675,23 @@ def with_plain_numbers(value: Any) -> Any:
     return [with_plain_numbers(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Return the stored hyperparameters of the module or the data, with paths in place of their texts."""
+
+    def of_kind(value: Any, kind: Any) -> Any:
+        name, _, items = kind or (None, None, None)
+        if name == "omegaconf":
+            return of_kind(value, items)
+        if isinstance(value, Mapping):
+            return dict(zip(value, of_kind([*value.values()], [None, None, items]), strict=True))
+        if isinstance(value, (list, tuple)):
+            return [of_kind(item, (items or {}).get(str(position))) for position, item in enumerate(value)]
+        return Path(value) if name == "path" else value
+
+    kinds = kept.get("kinds", {}).get(owner, {})
+    return {name: of_kind(value, kinds.get(name)) for name, value in kept.get(owner, {}).items()}
+
+
 def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings under names such as `optimizer/lr`."""
     flat: dict[str, Any] = {}

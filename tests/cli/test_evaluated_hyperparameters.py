@@ -222,7 +222,7 @@ def test_an_element_of_no_files_list_is_refused_in_words(ckpt_path: tuple[str, .
     words = ("--data", "needs.py:Data", "--trainer.accelerator", "cpu", "--module.sizes.0", "9")
     code, _, err = needs("validate", "--module", "needs.py:Needs", *words, *ckpt_path)
     assert code == 2
-    assert 'module.sizes: given {"0": 9}, allowed: a list of integers.' in err
+    assert 'module.sizes: given {"0": 9}, allowed: a list (an integer).' in err
     Path("sizes.yaml").write_text("module: {class_path: needs.py:Needs, sizes: [8]}\n")
     code, out, err = needs("validate", "--config", "sizes.yaml", *words, "--ckpt-path", "runs/version_0")
     assert code == 0, err

@@ -212,7 +212,7 @@ def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
         (["ls", "runs", "--hparam", "module.rl"], 2, "Did you mean 'module.lr'?"),
         (["ls", "runs", "--sort"], 2, "--sort: expected one argument"),
         (["ls", "runs", "--filter", "score>"], 2, "score is a number: give one after >"),
-        (["list"], 2, "invalid choice: 'list'. Did you mean 'ls'?"),
+        (["list"], 2, "invalid choice: 'list' (choose from 'ls')"),
     ],
 )
 def test_mistakes(

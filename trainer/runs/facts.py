@@ -28,7 +28,7 @@ from trainer.data.fingerprints import (
     read_values_fingerprints,
 )
 from trainer.data.loader import BatchLoader
-from trainer.hyperparameters import flat_names, is_scalar
+from trainer.hyperparameters import flat_names, is_scalar, with_paths
 from trainer.model.blocks import class_of
 from trainer.model.reachable import attributes
 from trainer.module import TrainModule
@@ -335,7 +335,7 @@ def facts_of_call(seed: int | None, hyperparameters: Mapping[str, Any] | None) -
     """Return the seed and the hyperparameters, by names such as `lr` and, of the data module, `data, lr`."""
     facts = {"seed": {"": str(seed)}}
     if hyperparameters is not None:
-        of_module, of_data = (flat_names(hyperparameters.get(owner, {})) for owner in ("module", "data"))
+        of_module, of_data = (flat_names(with_paths(hyperparameters, owner)) for owner in ("module", "data"))
         values = of_module | {f"data, {name}": value for name, value in of_data.items()}
         facts["hyperparameters"] = {name: as_text(value) for name, value in values.items()}
     return facts
