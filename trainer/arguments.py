@@ -354,7 +354,7 @@ PYTHON = TypeNames(
 
 
 def describe_annotation(annotation: Any, names: TypeNames = PYTHON) -> str:
-    """Return the values that an annotation allows in words, such as "an integer from 1 or None", "a list (a number)"."""
+    """Return the values that an annotation allows in words: "an integer from 1 or None", "a list (a number)"."""
     return " or ".join(dict.fromkeys(_words_for(option, names) for option in options_of(annotation, limits=True)))
 
 

@@ -64,7 +64,12 @@ _of_loader = partial(FactGroup, of_loader=True, needs_both=True)
 _of_order = partial(_of_loader, breaks_epoch=True)
 
 GROUPS = {
-    "dataset": _of_order("the samples of the training dataset", of_objects=True),
+    "dataset": _of_order(
+        "the samples of the training dataset",
+        of_objects=True,
+        remark="After another random_split, samples of the validation are trained on. Seed it: "
+        "random_split(..., generator=torch.Generator().manual_seed(0)).",
+    ),
     "loader": _of_order("the kind of the training loader"),
     "sampler": _of_order("the sampler of the training loader", of_objects=True),
     "shuffle": _of_order("the order of the samples"),

@@ -49,11 +49,7 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         return _find_last(run)
     if ckpt_path == "best":
         return _find_best(run)
-    given = as_storage_path(ckpt_path)
-    found = locate(given)
-    if found.parent == given / CHECKPOINTS:
-        log.info("%s is a run directory: its last checkpoint is %s", printable(str(given)), printable(found.name))
-    return found
+    return locate(as_storage_path(ckpt_path))
 
 
 def _find_last(run: Run) -> StoragePath | None:
@@ -209,14 +205,11 @@ def _lasts(folders: Iterable[StoragePath]) -> Iterator[StoragePath]:
     return (one for one in pointers if one is not None)
 
 
-def _when(checkpoint: StoragePath) -> tuple[bool, float, float]:
+def _when(checkpoint: StoragePath) -> tuple[bool, int, int]:
     """Return whether a training can go on from a checkpoint, its step, and the time at which its state was captured."""
     info = read_manifest(checkpoint).info
-    return not info.get("weights_only"), _number(info.get("step")), _number(info.get("captured"))
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, (int, float)) and value == value else -1
+    step, captured = (value if isinstance(value := info.get(name), int) else -1 for name in ("step", "captured"))
+    return not info.get("weights_only"), step, captured
 
 
 def _dirpaths(run: Run) -> list[StoragePath]:
