@@ -21,6 +21,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path, PurePath
 from types import FunctionType, MethodType, NoneType
 from typing import (
@@ -321,6 +322,15 @@ def _items_fit(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
 _LIKE_LISTS = (list, tuple, set, frozenset, range)
 
 
+def flat_names(values: Mapping[Any, Any], separator: str = "/", prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings under names such as `optimizer/lr`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= flat_names(value, separator, name + separator) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
@@ -355,24 +365,26 @@ PYTHON = TypeNames(
 
 def describe_annotation(annotation: Any, names: TypeNames = PYTHON) -> str:
     """Return the values that an annotation allows in words: "an integer from 1 or None", "a list (a number)"."""
-    return " or ".join(dict.fromkeys(_words_for(option, names) for option in options_of(annotation, limits=True)))
+    words = chain.from_iterable(_words_for(option, names) for option in options_of(annotation, limits=True))
+    *others, last = dict.fromkeys(words)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
-def _words_for(option: Any, names: TypeNames) -> str:
+def _words_for(option: Any, names: TypeNames) -> list[str]:
     kind, arguments = get_origin(option) or option, get_args(option)
     if kind is Literal:
-        return " or ".join(map(names.literal, arguments))
+        return [*map(names.literal, arguments)]
     if kind is Annotated:
         remarks = [f"({one})" if isinstance(one, str) else str(one) for one in arguments[1:]]
-        return " ".join([describe_annotation(arguments[0], names), *remarks])
+        return [" ".join([describe_annotation(arguments[0], names), *remarks])]
     if kind not in names.types:
-        return names.others(option)
+        return [names.others(option)]
     items: list[str] = []
     if kind in (*LISTS, *MAPPINGS):
         items = [describe_annotation(one, names) for one in arguments if one is not ...]
     elif kind is type:
         items = [getattr(base, "__name__", str(base)) for one in arguments for base in options_of(one)]
-    return f"{names.types[kind]} ({', '.join(items)})" if items else names.types[kind]
+    return [f"{names.types[kind]} ({', '.join(items)})"] if items else names.types[kind].split(" or ")
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

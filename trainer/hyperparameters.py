@@ -692,15 +692,6 @@ def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:
     return {name: of_kind(value, kinds.get(name)) for name, value in kept.get(owner, {}).items()}
 
 
-def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings under names such as `optimizer/lr`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= flat_names(value, f"{name}/") if isinstance(value, Mapping) else {name: value}
-    return flat
-
-
 def read_hyperparameters(path: str | Path) -> dict[str, Any]:
     """Return the hyperparameters of a YAML or JSON file.
 

@@ -67,7 +67,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "limit as text": ({"limit_val_batches": "all"}, ["limit_val_batches='all'", "a number"]),
     "validation never": ({"val_check_interval": 0}, ["val_check_interval=0", "limit_val_batches=0"]),
     "two limits": ({"overfit_batches": 1, "fast_dev_run": True}, ["overfit_batches", "fast_dev_run", "choose one"]),
-    "fast_dev_run as text": ({"fast_dev_run": "yes"}, ["fast_dev_run='yes'", "True or False or an integer"]),
+    "fast_dev_run as text": ({"fast_dev_run": "yes"}, ["fast_dev_run='yes'", "True, False or an integer"]),
     "accumulation by epoch": ({"accumulate_grad_batches": {0: 2}}, ["accumulate_grad_batches={0: 2}", "integer"]),
     "clipping at less than nothing": ({"gradient_clip_val": -1}, ["gradient_clip_val=-1", "from 0"]),
     "limit that is no number": ({"limit_val_batches": float("nan")}, ["limit_val_batches=nan", "a number"]),
@@ -79,7 +79,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "logging less than never": ({"log_every_n_steps": -1}, ["log_every_n_steps=-1", "from 0"]),
     "seed below 0": ({"seed": -1}, ["seed=-1", "from 0"]),
     "flag as text": ({"enable_progress_bar": "no"}, ["enable_progress_bar='no'", "True or False"]),
-    "benchmark as text": ({"benchmark": "yes"}, ["benchmark='yes'", "True or False or None"]),
+    "benchmark as text": ({"benchmark": "yes"}, ["benchmark='yes'", "True, False or None"]),
     "deterministic and benchmark": ({"deterministic": True, "benchmark": True}, ["benchmark=True", "choose one"]),
     "folder with a zero byte": ({"default_root_dir": "a\0b"}, ["default_root_dir=", "a path of this machine"]),
     "no folder": ({"default_root_dir": 3}, ["default_root_dir=3", "a path"]),
@@ -144,7 +144,7 @@ def test_all_mistakes_at_once() -> None:
 
 
 CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "mode misspelt": (lambda: ModelCheckpoint(monitor="val_loss", mode="mni"), ["mode='mni'", "'min' or 'max'"]),
+    "mode misspelt": (lambda: ModelCheckpoint(monitor="val_loss", mode="mni"), ["mode='mni'", "'min', 'max' or None"]),
     "mode against the name": (
         lambda: ModelCheckpoint(monitor="val_acc"),
         ["ModelCheckpoint(monitor='val_acc')", "larger is better", "mode='max'"],
@@ -160,18 +160,18 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["'1h'", "a timedelta", "seconds (a number)"],
     ),
     "interval below 0": (lambda: ModelCheckpoint(train_time_interval=-5), ["train_time_interval=-5", "not negative"]),
-    "number as a folder": (lambda: TorchProfiler(dirpath=3), ["dirpath=3", "give text or a path or None"]),
+    "number as a folder": (lambda: TorchProfiler(dirpath=3), ["dirpath=3", "give text, a path or None"]),
     "open brace": (lambda: ModelCheckpoint(filename="{epoch"), ["filename='{epoch'", "'{epoch}-{val_loss:.2f}'"]),
     "name of 300 letters": (lambda: ModelCheckpoint(filename="x" * 300), ["at most 200 bytes"]),
     "control character": (lambda: ModelCheckpoint(filename="a\0"), ["filename='a\\x00'", "control characters"]),
     "hidden name": (lambda: ModelCheckpoint(filename=".{step}"), ["filename='.{step}'", "does not begin with '.'"]),
     "format of a name": (lambda: ModelCheckpoint(filename="{val_loss:d}"), ["'val_loss'", "'d'", "'.2f'"]),
-    "early stopping's mode": (lambda: EarlyStopping("val_loss", mode="auto"), ["'auto'", "'min' or 'max' or None"]),
+    "early stopping's mode": (lambda: EarlyStopping("val_loss", mode="auto"), ["'auto'", "'min', 'max' or None"]),
     "no patience": (lambda: EarlyStopping("val_loss", patience=0), ["patience=0", "from 1"]),
     "hook misspelt": (lambda: LambdaCallback(on_train_begin=print), ["'on_train_begin'", "Did you mean"]),
     "gradient hook misspelt": (
         lambda: DDPStrategy(comm_hook="fp16_compres"),
-        ["'fp16_compres'", "'fp16_compress' or"],
+        ["'fp16_compres'", "'fp16_compress', 'bf16"],
     ),
 }
 

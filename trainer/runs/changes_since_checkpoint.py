@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.arguments import flat_names
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, first_of, printable, shown
-from trainer.hyperparameters import flat_names
 from trainer.runs.callback_states import callbacks_by_state_key, owners_of_states
 from trainer.runs.compare_ranks import differences, listed
 from trainer.runs.facts import DTYPE, GROUPS, Facts, facts_of_call, facts_of_data

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer import __version__
-from trainer.arguments import local_path
+from trainer.arguments import flat_names, local_path
 from trainer.callback import AccumulationSchedule
 from trainer.data.fingerprints import (
     function_fingerprint,
@@ -28,7 +28,7 @@ from trainer.data.fingerprints import (
     read_values_fingerprints,
 )
 from trainer.data.loader import BatchLoader
-from trainer.hyperparameters import flat_names, is_scalar, with_paths
+from trainer.hyperparameters import is_scalar, with_paths
 from trainer.model.blocks import class_of
 from trainer.model.reachable import attributes
 from trainer.module import TrainModule

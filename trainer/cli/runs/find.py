@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import re
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.arguments import flat_names
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
 
@@ -114,7 +114,10 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     if is_locked(path) or is_locked(checkpoints):
         one.state = "running"
         one.seconds = None if one.began is None else time.time() - one.began
-    one.hyperparameters = flat(read_json(path / "hparams.json") or _saved_hyperparameters(checkpoints, infos))
+    saved = read_json(checkpoints / next(iter(infos), "") / "checkpoint.json").get("hyperparameters")
+    saved = saved if isinstance(saved, dict) else {}
+    of_owners = {owner: saved[owner] for owner in ("module", "data") if owner in saved}
+    one.hyperparameters = flat_names(read_json(path / "hparams.json") or of_owners, ".")
     return one
 
 
@@ -124,8 +127,7 @@ def _fill_in_times(one: RunSummary, infos: dict[str, dict[str, Any]]) -> None:
         times = [entry.stat().st_mtime for entry in os.scandir(one.path)]
         one.began, one.seconds = min(times), max(times) - min(times)
         # A run that is resumed writes its files again, so their times may be those of its latest start.
-        counts = [count for info in infos.values() for count in (info["began"], info["captured"]) if count is not None]
-        one.began = min(one.began, min(counts, default=math.inf) / 1e9)
+        one.began = min([one.began, *(info["began"] / 1e9 for info in infos.values() if info["began"])])
 
 
 def _checked(info: dict[str, Any]) -> dict[str, Any]:
@@ -141,12 +143,6 @@ def _checked(info: dict[str, Any]) -> dict[str, Any]:
 def _is_number(value: Any) -> bool:
     """Whether a value is a float, or an integer that fits one."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
-
-
-def _saved_hyperparameters(checkpoints: Path, infos: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters in a checkpoint, for runs without a logger that writes them."""
-    saved = read_json(checkpoints / next(iter(infos), "") / "checkpoint.json").get("hyperparameters")
-    return {name: saved[name] for name in saved if name != "kinds"} if isinstance(saved, dict) else {}
 
 
 def is_locked(folder: Path) -> bool:
@@ -215,17 +211,6 @@ def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:
     known = [values for values in hyperparameters if values]
     names = dict.fromkeys(name for values in known for name in values)
     return [name for name in names if len({repr(values.get(name)) for values in known}) > 1]
-
-
-def flat(tree: Any, before: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted name."""
-    if not isinstance(tree, dict):
-        return {before: tree} if before else {}
-    return {name: value for key, child in tree.items() for name, value in flat(child, _dotted(before, key)).items()}
-
-
-def _dotted(before: str, key: str) -> str:
-    return f"{before}.{key}" if before else str(key)
 
 
 def by_numbers(path: Path) -> list[Any]:
