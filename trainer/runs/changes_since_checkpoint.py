@@ -13,7 +13,7 @@ from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, first_of, printable, shown
 from trainer.runs.callback_states import callbacks_by_state_key, owners_of_states
 from trainer.runs.compare_ranks import differences, listed
-from trainer.runs.facts import DTYPE, GROUPS, Facts, facts_of_call, facts_of_data
+from trainer.runs.facts import DTYPE, GROUPS, FactGroup, Facts, facts_of_call, facts_of_data
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -101,7 +101,7 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         run.train_loader.forget_sizes()
     if run.epoch_of_loaders(checkpoint["progress"]["epoch"]) != run.epoch_of_loaders(run.progress.epoch):
         # These loaders were made for a later epoch.
-        saved = {name: facts for name, facts in saved.items() if name not in GROUPS or not GROUPS[name].of_loader}
+        saved = {name: facts for name, facts in saved.items() if not GROUPS.get(name, FactGroup("")).of_loader}
     else:
         # What was left out is left out from now on, too: a cache that is full by now is empty in the next process.
         common = _common_of_objects(run.facts, saved)
@@ -129,33 +129,28 @@ def _changed(saved: Facts, now: Facts, same_size: bool) -> dict[str, list[str]]:
         same_size: the number of data-parallel ranks is that of the checkpoint; otherwise facts that depend on it are
             not compared.
     """
-    found = {}
-    same_versions = saved.get("versions") == now.get("versions")
     same_precision = saved.get("settings", {}).get("precision") == now.get("settings", {}).get("precision")
+
+    def comparable(group: FactGroup, fact: str, text: str) -> bool:
+        """Whether a fact does not depend on the number of processes, or the precision, where that is another."""
+        is_of_all = same_size or not group.of_loader or (fact == "" and _PER_PROCESS not in text)
+        return is_of_all and (same_precision or not fact.endswith(DTYPE))
+
+    found = {}
     for name, group in GROUPS.items():
-        # A fingerprint of code depends on Python and on what it calls.
-        if name not in saved or (name == "collate_fn" and not same_versions):
-            continue
-        both = [saved[name], now.get(name, {})]
-        if not same_size and group.of_loader:
-            both = [_of_all_processes(facts) for facts in both]
-        if not same_precision:
-            both = [{fact: text for fact, text in facts.items() if not fact.endswith(DTYPE)} for facts in both]
+        then, here = (
+            {fact: text for fact, text in facts.get(name, {}).items() if comparable(group, fact, text)}
+            for facts in (saved, now)
+        )
         if group.needs_both:
-            both = [{fact: text for fact, text in facts.items() if all(fact in one for one in both)} for facts in both]
-        if lines := differences(
-            [{": ".join(filter(None, (name, fact))): text for fact, text in facts.items()} for facts in both],
-            _THEN_AND_NOW,
-        ):
-            found[name] = lines
-    if "loader" in found:  # the other differences of the data follow from this one
-        return {name: lines for name, lines in found.items() if name == "loader" or not GROUPS[name].of_loader}
-    return found
-
-
-def _of_all_processes(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the description of a loader alone, unless it is of each process: numbers may depend on the world size."""
-    return {fact: text for fact, text in facts.items() if fact == "" and _PER_PROCESS not in text}
+            then, here = ({fact: one[fact] for fact in then if fact in here} for one in (then, here))
+        lines = differences([then, here], _THEN_AND_NOW) if name in saved else []
+        found[name] = [f"{name}: {line.removeprefix(': ')}" for line in lines]
+    if saved.get("versions") != now.get("versions"):  # a fingerprint of code depends on Python and on what it calls
+        found["collate_fn"] = []
+    if found["loader"]:  # the other differences of the data follow from this one
+        found |= {name: [] for name, group in GROUPS.items() if group.of_loader and name != "loader"}
+    return {name: lines for name, lines in found.items() if lines}
 
 
 def _refusal(
@@ -215,7 +210,7 @@ def _cut_off(saved: Mapping[str, str], now: Mapping[str, str], weights: Collecti
     cut = []
     for name in weights:
         then, here = (_DTYPES.get(facts.get(f"{name}{DTYPE}", "")) for facts in (saved, now))
-        if then is not None and here is not None and not torch.can_cast(then, here):
+        if then and here and not torch.can_cast(then, here):
             cut.append(f"{name} ({then} in the checkpoint, and {here} here)")
     return cut
 

@@ -126,10 +126,9 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
     if ckpt_path == "last" and not full and saves_all and "left_out" not in info:
         log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
         return None
-    nearest = min(full, key=lambda one: abs(_when(one)[1] - _when(path)[1]), default="not beside it")
     raise CheckpointError(
         f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
-        f"which no training can go on: the nearest from which it can is {printable(str(nearest))}. "
+        f"which no training can go on. Beside it are {printable(first_of(one.name for one in full)) or 'no others'}. "
         "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 
@@ -346,7 +345,7 @@ def _make_version(root: Path, number: int) -> Path:
 
 
 def _remove_if_empty(run_dir: Path, process: int) -> None:
-    """Remove, when the process that made it ends, a run directory into which neither trainer nor user has written."""
+    """Remove a run directory into which neither trainer nor user has written; in the process that made it."""
     if os.getpid() == process:  # not in a fork of it
         with suppress(OSError):
             run_dir.rmdir()
@@ -402,10 +401,8 @@ def locked_folders(run: Run) -> Iterator[None]:
                 raise ConfigError(problem)
             yield
     except BaseException:
-        if trains and run.progress.step == 0:
-            # A run that failed before its first step leaves no empty directory, which would be the newest one.
-            with suppress(OSError):
-                run.session.run_dir.rmdir()
+        if trains:  # a run that failed before it has written anything leaves no directory, which would be the newest
+            _remove_if_empty(run.session.run_dir, os.getpid())
         raise
 
 

@@ -84,19 +84,16 @@ def fitted(
         beside: characters of each line beside the cells and the gaps between them.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    kept = list(range(len(widths)))
+    kept, waiting = list(range(len(widths))), list(first_to_go)
 
     def room() -> int:
         """Return the room for the first column."""
-        assert columns is not None
-        return columns - beside - sum(widths[number] + GAP for number in kept[1:])
+        return (columns or sys.maxsize) - beside - sum(widths[number] + GAP for number in kept[1:])
 
-    if columns is not None:
-        for number in first_to_go:
-            if room() < widths[0]:
-                kept.remove(number)
+    while waiting and room() < widths[0]:
+        kept.remove(waiting.pop(0))
     cells = [[row[number] for number in kept] for row in rows]
-    if columns is not None and room() < widths[0]:
+    if room() < widths[0]:
         cells = [part for row in cells for part in _folded(row, max(room(), LEAST_NAME))]
     return FittedTable(cells, kept, [rows[0][number] for number in range(len(widths)) if number not in kept])
 
