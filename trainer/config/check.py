@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.arguments import LISTS, MAPPINGS, options_of, whole_number
+from trainer.arguments import whole_number
 from trainer.callback import Callback, available_callbacks
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.config.classes import find_class
@@ -28,6 +27,7 @@ from trainer.config.tree import (
     Node,
     Source,
     canonical_class,
+    children_of,
     dotted,
     entries,
     repr_value,
@@ -35,18 +35,16 @@ from trainer.config.tree import (
     with_source,
 )
 from trainer.config.types import (
+    Forms,
     TypeMismatchError,
     accepts,
     allowed,
     as_written,
-    callables_in,
-    classes_in,
     constructor_parameters,
+    forms_of,
     is_structured,
     makes_callables,
     member_named,
-    objects_in,
-    takes_mapping,
     validate,
     wants_text,
 )
@@ -262,7 +260,7 @@ class Checker:
         if isinstance(node.value, str) and (member := member_named(node.value, annotation)) is not None:
             node.value = as_written(member)
             return member
-        if isinstance(node.value, (dict, list)) and (ways := self.ways(node, annotation, path)):
+        if isinstance(node.value, (dict, list)) and (ways := self.ways(node, forms_of(annotation), annotation, path)):
             found = self._first_fitting(node, ways)
             fits = has_spec(found) or self._checked(node, found, annotation, path) is not INVALID
             return found if fits else INVALID
@@ -288,12 +286,8 @@ class Checker:
             return False
         if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
             node.value = str(value.absolute())
-        inside = value._asdict() if hasattr(value, "_asdict") else getattr(value, "__dict__", value)
-        inside = inside if isinstance(inside, dict) else {}
-        parts = [(child, inside.get(name), name) for name, child in entries(node).items()]
-        if isinstance(node.value, list) and isinstance(value, (list, tuple, deque)):
-            parts = [*zip(node.value, value, range(len(value)), strict=True)]
-        return False not in [self._keep_paths(child, part, (*path, name)) for child, part, name in parts]
+        parts = children_of(node).items()
+        return all(self._keep_paths(child, _part_of(value, name), (*path, name)) for name, child in parts)
 
     def _checked(self, node: Node, given: Any, annotation: Any, path: KeyPath) -> Any:
         try:
@@ -314,30 +308,26 @@ class Checker:
         self.findings = before
         return best(node)
 
-    def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
+    def ways(self, node: Node, forms: Forms, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
         """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
-        objects, calls = tuple(objects_in(annotation)), callables_in(annotation)
-        parts = self._parts(node, annotation, path)
-        if isinstance(node.value, list) or not (objects or calls):
+        if isinstance(node.value, list):
+            return [partial(self._items, annotation=one, path=path) for one in forms.lists]
+        parts = [partial(self._entries, annotation=one, path=path) for one in forms.mappings]
+        if not (forms.objects or forms.calls):
             return parts
         if node.named is not None and not wants_text(node.named.value, annotation):
             node.value = {"class_path": node.named, **entries(node)}
-        structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
-        if "class_path" not in entries(node) and (parts or structured or takes_mapping(annotation)):
+        structured = [partial(self._structured, cls=cls, path=path) for cls in forms.objects if is_structured(cls)]
+        if "class_path" not in entries(node) and (parts or structured or forms.takes_mapping):
             return [*structured, *parts]
         node.value = canonical_class(node, path, self.findings).value
-        if calls:
-            return [lambda node: self.callable_spec(node, calls[0], path)]
-        return [lambda node: self.class_spec(node, objects, path)]
+        return [partial(self._object, forms=forms, path=path)]
 
-    def _parts(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
-        """Return the ways to read a mapping or a list entry by entry."""
-        is_list = isinstance(node.value, list)
-        read, kinds = (self._items, LISTS) if is_list else (self._entries, MAPPINGS)
-        options = options_of(annotation)
-        found = [option for option in options if get_origin(option) in kinds and get_args(option)]
-        found += [option for option in options if is_typeddict(option) and not is_list]
-        return [partial(read, annotation=option, path=path) for option in found]
+    def _object(self, node: Node, forms: Forms, path: KeyPath) -> Any:
+        """Return the function or object that a choice of class in canonical form means."""
+        if forms.calls:
+            return self.callable_spec(node, forms.calls[0], path)
+        return self.class_spec(node, tuple(forms.objects), path)
 
     def _structured(self, node: Node, cls: Any, path: KeyPath) -> Any:
         return self.spec_of(cls, node, path, node.source, node.source)
@@ -372,17 +362,17 @@ class Checker:
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return the class that a text names, or what was typed as text; if it is neither, report the mismatch."""
-        objects, classes, calls = tuple(objects_in(annotation)), tuple(classes_in(annotation)), callables_in(annotation)
-        for kind in (kind for kind in FROM_TEXT if kind in objects and isinstance(node.value, str)):
-            with suppress(RuntimeError, AttributeError):
-                if isinstance(found := FROM_TEXT[kind](str(node.value)), kind):
-                    return found
-            objects = tuple(one for one in objects if one is not kind)
-        if isinstance(node.value, str) and (objects or calls):
-            node.value = {"class_path": Node(node.value, node.source, node.text)}
-            return self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
-        if isinstance(node.value, str) and classes:
-            return self.named_class(node, classes, {}, path)
+        if isinstance(node.value, str):
+            forms = forms_of(annotation)
+            for kind in FROM_TEXT.keys() & {*forms.objects}:
+                with suppress(RuntimeError, KeyError):
+                    return FROM_TEXT[kind](node.value)
+            forms.objects = [one for one in forms.objects if one not in FROM_TEXT]
+            if forms.objects or forms.calls:
+                node.value = {"class_path": Node(node.value, node.source, node.text)}
+                return self._object(node, forms, path)
+            if forms.classes:
+                return self.named_class(node, tuple(forms.classes), {}, path)
         if node.text is not None:
             with suppress(TypeMismatchError):
                 value = validate(node.text, annotation)
@@ -390,14 +380,20 @@ class Checker:
                 return value
         part, inner = node, path  # the part that does not fit
         for step in mismatch.path:
-            children: dict[Any, Node] = dict(enumerate(part.value)) if isinstance(part.value, list) else entries(part)
-            if step in children:  # others are the names of union members
-                part, inner = children[step], (*inner, step)
+            if step in children_of(part):  # others are the names of union members
+                part, inner = children_of(part)[step], (*inner, step)
         inside = f" in {dotted(path)}" if inner != path else ""
         reason = f" ({mismatch.reason})" if mismatch.reason else ""
         words = f"given {repr_value(part)}, allowed{inside}: {allowed(annotation)}{reason}."
         self.findings.add(part.source, f"{dotted(inner)}: {words}")
         return INVALID
+
+
+def _part_of(value: Any, name: Any) -> Any:
+    """Return an element, an entry or an attribute of a value; None if it has no such part."""
+    with suppress(LookupError, TypeError):
+        return value[name]
+    return getattr(value, str(name), None)
 
 
 def missing_arguments(cls: Any, given: Collection[str]) -> list[str]:
@@ -419,8 +415,9 @@ def _names_a_class(node: Node) -> bool:
 
 
 _OF_A_CHOICE = {"class_path", "init_args"}
+DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 FROM_TEXT: dict[type, Callable[[str], Any]] = {
-    torch.dtype: lambda text: getattr(torch, text.removeprefix("torch.")),
+    torch.dtype: lambda text: DTYPES[text.removeprefix("torch.")],
     torch.device: torch.device,
 }
 """Classes whose objects a file holds as texts: `float16`, `cuda:0`."""

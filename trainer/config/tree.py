@@ -217,6 +217,11 @@ def entries(node: Node | None) -> dict[Any, Node]:
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
+def children_of(node: Node) -> dict[Any, Node]:
+    """Return the entries of a mapping, or the elements of a list by their positions; none for a single value."""
+    return dict(enumerate(node.value)) if isinstance(node.value, list) else entries(node)
+
+
 def sources_of(node: Node | None) -> dict[Any, Source]:
     """Return the source of each entry of a mapping."""
     return {name: child.source for name, child in entries(node).items()}

@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from os import PathLike
@@ -16,7 +16,6 @@ from pathlib import PurePath
 from types import NoneType
 from typing import (
     Any,
-    Generic,
     Literal,
     Never,
     Optional,
@@ -102,32 +101,45 @@ def _parameters(made_by: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
 
 
-def objects_in(annotation: Any) -> list[type]:
-    """Return the classes of a union whose objects a file describes by class_path and init_args, or as a dataclass.
+@dataclass
+class Forms:
+    """The members of a union, sorted by what a file writes for their values."""
 
-    Of a generic class, such as `Dataset[int]`, it is the class itself; of a protocol it is `object`.
-    """
-    found: list[type] = []
+    objects: list[type] = field(default_factory=list)
+    """Classes whose objects are written by class_path and init_args, or as a dataclass; for a protocol `object`."""
+    calls: list[Any] = field(default_factory=list)
+    """`Callable` and `Callable[..., X]`, which also stand for protocols for calls."""
+    classes: list[type] = field(default_factory=list)
+    """The bases `X` of `type[X]`."""
+    lists: list[Any] = field(default_factory=list)
+    """Lists and the like with a type for their items."""
+    mappings: list[Any] = field(default_factory=list)
+    """Mappings with types, and typed dicts."""
+    takes_mapping: bool = False
+    """A plain mapping fits one of the members."""
+
+
+def forms_of(annotation: Any) -> Forms:
+    """Return the forms in which a file writes the values of an annotation."""
+    found = Forms()
     for option in options_of(annotation):
-        origin = get_origin(option)
-        cls = origin if isinstance(origin, type) and issubclass(origin, Generic) else option
-        if is_protocol(cls):
-            found.append(object)
-        elif isinstance(cls, type) and is_object(cls):
-            found.append(cls)
-    return found
-
-
-def callables_in(annotation: Any) -> list[Any]:
-    """Return the members `Callable` and `Callable[..., X]` of a union; of a protocol for calls what stands for it."""
-    found = []
-    for option in options_of(annotation):
-        protocol = get_origin(option) or option
-        if is_protocol(protocol) and makes_callables(protocol):
-            returned = hints_of(protocol.__call__, protocol).get("return", Any)
-            found.append(Callable[..., returned])
-        elif _is_callable(option):
-            found.append(option)
+        kind, arguments = get_origin(option) or option, get_args(option)
+        found.takes_mapping |= kind in (*MAPPINGS, Any)
+        if is_typeddict(option) or (kind in MAPPINGS and arguments):
+            found.mappings.append(option)
+        elif kind in LISTS and arguments:
+            found.lists.append(option)
+        elif kind is Callable:
+            found.calls.append(option)
+        elif kind is type:
+            bases = options_of(arguments[0] if arguments else Any)
+            found.classes += [object if base is Any or is_protocol(base) else base for base in bases]
+        elif is_protocol(kind):
+            found.objects.append(object)
+            if makes_callables(kind):
+                found.calls.append(Callable[..., hints_of(kind.__call__, kind).get("return", Any)])
+        elif isinstance(kind, type) and is_object(kind):
+            found.objects.append(kind)
     return found
 
 
@@ -145,23 +157,9 @@ def _is_enum(option: Any) -> bool:
     return isinstance(option, type) and get_origin(option) is None and issubclass(option, enum.Enum)
 
 
-def _is_callable(option: Any) -> bool:
-    return option is Callable or get_origin(option) is Callable
-
-
 def is_structured(cls: Any) -> bool:
     """Whether a mapping of arguments stands for an object of a class: a dataclass, or a class of attrs."""
     return dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
-
-
-def classes_in(annotation: Any) -> list[type]:
-    """Return the bases `X` of the members `type[X]` of a union."""
-    found = []
-    for option in options_of(annotation):
-        if type in (option, get_origin(option)):
-            bases = options_of((get_args(option) or (Any,))[0])
-            found += [object if base is Any or is_protocol(base) else base for base in bases]
-    return found
 
 
 @cache
@@ -302,8 +300,3 @@ _FILES = TypeNames(
     ),
     _describe_object,
 )
-
-
-def takes_mapping(annotation: Any) -> bool:
-    """Whether a plain mapping fits one of the union's members."""
-    return any((get_origin(option) or option) in (*MAPPINGS, Any) for option in options_of(annotation))
