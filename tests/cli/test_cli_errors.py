@@ -97,7 +97,7 @@ ONE = {
         ["trainer.callbacks.0 (Watcher) has no argument 'patince'. Did you mean 'patience'?"],
     ),
     "strategy": (
-        NET + "trainer:\n  strategy:\n    name: ddp\n    find_unused: true\n",
+        NET + "trainer:\n  strategy:\n    class_path: ddp\n    find_unused: true\n",
         "5",
         ["trainer.strategy (DDPStrategy) has no argument 'find_unused'. Did you mean 'find_unused_parameters'?"],
     ),
@@ -189,16 +189,16 @@ ONE = {
     "negative": (
         NET + "trainer:\n  seed: 1\n  max_steps: -7\n",
         "4",
-        ["trainer.max_steps=-7: give a number from -1."],
+        ["trainer: max_steps=-7: give a number from -1."],
     ),
     "contradiction": (
         NET + "trainer:\n  min_epochs: 5\n  max_epochs: 1\n",
         "3",
-        ["trainer.min_epochs=5 is more than max_epochs=1."],
+        ["trainer: min_epochs=5 is more than max_epochs=1."],
     ),
     "accelerator": (NET + "trainer:\n  accelerator: gup\n", "3", ["gup", "Did you mean 'gpu'?"]),
     "auto with arguments": (
-        NET + "trainer:\n  strategy: {name: auto, timeout_seconds: 3}\n",
+        NET + "trainer:\n  strategy: {class_path: auto, timeout_seconds: 3}\n",
         "3",
         ["trainer.strategy: unknown Strategy 'auto'."],
     ),

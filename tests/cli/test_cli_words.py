@@ -427,7 +427,7 @@ def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
     }
     assert check.is_valid(right)
     assert check.is_valid({"trainer": {"precision": "${env:PRECISION}"}})
-    assert check.is_valid({"trainer": {"strategy": {"name": "ddp"}, "profiler": {"class_path": "x.py:Y"}}})
+    assert check.is_valid({"trainer": {"strategy": {"class_path": "ddp"}, "profiler": {"class_path": "x.py:Y"}}})
     warm_up = {"class_path": "LambdaLR", "lr_lambda": "x.py:warm_up"}
     assert check.is_valid({"lr_scheduler": {"class_path": "ChainedScheduler", "schedulers": [warm_up]}})
     keys: list[tuple[str, ...]] = [*((key,) for key in KEYS), *(("trainer", name) for name in ARGUMENTS)]

@@ -10,7 +10,7 @@ from trainer.config.check import missing_arguments, needs_arguments
 from trainer.config.chosen_run import plain
 from trainer.config.loading import Configuration
 from trainer.config.specs import ClassSpec
-from trainer.config.tree import COMMAND_LINE, Node, Problem, Source, entries
+from trainer.config.tree import COMMAND_LINE, Node, Problem, Source, children_of
 from trainer.config.types import is_structured
 from trainer.errors import CheckpointError, ConfigError
 from trainer.hyperparameters import as_given, constructor_arguments, own_and_inside
@@ -86,5 +86,4 @@ def _replaced(name: str, source: Source, given: Any, value: Any) -> list[str]:
 
 def _typed(node: Node) -> bool:
     """Whether a value, or a part of it, was typed."""
-    inside = node.value if isinstance(node.value, list) else entries(node).values()
-    return node.source == COMMAND_LINE or any(map(_typed, inside))
+    return node.source == COMMAND_LINE or any(map(_typed, children_of(node).values()))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.config.files import read_value
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, dotted, entries, is_index
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, children_of, dotted, entries
 from trainer.errors import did_you_mean
 
 REFERENCE = re.compile(r"(\$?)\$\{\s*((?:[^${}]|\$\{[^${}]*\})*?)\s*\}")
@@ -54,11 +54,10 @@ class _Resolver:
         self.used: set[str] = set()
 
     def resolved(self, node: Node) -> Node:
-        if isinstance(node.value, dict):
-            children = {key: self.resolved(child) for key, child in node.value.items()}
-            return replace(node, value=children, text=self.text_of(node))
-        if isinstance(node.value, list):
-            return replace(node, value=[self.resolved(item) for item in node.value], text=self.text_of(node))
+        if isinstance(node.value, (dict, list)):
+            children = {key: self.resolved(child) for key, child in children_of(node).items()}
+            value = children if isinstance(node.value, dict) else [*children.values()]
+            return replace(node, value=value, text=self.text_of(node))
         if not isinstance(node.value, str) or "${" not in node.value:
             return node
         only = REFERENCE.fullmatch(node.value)
@@ -132,7 +131,5 @@ class _Resolver:
 
 def _children(node: Node) -> dict[str, Node]:
     """Return what can follow a name: entries, arguments of a class as if they stood in its place, or positions."""
-    if isinstance(node.value, list):
-        return {str(position): item for position, item in enumerate(node.value)}
-    found: dict[Any, Node] = {**entries(entries(node).get("init_args")), **entries(node)}
-    return {str(key): child for key, child in found.items() if isinstance(key, str) or is_index(key)}
+    found: dict[Any, Node] = {**entries(entries(node).get("init_args")), **children_of(node)}
+    return {str(key): child for key, child in found.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.arguments import with_python_numbers
 from trainer.config.classes import one_line_error
-from trainer.config.tree import Node, OfData, Problem, Source, named_source
+from trainer.config.tree import Node, OfData, Problem, Source, children_of, named_source
 from trainer.config.types import (
     TypeMismatchError,
     allowed,
@@ -134,18 +134,12 @@ def instantiate(value: Any, **provided: Any) -> Any:
 
 def has_spec(value: Any) -> bool:
     """Whether an object is still to be made for this value (or it is an invalid one)."""
-    return value is INVALID or isinstance(value, (ClassSpec, ValueOfData)) or any(map(has_spec, _inside(value)))
-
-
-def _inside(value: Any) -> Sequence[Any]:
-    if type(value) is dict:
-        return [*value, *value.values()]
-    return value if type(value) in (list, tuple) else ()
+    inside = [*value, *value.values()] if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return value is INVALID or isinstance(value, (ClassSpec, ValueOfData)) or any(map(has_spec, inside))
 
 
 def reference_to_data(node: Node) -> OfData | None:
     """Return the first reference to an attribute of the data in a value; None where there is none."""
-    if isinstance(node.value, (dict, list)):
-        items = node.value.values() if isinstance(node.value, dict) else node.value
-        return next(filter(None, map(reference_to_data, items)), None)
-    return node.value if isinstance(node.value, OfData) else None
+    if isinstance(node.value, OfData):
+        return node.value
+    return next(filter(None, map(reference_to_data, children_of(node).values())), None)

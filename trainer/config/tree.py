@@ -164,10 +164,9 @@ def _canonical_trainer(node: Node, findings: Diagnostics) -> Node:
     if not isinstance(node.value, dict):
         findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.")
     given = dict(entries(node))
-    if "strategy" in given:
-        given["strategy"] = canonical_class(given["strategy"], ("trainer", "strategy"), findings)
-    for path in (path for path in LISTS_OF_CLASSES if path[1] in given):
-        given[path[1]] = _canonical_list(given[path[1]], path, findings)
+    for name in given.keys() & {"strategy", "callbacks", "logger"}:
+        made_canonical = canonical_class if name == "strategy" else _canonical_list
+        given[name] = made_canonical(given[name], ("trainer", name), findings)
     return Node(given, node.source)
 
 
@@ -195,10 +194,7 @@ def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
     if not isinstance(node.value, dict):
         return node
     given = dict(node.value)
-    named = given.pop("class_path", None)
-    if named is None and path == ("trainer", "strategy"):
-        named = given.pop("name", None)
-    nested = given.pop("init_args", None)
+    named, nested = given.pop("class_path", None), given.pop("init_args", None)
     if nested is not None and not isinstance(nested.value, (dict, NoneType)):
         where = dotted((*path, "init_args"))
         findings.add(nested.source, f"{where}: given {repr_value(nested)}, allowed: arguments by name.")
@@ -234,12 +230,7 @@ def named_source(message: str, sources: Mapping[str, Source]) -> Source | None:
 
 def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[Problem]:
     """Return problems with the trainer's arguments, each with the place where the argument that it names was given."""
-    found = []
-    for message in problems:
-        source = named_source(message, sources)
-        begins = "" if source is None else "trainer." if re.split(r"\W", message)[0] in sources else "trainer: "
-        found.append(Problem(source, f"{begins}{message}"))
-    return found
+    return [Problem(named_source(message, sources), f"trainer: {message}") for message in problems]
 
 
 def repr_value(node: Node) -> str:
