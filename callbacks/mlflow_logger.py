@@ -15,9 +15,8 @@ import zlib
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.arguments import kept_path
+from trainer.arguments import flat_names, kept_path
 from trainer.errors import ConfigError, MissingPackageError
-from trainer.hyperparameters import flat_names
 from trainer.logger import Tracker, flat_hyperparameters
 from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
 

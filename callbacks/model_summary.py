@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.arguments import Limit
 from trainer.callback import Callback
-from trainer.runs.terminal import GAP, columns_of, fitted, padded, width_of, wrapped
+from trainer.runs.terminal import GAP, columns_of, fitted, padded, wrapped
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -78,7 +78,7 @@ def as_text(table: list[tuple[str, ...]], columns: int | None = None) -> str:
         columns: the width of the terminal, whose want of room leaves columns out, and names them; None: no limit.
     """
     found = fitted(table, columns, FIRST_TO_GO)
-    widths = [max(map(width_of, cells)) for cells in zip(*found.rows, strict=True)]
+    widths = [max(map(len, cells)) for cells in zip(*found.rows, strict=True)]
     rule = "-" * (sum(widths) + GAP * (len(widths) - 1))
     header, *lines, total = [_line(row, found.kept, widths) for row in found.rows]
     note = [f"left out: {', '.join(found.left_out)}"] if found.left_out else []

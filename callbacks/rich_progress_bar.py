@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainer.arguments import NonNegativeInt
 from trainer.callbacks.progress_bar import Display, ProgressBar
 from trainer.errors import MissingPackageError
-from trainer.runs.terminal import width_of
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -135,7 +134,7 @@ class _RichBars:
         count = len(f"{task.completed:.0f}/{task.total}")
         room = (
             self._progress.console.width
-            - width_of(task.description)
+            - len(task.description)
             - self._bar_width
             - count
             - len("0:00:00 1000.00/s")
@@ -143,7 +142,7 @@ class _RichBars:
         )
         for number in range(len(metrics), 0, -1):
             rest = [f"+{len(metrics) - number}"] if number < len(metrics) else []
-            if width_of(text := self._delimiter.join([*metrics[:number], *rest])) <= room:
+            if len(text := self._delimiter.join([*metrics[:number], *rest])) <= room:
                 return text
         return ""
 

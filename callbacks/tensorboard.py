@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from trainer.arguments import NonNegativeFloat, make_folder
+from trainer.arguments import NonNegativeFloat, flat_names, make_folder
 from trainer.checkpoint.disk import without_links
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, MissingPackageError
-from trainer.hyperparameters import flat_names
 from trainer.logger import DummyExperiment, FolderLogger, LogFile, Overridable
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Table, Text

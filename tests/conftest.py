@@ -76,9 +76,9 @@ def _same_action_of_sigusr1() -> Iterator[None]:
         _undo_keep_exit_code(signal.SIGUSR1)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _same_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Forget modules that a file's tests have imported from folders of their own: other files use the same names."""
+    """Forget modules that a test has imported from a folder of its own: other tests use the same names."""
     before, path, folder = set(sys.modules), [*sys.path], tmp_path_factory.getbasetemp()
     yield
     sys.path[:] = path

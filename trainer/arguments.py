@@ -21,6 +21,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path, PurePath
 from types import FunctionType, MethodType, NoneType
 from typing import (
@@ -112,7 +113,8 @@ def _checked_arguments(cls: type, init: Any, args: tuple[Any, ...], options: dic
     kind, hints, given, problems = cls.__name__, hints_of(init, cls), {}, []
     parameters = dict([*inspect.signature(init).parameters.items()][1:])
     takes_others = inspect.Parameter.VAR_KEYWORD in [one.kind for one in parameters.values()]
-    for name, value in [*_by_position(kind, parameters, args, options), *options.items()]:
+    by_position = _by_position(kind, parameters, args, options) if args else {}
+    for name, value in (by_position | options).items():
         if name not in parameters:
             if is_default(kind, name, value):
                 continue  # an argument of Lightning's that changes nothing
@@ -122,32 +124,20 @@ def _checked_arguments(cls: type, init: Any, args: tuple[Any, ...], options: dic
                 raise ArgumentError(f"{kind}() got an unexpected keyword argument {name!r}.{hint}")
         given[name] = value = with_python_numbers(value)
         if name in parameters and name in hints and not fits(value, hints[name]):
-            allowed = f"give {describe_annotation(hints[name])}.{_suggestion(value, hints[name])}"
-            problems.append(f"{kind}({name}={value!r}): {allowed}")
+            problems.append(f"{kind}({name}={value!r}): give {describe_annotation(hints[name])}.")
     raise_problems(problems, f"{kind}'s arguments")
     return given
 
 
 def _by_position(
     kind: str, parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], options: Mapping[str, Any]
-) -> Iterable[tuple[str, Any]]:
+) -> dict[str, Any]:
     """Return the arguments given by position with their names; beyond those of the constructor, with Lightning's."""
-    if not args:
-        return ()
     names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    known = [*names, *further_arguments(kind)]
-    if len(args) > len(known):
-        raise ArgumentError(f"{kind}() takes ({', '.join(names)}) by position; {len(args)} were given: use name=value.")
-    if twice := set(known[: len(args)]) & options.keys():
-        raise ArgumentError(f"{kind}() got {', '.join(twice)} twice, by position and by name: give it once.")
-    return zip(known, args, strict=False)
-
-
-def _suggestion(value: Any, annotation: Any) -> str:
-    if not isinstance(value, str):
-        return ""
-    literals = [option for option in options_of(annotation) if get_origin(option) is Literal]
-    return did_you_mean(value, [choice for one in literals for choice in get_args(one) if isinstance(choice, str)])
+    given = dict(zip([*names, *further_arguments(kind)], args, strict=False))
+    if len(given) < len(args) or given.keys() & options.keys():
+        raise ArgumentError(f"{kind}() takes ({', '.join(names)}) by position, each once: write name=value.")
+    return given
 
 
 def given_arguments(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,11 +233,7 @@ def failed_function(argument: str, returns: str, error: Exception) -> ConfigErro
 
 def check_clock(argument: str, clock: Callable[[], float]) -> None:
     """Raise a ConfigError if a function does not return a number."""
-    try:
-        now: object = clock()
-    except Exception as error:
-        raise failed_function(argument, "seconds", error) from error
-    if not fits(now, float):
+    if not fits(now := clock(), float):
         raise ConfigError(f"{argument}=...) returned a {type(now).__name__}: give a function that returns seconds.")
 
 
@@ -336,6 +322,15 @@ def _items_fit(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
 _LIKE_LISTS = (list, tuple, set, frozenset, range)
 
 
+def flat_names(values: Mapping[Any, Any], separator: str = "/", prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings under names such as `optimizer/lr`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= flat_names(value, separator, name + separator) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
@@ -366,44 +361,30 @@ PYTHON = TypeNames(
     repr,
     lambda option: f"a {getattr(option, '__name__', option)}",
 )
-_PLURALS = {int: "integers", float: "numbers", str: "texts"}
 
 
 def describe_annotation(annotation: Any, names: TypeNames = PYTHON) -> str:
-    """Return a description of the values that an annotation allows, such as "an integer from 1 or None"."""
-    words = [word for option in options_of(annotation, limits=True) for word in _names_of(option, names)]
-    if names.types[float] in words:
-        words = [word for word in words if word != names.types[int]]
+    """Return the values that an annotation allows in words: "an integer from 1 or None", "a list (a number)"."""
+    words = chain.from_iterable(_words_for(option, names) for option in options_of(annotation, limits=True))
     *others, last = dict.fromkeys(words)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _names_of(option: Any, names: TypeNames) -> list[str]:
+def _words_for(option: Any, names: TypeNames) -> list[str]:
     kind, arguments = get_origin(option) or option, get_args(option)
-    name = names.types.get(kind)
-    if kind is bool:
-        return names.types[bool].split(" or ")
     if kind is Literal:
-        return [names.literal(choice) for choice in arguments]
+        return [*map(names.literal, arguments)]
     if kind is Annotated:
-        limits = [str(one) for one in arguments[1:] if isinstance(one, Limit)]
-        remarks = [f"({one})" for one in arguments[1:] if isinstance(one, str)]
-        return [" ".join([describe_annotation(arguments[0], names), *limits, *remarks])]
-    if not arguments or name is None:
-        return [name or names.others(option)]
-    if kind is type:
-        return [f"{name} ({', '.join(getattr(base, '__name__', str(base)) for base in options_of(arguments[0]))})"]
-    return [_container(kind, name, arguments, names) if kind in (*LISTS, *MAPPINGS) else name]
-
-
-def _container(kind: Any, name: str, arguments: tuple[Any, ...], names: TypeNames) -> str:
-    if kind is tuple and ... not in arguments:
-        return f"{name} ({', '.join(describe_annotation(argument, names) for argument in arguments)})"
-    return f"{name} of {' to '.join(_plural(argument, names) for argument in arguments if argument is not ...)}"
-
-
-def _plural(annotation: Any, names: TypeNames) -> str:
-    return _PLURALS.get(annotation) or describe_annotation(annotation, names).removeprefix("a ").removeprefix("an ")
+        remarks = [f"({one})" if isinstance(one, str) else str(one) for one in arguments[1:]]
+        return [" ".join([describe_annotation(arguments[0], names), *remarks])]
+    if kind not in names.types:
+        return [names.others(option)]
+    items: list[str] = []
+    if kind in (*LISTS, *MAPPINGS):
+        items = [describe_annotation(one, names) for one in arguments if one is not ...]
+    elif kind is type:
+        items = [getattr(base, "__name__", str(base)) for one in arguments for base in options_of(one)]
+    return [f"{names.types[kind]} ({', '.join(items)})"] if items else names.types[kind].split(" or ")
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -448,11 +429,7 @@ def local_path(path: str | Path, argument: str = "") -> Path:
 
 def kept_path(path: str | Path, argument: str = "") -> Path:
     """Return `local_path` as an absolute path, which stays the same when the program changes its working directory."""
-    found = local_path(path, argument)
-    try:
-        return found.absolute()
-    except FileNotFoundError:  # the working directory was deleted: writing there is an error with words of its own
-        return found
+    return local_path(path, argument).absolute()
 
 
 def make_folder(folder: Path, argument: str) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections import Counter, OrderedDict, UserDict, UserList, deque
+from collections import Counter, OrderedDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import FrameType, SimpleNamespace
@@ -36,9 +36,6 @@ NUMPY_NUMBERS: dict[str, type[np.generic]] = {
     )
 }
 """numpy's numbers that are data, as Python's are, by the names of their dtypes."""
-
-
-_NAMESPACES = (Namespace, SimpleNamespace)
 
 
 def is_scalar(value: Any) -> bool:
@@ -105,9 +102,8 @@ class HasHyperparameters:
             ConfigError: a value that was asked for by name is not data, so that no checkpoint could store it.
         """
         if frame is None:
-            own = inspect.currentframe()
-            frame = own.f_back if own is not None else None
-            while frame is not None and frame.f_code.co_name == "save_hyperparameters":  # an override that calls super
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code.co_name == "save_hyperparameters":  # and overrides that call super
                 frame = frame.f_back
         kept = collect_hyperparameters(frame, self, args, ignore, values)
         state, is_first = self.__dict__, os.environ.get("RANK", "0") == "0"
@@ -187,14 +183,12 @@ def collect_hyperparameters(
 
 def _check_names(names: Collection[Any], arguments: Mapping[str, Any], kind: str) -> None:
     """Raise a ConfigError for a name that is not an argument of the constructor of the class `kind`."""
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"save_hyperparameters got a {type(name).__name__} among several arguments: give names of arguments; "
-                "or one dict; or values with names, save_hyperparameters(lr=0.1)."
-            )
+    for name in map(str, names):
         if name not in arguments:
-            raise ConfigError(f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
+            raise ConfigError(
+                f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)} Give names of arguments, or "
+                "one dict, or values with names: save_hyperparameters(lr=0.1)."
+            )
 
 
 def _changed_in_another(before: Mapping[str, list[str]], kept: Collected, hparams: Mapping[str, Any]) -> list[str]:
@@ -207,44 +201,38 @@ def _changed_in_another(before: Mapping[str, list[str]], kept: Collected, hparam
 def _runs_constructor_of(frame: FrameType | None, owner: object) -> bool:
     """Whether `frame` runs a method, called by the constructor of `owner` or that itself."""
     found: FrameType | None = frame
-    while found is not None and found.f_locals.get(next(iter(found.f_code.co_varnames), "")) is owner:
-        if found.f_code.co_name == "__init__":
-            return True
+    while found is not None and _first_argument(found) is owner and found.f_code.co_name != "__init__":
         found = found.f_back
-    return False
+    return found is not None and _first_argument(found) is owner
 
 
 def arguments_of(frame: FrameType | None, owner: object) -> dict[str, Any]:
     """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
 
     `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter, unless it takes
-    `**kwargs`, too, which may name the same values as the arguments of a base class: what these do not name is kept
-    as a `UserList` or `UserDict`, which is no data and so is named.
+    `**kwargs`, too, which may name the same values as the arguments of a base class: where these do not, `*args` are
+    kept as a `UserList`, which is no data and so is named.
     """
     arguments: dict[str, Any] = {}
     rest: dict[Any, Any] = {}
-    known = [*vars(owner).get("_hparams", {}).values()]  # values that can be given by name
     found: FrameType | None = frame
-    while found is not None:
-        code = found.f_code
-        if code.co_argcount == 0 or found.f_locals.get(code.co_varnames[0]) is not owner:
-            break
-        if code.co_name == "__init__":
-            values = inspect.getargvalues(found)
-            count = code.co_argcount + code.co_kwonlyargcount
-            passed = {} if values.keywords is None else dict(values.locals.get(values.keywords, {}))
-            named = {name: values.locals[name] for name in code.co_varnames[1:count] if name in values.locals}
-            arguments = {**arguments, **passed, **named}
-            by_position = values.locals.get(values.varargs or "") or ()
-            rest = {values.varargs: by_position} if by_position and not values.keywords else {}
-            if values.keywords and any(all(one is not other for other in known) for one in by_position):
-                rest = {values.varargs: UserList(by_position)}
-            places = code.co_varnames[1 : code.co_posonlyargcount]
-            if passed.keys() & places:
-                rest[values.keywords] = UserDict(passed)
-            known += [*passed.values(), *(value for name, value in named.items() if name not in places)]
+    while found is not None and _first_argument(found) is owner:
+        if found.f_code.co_name == "__init__":
+            names, varargs, keywords, values = inspect.getargvalues(found)
+            by_position = values.get(varargs or "") or ()
+            if by_position and keywords:
+                known = {*map(id, arguments.values()), *map(id, vars(owner).get("_hparams", {}).values())}
+                by_position = () if known.issuperset(map(id, by_position)) else UserList(by_position)
+            rest = {varargs: by_position} if by_position else {}
+            named = {name: values[name] for name in names[1:] if name in values}
+            arguments = {**arguments, **values.get(keywords or "", {}), **named}
         found = found.f_back
     return arguments | rest
+
+
+def _first_argument(frame: FrameType) -> Any:
+    """Return the value of a function's first variable, which is `self` in a method."""
+    return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 
 
 def entries_of(value: Any) -> dict[str, Any]:
@@ -419,25 +407,39 @@ def _encoded(value: Any, where: str) -> tuple[Any, Kind]:
     """
     if is_scalar(value):
         return value, None
-    single = _encoded_single(value)
-    if single is not None:
-        return single
-    if _is_of_omegaconf(value):
-        stored, inner = _encoded(_opened(value), where)
-        return stored, ["omegaconf", _flags(value), inner]
-    entries, kind = _opened(value), type(value)
-    if entries is not value:
-        stored, items = _encoded_items(entries.values(), [f"{where}[{key!r}]" for key in entries])
-        name, of_class = (kind.__name__, None) if kind in _NAMESPACES else ("dataclass", _full_name(kind))
-        return dict(zip(entries, stored, strict=True)), [name, of_class, items]
-    if kind in (dict, OrderedDict, Counter, Hyperparameters):
-        return _encoded_dict(value, where)
-    if kind in (set, frozenset):
-        value = sorted(value, key=lambda one: repr(as_stored(one)))
-    is_tuple = isinstance(value, tuple) and (hasattr(value, "_fields") or kind.__module__ == "torch")
-    if is_tuple or kind in (list, tuple, deque, set, frozenset):
-        stored, items = _encoded_items(value, [f"{where}[{position}]" for position in range(len(value))])
-        return (tuple(stored) if isinstance(value, tuple) else stored), _kind_of_list(kind, value, items)
+    name, detail, content = _taken_apart(value, where)
+    if name == "omegaconf":
+        stored, inside = _encoded(content, where)
+        return stored, [name, detail, inside]
+    if isinstance(content, dict):
+        return _encoded_entries(name, detail, content, where)
+    if not isinstance(content, (list, tuple)):
+        return content, [name, detail, None]
+    items, kinds = _encoded_items(content, [f"{where}[{position}]" for position in range(len(content))])
+    is_plain = name in ("list", "tuple") and kinds is None
+    return type(content)(items), None if is_plain else [name, detail, kinds]
+
+
+def _taken_apart(value: Any, where: str) -> tuple[str, Any, Any]:
+    """Return the name of a value's kind, what else its class says, and its content: a scalar, list, tuple or dict.
+
+    Raises:
+        _NotDataError: no checkpoint can store it.
+    """
+    kind = type(value)
+    if kind in _CONTENT:
+        return _KIND_NAMES.get(kind, kind.__name__), _DETAILS.get(kind, _nothing)(value), _CONTENT[kind](value)
+    if isinstance(value, enum.Enum):
+        is_data = data_problem(value.value, value.name) is None
+        return "enum", [_full_name(kind), value.name], as_stored(value.value) if is_data else value.name
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "Size"):  # whose import takes seconds
+        return kind.__name__, None, tuple(value) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "namedtuple", _full_name(kind), tuple(value)
+    if _is_of_omegaconf(kind):
+        return "omegaconf", _flags(value), _content_of_omegaconf(value)
+    if (fields := _fields_of(value)) is not None:
+        return "dataclass", _full_name(kind), fields
     argument = where.split("[")[0]
     raise _NotDataError(
         f"hyperparameter {where} is a {kind.__name__}; a checkpoint stores data only "
@@ -446,24 +448,33 @@ def _encoded(value: Any, where: str) -> tuple[Any, Kind]:
     )
 
 
-def _encoded_single(value: Any) -> tuple[Any, Kind] | None:
-    """Return what is stored of a value that holds no others, and its kind; None for any other value."""
-    kind = type(value)
-    if isinstance(value, enum.Enum):
-        is_data = data_problem(value.value, value.name) is None
-        return as_stored(value.value) if is_data else value.name, ["enum", [_full_name(kind), value.name], None]
-    if kind is datetime.timedelta:  # a float has not all digits
-        return value.total_seconds(), ["timedelta", [value.days, value.seconds, value.microseconds], None]
-    if kind is range:
-        return (value.start, value.stop, value.step), ["range", None, None]
-    if kind in (type(Path()), PurePosixPath, PureWindowsPath):
-        return os.fspath(value), ["path" if isinstance(value, Path) else kind.__name__, None, None]
-    if _is_of_torch(value):
-        return str(value).removeprefix("torch."), [kind.__name__, None, None]
-    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic) and not getattr(value, "__dict__", 0):
-        plain = next(one for one in (str, bool, int, float) if isinstance(value, one))
-        return plain(value), ["scalar", _full_name(kind), None]  # of a class of its own, without attributes
+def _nothing(value: Any) -> None:
     return None
+
+
+def _sorted(values: Iterable[Any]) -> list[Any]:
+    """Return the values of a set in the same order in each process."""
+    return sorted(values, key=lambda one: repr(as_stored(one)))
+
+
+_CONTENT: dict[type, Callable[[Any], Any]] = {
+    list: list,
+    tuple: tuple,
+    deque: list,
+    **dict.fromkeys((set, frozenset), _sorted),
+    **dict.fromkeys((dict, OrderedDict, Counter, Hyperparameters), dict),
+    **dict.fromkeys((Namespace, SimpleNamespace), vars),
+    **dict.fromkeys((type(Path()), PurePosixPath, PureWindowsPath), os.fspath),
+    range: lambda value: (value.start, value.stop, value.step),
+    datetime.timedelta: datetime.timedelta.total_seconds,
+}
+"""What is stored of values of these classes; the items of a list or dict are stored by their own classes."""
+_DETAILS: dict[type, Callable[[Any], Any]] = {
+    deque: lambda value: value.maxlen,
+    datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],  # a float has not all digits
+}
+_KIND_NAMES = {type(Path()): "path"}
+_DICTS = ("dict", "OrderedDict", "Counter", "Hyperparameters")
 
 
 def _encoded_items(values: Iterable[Any], places: Iterable[str]) -> tuple[list[Any], dict[str, Any] | None]:
@@ -473,82 +484,80 @@ def _encoded_items(values: Iterable[Any], places: Iterable[str]) -> tuple[list[A
     return [stored for stored, _ in encoded], kinds or None
 
 
-def _encoded_dict(value: Mapping[Any, Any], where: str) -> tuple[dict[Any, Any], Kind]:
-    name = type(value).__name__
-    if not all(_is_leaf(key) or isinstance(key, tuple) for key in value):
+def _encoded_entries(name: str, detail: Any, content: dict[Any, Any], where: str) -> tuple[dict[Any, Any], Kind]:
+    """Return what is stored of a dict, a namespace or a dataclass, and its kind."""
+    keys, of_keys = _encoded_items(content, [where] * len(content))
+    items, of_items = _encoded_items(content.values(), [f"{where}[{key!r}]" for key in content])
+    try:
+        stored = dict(zip(keys, items, strict=True))
+    except TypeError:  # the key is a set, of which a list is stored
+        stored = {}
+    if len(stored) < len(content):
         raise _NotDataError(
-            f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
+            f"hyperparameter {where} is a dict with keys that a checkpoint cannot store, or stores alike: give it "
+            "texts or numbers."
         )
-    keys, of_keys = _encoded_items(value, [where] * len(value))
-    if len(set(map(repr, keys))) < len(value):
-        raise _NotDataError(
-            f"hyperparameter {where} is a dict with keys that a checkpoint stores alike: give it others."
-        )
-    items, of_items = _encoded_items(value.values(), [f"{where}[{key!r}]" for key in value])
-    says_all = of_keys is None and of_items is None and name == "dict"
-    return dict(zip(keys, items, strict=True)), None if says_all else [name, of_keys, of_items]
-
-
-def _kind_of_list(kind: type, value: Any, items: dict[str, Any] | None) -> Kind:
-    if kind.__module__ == "torch":
-        return [kind.__name__, None, None]
-    if hasattr(kind, "_fields"):
-        return ["namedtuple", _full_name(kind), items]
-    if kind in (list, tuple) and items is None:
-        return None
-    return [kind.__name__, getattr(value, "maxlen", None), items]
-
-
-def _is_leaf(value: Any) -> bool:
-    return is_scalar(value) or _encoded_single(value) is not None
+    if name == "dict" and of_keys is None and of_items is None:
+        return stored, None
+    return stored, [name, of_keys if name in _DICTS else detail, of_items]
 
 
 _READ: dict[str, Callable[..., Any]] = {
     "path": Path,
     **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, set, frozenset)},
-    **{one.__name__: one for one in (OrderedDict, Counter, Hyperparameters, deque)},
+    **{one.__name__: one for one in (OrderedDict, Counter, Hyperparameters)},
     "Namespace": lambda entries: Namespace(**entries),
     "SimpleNamespace": lambda entries: SimpleNamespace(**entries),
     "range": lambda bounds: range(*bounds),
     "Size": lambda sizes: sys.modules["torch"].Size(sizes),
-    "timedelta": lambda seconds, parts: datetime.timedelta(*(parts or (0, seconds))),
-    "dtype": lambda name: _named_in_torch("dtype", name),
-    "device": lambda name: _named_in_torch("device", name),
+    "dtype": lambda name: _dtypes()[name],
+    "device": lambda name: sys.modules["torch"].device(name),
+}
+"""The functions that make a value of its content; for the kinds of `_READ_WITH_DETAIL`, of its detail, too."""
+_READ_WITH_DETAIL: dict[str, Callable[..., Any]] = {
+    "deque": deque,
+    "timedelta": lambda _, parts: datetime.timedelta(*parts),
 }
 
 
-def _named_in_torch(kind: str, name: str) -> Any:
-    import torch
-
-    dtypes = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-    return torch.device(name) if kind == "device" else dtypes[f"torch.{name}"]
-
-
-def _is_of_torch(value: Any) -> bool:
-    """Whether a value is a dtype or device of torch, whose import takes seconds."""
-    return type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device")
+def _dtypes() -> dict[str, Any]:
+    torch = sys.modules["torch"]
+    return {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 
 
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _opened(value: Any) -> Any:
-    """Return the attributes of a dataclass or namespace, the content of OmegaConf's configurations; or the value.
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a dataclass, and the data that were added to it; None for anything else.
 
     A dataclass whose constructor takes something else than its fields, as with an InitVar, cannot be made again.
     """
-    if type(value) in _NAMESPACES:
-        return vars(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        taken = {field.name for field in dataclasses.fields(value) if field.init}
-        if inspect.signature(type(value)).parameters.keys() != taken:
-            return value
-        added = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in fields}
-        return {**fields, **{name: one for name, one in added.items() if _is_leaf(one) or _is_json(one)}}
-    if isinstance(value, type) or not _is_of_omegaconf(value):
-        return value
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    fields = dataclasses.fields(value)
+    if inspect.signature(type(value)).parameters.keys() != {field.name for field in fields if field.init}:
+        return None
+    own = {field.name: getattr(value, field.name) for field in fields}
+    return own | {name: one for name, one in getattr(value, "__dict__", {}).items() if _is_plain(one)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a path, or what JSON can hold: data that does not contain itself."""
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return bool(json.dumps(value, default=os.fspath))
+    return False
+
+
+def _is_of_omegaconf(kind: Any) -> bool:
+    """Whether a class is that of a configuration of OmegaConf."""
+    names = ("DictConfig", "ListConfig")
+    return isinstance(kind, type) and kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in names
+
+
+def _content_of_omegaconf(value: Any) -> Any:
+    """Return a configuration as it was written; a part of one, without what it refers to, with the values."""
     omegaconf = sys.modules["omegaconf"].OmegaConf
     content = omegaconf.to_container(value)
     with contextlib.suppress(Exception):  # a value that is still to come, a resolver that is not there: as written
@@ -558,18 +567,6 @@ def _opened(value: Any) -> Any:
                 return content
         return resolved
     return content
-
-
-def _is_json(value: Any) -> bool:
-    with contextlib.suppress(TypeError, ValueError, RecursionError):  # also for what contains itself
-        return bool(json.dumps(value))
-    return False
-
-
-def _is_of_omegaconf(value: Any) -> bool:
-    """Whether a value is a configuration of OmegaConf, or the class of one."""
-    kind = value if isinstance(value, type) else type(value)
-    return kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in ("DictConfig", "ListConfig")
 
 
 def _flags(config: Any) -> dict[str, bool]:
@@ -589,16 +586,15 @@ def _omegaconf(content: Any, flags: Mapping[str, bool]) -> Any:
 def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     """Return a stored value as it was given. Classes are those that the owner's annotations and modules name."""
     try:
-        name, of_class, items = kind
+        name, detail, items = kind
         if name == "omegaconf":
-            return _omegaconf(value if items is None else as_given(value, items, owner, where), of_class)
+            return _omegaconf(value if items is None else as_given(value, items, owner, where), detail)
         if isinstance(value, dict):
-            kinds = None if name == "dataclass" else of_class
-            names, values = _items_as_given(value, kinds, owner, where), value.values()
-            value = dict(zip(names, _items_as_given(values, items, owner, where), strict=True))
+            names = _items_as_given(value, detail if name in _DICTS else None, owner, where)
+            value = dict(zip(names, _items_as_given(value.values(), items, owner, where), strict=True))
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
-        return _made_again(name, of_class, value, owner, where)
+        return _made_again(name, detail, value, owner)
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
@@ -607,24 +603,19 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
         ) from error
 
 
-def _made_again(name: str, of_class: Any, value: Any, owner: type, where: str) -> Any:
+def _made_again(name: str, detail: Any, value: Any, owner: type) -> Any:
     """Return an object of a kind, given its stored content, in which all objects are made again already."""
-    if name in ("deque", "timedelta"):
-        return _READ[name](value, of_class)
+    if name in _READ_WITH_DETAIL:
+        return _READ_WITH_DETAIL[name](value, detail)
     if name in _READ:
         return _READ[name](value)
-    if name == "scalar":
-        try:
-            return type(value).__new__(_class_named(owner, of_class, type(value)), value)
-        except LookupError as error:
-            log.warning("hyperparameter %s is a plain %s now: %s", where, type(value).__name__, error)
     if name == "enum":
-        cls = _class_named(owner, of_class[0], enum.Enum)
-        return cls[of_class[1]] if of_class[1] in cls.__members__ else cls(value)
+        cls = _class_named(owner, detail[0], enum.Enum)
+        return cls[detail[1]] if detail[1] in cls.__members__ else cls(value)
     if name == "namedtuple":
-        return _class_named(owner, of_class, tuple)(*value)
+        return _class_named(owner, detail, tuple)(*value)
     if name == "dataclass":
-        cls = _class_named(owner, of_class, object)
+        cls = _class_named(owner, detail, object)
         names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
         made = cls(**{name: value[name] for name in names})
         for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
@@ -645,7 +636,7 @@ def _class_named(owner: type, name: str, base: type) -> Any:
     """Return a class of the user's by its name, from an annotation or a module of the owner: nothing is imported."""
     found: list[Any] = []
     alike: list[Any] = []
-    module, _, qualname = name.rpartition(":")  # earlier versions have no module
+    module, _, qualname = name.rpartition(":")
     for cls in owner.__mro__[:-1]:
         found += hints_of(cls.__init__, cls).values()  # type: ignore[misc]
         found += [*vars(cls).values(), *vars(sys.modules[cls.__module__]).values()]
@@ -667,12 +658,11 @@ def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
     hints = hints_of(owner.__init__, owner)  # type: ignore[misc]
     values = dict(stored)
     for name, value in stored.items():
-        options = [hints.get(name), *get_args(hints.get(name))]
-        for kind in [] if type(value) in options else options:
-            if isinstance(value, str) and kind is Path:
-                values[name] = Path(value)
-            elif isinstance(kind, type) and issubclass(kind, enum.Enum) and value is not None:
-                values[name] = next((one for one in kind if as_stored(one) == value), value)
+        options = options_of(hints.get(name))
+        made: list[Any] = [Path(value)] if isinstance(value, str) and Path in options else []
+        made += [one for kind in options if isinstance(kind, enum.EnumMeta) for one in kind if as_stored(one) == value]
+        if made and type(value) not in options:
+            values[name] = made[0]
     return values
 
 
@@ -700,15 +690,6 @@ def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
     kinds = kept.get("kinds", {}).get(owner, {})
     return {name: of_kind(value, kinds.get(name)) for name, value in kept.get(owner, {}).items()}
-
-
-def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings under names such as `optimizer/lr`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= flat_names(value, f"{name}/") if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 def read_hyperparameters(path: str | Path) -> dict[str, Any]:

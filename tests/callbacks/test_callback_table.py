@@ -55,9 +55,3 @@ def test_a_callback_of_the_user_replaces_a_default(argument: str) -> None:
         kinds = {type(callback).__name__ for callback in Trainer(callbacks=[given], logger=False).callbacks}
         others = set(DEFAULT_CALLBACKS.values()) - {DEFAULT_CALLBACKS[argument]}
         assert kinds == others | {type(given).__name__}
-
-
-def test_an_unknown_location_is_refused() -> None:
-    own = type("Own", (Callback,), {"in_place_of": "progress_bar"})()
-    with raises_recorded(ConfigError):
-        Trainer(callbacks=[own])

@@ -343,8 +343,8 @@ def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
     ("arguments", "code", "says"),
     [
         ([], 2, "usage: trainer checkpoint"),
-        (["lst", "x"], 2, "invalid choice: 'lst'. Did you mean 'list'?"),
-        (["export", "runs/version_0", "new", "--dtype", "bf17"], 2, "invalid choice: 'bf17'. Known: float32"),
+        (["lst", "x"], 2, "invalid choice: 'lst'"),
+        (["export", "runs/version_0", "new", "--dtype", "bf17"], 2, "invalid choice: 'bf17' (choose from 'float32'"),
         (["ls"], 2, "arguments are required: PATH. See trainer checkpoint ls --help."),
         (["ls", "nowhere"], 1, "there is no checkpoint or folder 'nowhere'"),
         (["show", "runs/version_O"], 1, "Did you mean 'version_0'?"),
@@ -377,7 +377,7 @@ def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
         (
             ["ls", "runs", "--jsno"],
             2,
-            "'--jsno'. Did you mean '--json'? See trainer checkpoint --help.",
+            "unknown option '--jsno'. See trainer checkpoint --help.",
         ),
     ],
 )

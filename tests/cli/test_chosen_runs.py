@@ -42,14 +42,6 @@ def test_members_of_a_sweep_go_on_by_their_own_commands(fit: Command) -> None:
     assert len([*Path("runs").iterdir()]) == 3
 
 
-def test_an_argument_that_is_its_default_is_equal_to_none(fit: Command) -> None:
-    for words in (("--module.lr", "0.1", "--module.name", "net"), ("--module.lr", "0.1", "--module.sizes", "[1]")):
-        assert fit(*words)[0] == 0
-    code, out, err = fit("--module.lr", "0.1", *LAST, "--trainer.max_epochs", "2")
-    assert code == 0, err
-    assert "run directory:  runs/version_1" in out
-
-
 def test_checkpoints_may_lie_elsewhere(fit: Command, command: Command) -> None:
     elsewhere = ("--trainer.callbacks", "{class_path: ModelCheckpoint, dirpath: elsewhere}")
     assert fit("--module.lr", "0.1")[0] == 0
@@ -85,7 +77,7 @@ def test_without_an_equal_run_fit_lists_what_differs(fit: Command, command: Comm
         in err
     )
     assert "runs/version_0: module.lr 0.1 there, 0.3 here" in err
-    assert "runs/version_1: module.lr 0.2 there, 0.3 here; module.width 3 there, 2 here" in err
+    assert "runs/version_1: module.lr 0.2 there, 0.3 here; module.width 3 there, nothing here" in err
     assert "trainer fit --config runs/version_1/config.yaml --ckpt-path last" in err
     assert "To begin anew, leave out --ckpt-path last" in err
     assert (record("runs/version_1"), step("runs/version_1")) == before
@@ -181,137 +173,6 @@ def test_files_of_one_name_are_two_modules(fit: Command) -> None:
     code, _, err = fit(*LAST)
     assert code == 2
     assert f"runs/version_0: module {Path('a/mymodel.py').absolute()}:Net there, {Path('mymodel.py').absolute()}" in err
-
-
-def test_a_class_of_a_file_is_that_of_its_module(fit: Command) -> None:
-    Path("pack").mkdir()
-    Path("pack/mymodel.py").write_text(Path("mymodel.py").read_text())
-    for number, names in enumerate((("mymodel.Net", "mymodel.py:Net"), ("pack/mymodel.py:Net", "pack.mymodel.Net"))):
-        for words in (("--module", names[0]), ("--module", names[1], *LAST, "--trainer.max_epochs", "2")):
-            code, out, err = fit(*words)
-            assert code == 0, err
-            assert f"run directory:  runs/version_{number}" in out
-
-
-TYPED = """
-class Act(enum.Enum):
-    RELU = torch.nn.ReLU
-    GELU = torch.nn.GELU
-
-
-class Typed(Net):
-    def __init__(
-        self,
-        dt: torch.dtype | None = torch.float32,
-        layers: Layers = Layers(3),
-        names: frozenset[str] = frozenset({"a", "b"}),
-        file: Path | None = Path("x"),
-        color: Color = Color.RED,
-        act: Act = Act.RELU,
-        kind: type[torch.nn.Module] = torch.nn.ReLU,
-        dts: list[torch.dtype] = [torch.float32],
-        by: dict[Color, torch.device] = {Color.RED: torch.device("cpu")},
-    ):
-        super().__init__()
-"""
-DEFAULTS = (
-    *("--module.dt", "float32", "--module.layers.width", "3", "--module.names", "[b, a]"),
-    *("--module.file", "x", "--module.color", "RED", "--module.act", "RELU", "--module.kind", "torch.nn.ReLU"),
-    *("--module.dts", "[float32]", "--module.by", "{RED: cpu}"),
-)
-
-
-@pytest.mark.parametrize(("first", "second"), [((), DEFAULTS), (DEFAULTS, ())])
-def test_defaults_of_any_type_may_be_typed_out(fit: Command, first: tuple[str, ...], second: tuple[str, ...]) -> None:
-    Path("mymodel.py").write_text(Path("mymodel.py").read_text() + TYPED)
-    Path("run.yaml").write_text(RUN.replace("{class_path: mymodel.py:Net, init_args: {lr: 0.01}}", "mymodel.py:Typed"))
-    assert fit(*first)[0] == 0
-    code, out, err = fit(*second, *LAST, "--trainer.max_epochs", "2")
-    assert code == 0, err
-    assert "run directory:  runs/version_0" in out
-    code, _, err = fit(*DEFAULTS, "--module.dt", "float16", "--module.layers.depth", "3", *LAST)
-    assert code == 2
-    assert "module.dt torch.float32 there, torch.float16 here; module.layers Layers(width=3, depth=2) there" in err
-    assert "module.names" not in err
-    code, _, err = fit("--module.dts", "[float16]", "--module.act", "GELU", "--module.kind", "torch.nn.GELU", *LAST)
-    assert code == 2
-    for line in (
-        "module.act <Act.RELU: <class 'torch.nn.modules.activation.ReLU'>> there, <Act.GELU",
-        "module.dts [torch.float32] there, [torch.float16] here",
-        "module.kind <class 'torch.nn.modules.activation.ReLU'> there, <class 'torch.nn.modules.activation.GELU'> here",
-    ):
-        assert line in err
-    for words in (("--module.dt", "floaty"), ("--module.dts", "[floaty]")):
-        code, _, err = fit(*words)
-        assert code == 2
-        assert 'given "floaty", allowed' in err
-        assert "the name of a torch.dtype" in err
-
-
-NESTED = """
-class Part(torch.nn.Module):
-    def __init__(self, width: int = 4, act: torch.nn.Module | None = None, inner: "Part" = None,
-                 folder: Path = Path("x")):
-        super().__init__()
-
-
-@dataclass
-class Options:
-    part: Part = None
-    rate: float = 0.5
-
-
-class Nested(Net):
-    def __init__(
-        self, part: Part = None, parts: list[Part] = (), by: dict[str, Part] = {}, pair: tuple[int, Part] = None,
-        options: Options = None, make: Callable[..., Part] = Part,
-    ):
-        super().__init__()
-"""
-PART = "class_path: mymodel.Part"
-BRIEF = {
-    "part": f"{{{PART}, inner: {{{PART}}}}}",
-    "parts": f"[{{{PART}}}]",
-    "by": f"{{a: {{{PART}}}}}",
-    "pair": f"[1, {{{PART}}}]",
-    "options": f"{{part: {{{PART}}}}}",
-    "make": f"{{{PART}}}",
-}
-
-
-@pytest.mark.parametrize("name", BRIEF)
-def test_defaults_of_nested_objects_may_be_typed_out(name: str, fit: Command) -> None:
-    """Wherever they stand, in the run or in the command; another value is another run."""
-    imports = "from collections.abc import Callable\nfrom dataclasses import dataclass\nfrom pathlib import Path\n"
-    Path("mymodel.py").write_text(imports + Path("mymodel.py").read_text() + NESTED)
-    net = "{class_path: mymodel.py:Net, init_args: {lr: 0.01}}"
-    Path("run.yaml").write_text(RUN.replace(net, "mymodel.py:Nested"))
-    brief = BRIEF[name]
-    at = brief.rindex(PART) + len(PART)
-    typed = [f"{brief[:at]}, {more}{brief[at:]}" for more in ("width: 4", "act: null, folder: x", "width: 5")]
-    if name == "options":
-        typed[1] = typed[1].replace("{part", "{rate: 0.5, part")
-    assert fit(f"--module.{name}", typed[0])[0] == 0
-    for text, epochs in ((brief, "2"), (typed[1], "3"), (typed[0], "4")):
-        code, out, err = fit(f"--module.{name}", text, *LAST, "--trainer.max_epochs", epochs)
-        assert code == 0, err
-        assert "run directory:  runs/version_0" in out
-    code, _, err = fit(f"--module.{name}", typed[2], *LAST)
-    assert (code, err.count(f"module.{name} ")) == (2, 1)
-
-
-def test_defaults_of_a_schedulers_steps_may_be_typed_out(fit: Command) -> None:
-    Path("mymodel.py").write_text(Path("mymodel.py").read_text() + OPTIMIZED)
-    words = ("--module", "mymodel.py:Bare", "--optimizer", "SGD", "--lr_scheduler", "StepLR")
-    words += ("--optimizer.lr", "0.1", "--lr_scheduler.step_size", "1")
-    steps = ("--lr_scheduler.frequency", "1", "--lr_scheduler.interval", "epoch", "--lr_scheduler.strict", "true")
-    assert fit(*words)[0] == 0
-    code, out, err = fit(*words, *steps, *LAST, "--trainer.max_epochs", "2")
-    assert code == 0, err
-    assert "run directory:  runs/version_0" in out
-    code, _, err = fit(*words, "--lr_scheduler.frequency", "2", *LAST)
-    assert code == 2
-    assert "lr_scheduler.frequency 1 there, 2 here" in err
 
 
 OPTIMIZED = "\n\nclass Bare(Net):\n    configure_optimizers = TrainModule.configure_optimizers\n"

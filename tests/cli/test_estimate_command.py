@@ -363,10 +363,3 @@ def test_parameters_are_those_of_the_model(command: Command, project: Path, name
     found = estimated(command, *given)
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert found["layouts"]
-
-
-def test_plan_names_the_command_that_took_its_place(command: Command) -> None:
-    code, _, err = command("plan", "--params", "7b")
-    assert code == 2
-    assert "trainer estimate --gpus N --memory SIZE" in err
-    assert len(err.splitlines()) == 1

@@ -46,7 +46,7 @@ def test_everything_wrong_is_reported_at_once(project: Path, command: Command) -
     for problem in (
         "unknown 'num_worker'. Did you mean 'num_workers'?",
         "--ray use_gpu needs a value: --ray use_gpu=VALUE.",
-        "--ray resources_per_worker: given '2', allowed: a mapping of texts to numbers",
+        "--ray resources_per_worker: given '2', allowed: a mapping (text, a number)",
         "run.yaml:2: trainer has no argument 'max_step'",
     ):
         assert problem in err

@@ -23,11 +23,6 @@ OTHER = "test: {model: resnet, net: {class_path: a.B}}\n"
 FILES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "no trainer": (MODEL + DATA, (MODEL + DATA).replace("model:", "module:"), ()),
     "data alone": (DATA, DATA, ()),
-    "short names": (
-        "model:\n  class_path: ClassificationTask\ndata:\n  class_path: EuroSATDataModule\n",
-        "module:\n  class_path: ClassificationTask\ndata:\n  class_path: EuroSATDataModule\n",
-        ("1.yaml:2: class_path: ClassificationTask: give it", "1.yaml:4: class_path: EuroSATDataModule: give it"),
-    ),
     "dict_kwargs after init_args": (
         MODEL + DATA + "  dict_kwargs:\n    root: data/eurosat\n",
         (MODEL + DATA).replace("model:", "module:") + "  dict_kwargs:\n    root: data/eurosat\n",
@@ -81,22 +76,10 @@ FILES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
         ),
         (),
     ),
-    "known short names": (
-        MODEL + "trainer:\n  callbacks:\n  - class_path: EarlyStopping\n    init_args:\n      monitor: v\n",
-        (MODEL + "trainer:\n  callbacks:\n  - class_path: EarlyStopping\n    init_args:\n      monitor: v\n").replace(
-            "model:", "module:"
-        ),
-        (),
-    ),
     "classes of lightning": (
         MODEL + "trainer:\n  logger:\n    class_path: lightning.pytorch.loggers.CSVLogger\n",
         (MODEL + "trainer:\n  logger:\n    class_path: trainer.loggers.CSVLogger\n").replace("model:", "module:"),
         (),
-    ),
-    "nested short names": (
-        MODEL + "    net:\n      class_path: ResNet\n",
-        (MODEL + "    net:\n      class_path: ResNet\n").replace("model:", "module:"),
-        ("1.yaml:6: class_path: ResNet: give it with its module",),
     ),
     "windows' lines": (
         (MODEL + DATA).replace("\n", "\r\n"),

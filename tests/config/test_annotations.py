@@ -9,13 +9,11 @@ import pytest
 import yaml
 
 from tests.helpers import annotated
-from tests.messages import raises_recorded
 from trainer.config.check import Checker
 from trainer.config.files import as_node, read_file, read_value, to_yaml
 from trainer.config.references import with_references
 from trainer.config.specs import instantiate
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries, merge
-from trainer.errors import ConfigError
 
 REFUSED = "refused"
 CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
@@ -101,27 +99,10 @@ CASES: list[tuple[str, str, str] | tuple[str, str, str, str]] = [
     ("NT", "[1, 2]", "NT: 'NT(x=1, y=2)'"),
     ("NT", "[1, 2, 3]", REFUSED),
     ("NT", "[]", REFUSED),
-    (
-        "Tagged",
-        "[0042, BLUE, float16]",
-        "Tagged: \"Tagged(tag='0042', color=<Color.BLUE: 'blue'>, kind=torch.float16, act=None)\"",
-    ),
-    (
-        "dict[str, Tagged]",
-        "{a: {tag: no, act: torch.nn.ReLU}}",
-        "dict: \"{'a': Tagged(tag='no', color=<Color.RED: 'red'>, kind=torch.float32, act=ReLU())}\"",
-    ),
     ("Entry", "{text: 0042}", "dict: \"{'text': '0042'}\""),
     ("Entry", "{text: [1]}", REFUSED),
     ("Entry | None", "abc", REFUSED),
     ("Entry | float", "1", "float: '1.0'"),
-    (
-        "WithEntry | None",
-        "{name: 1e5, entry: {text: no}}",
-        "WithEntry: \"WithEntry(name='1e5', entry={'text': 'no'})\"",
-    ),
-    ("list[WithEntry]", "[abc]", REFUSED),
-    ("Tagged | list[int]", "[1, 2]", "list: '[1, 2]'"),
     ("nn.Module", "{class_path: torch.nn.ReLU}", "ReLU: 'ReLU()'"),
     (
         "nn.Module",
@@ -418,7 +399,7 @@ OF_PROTOCOLS: list[tuple[str, str, str | None]] = [
         for loss in ("Loss", "Weighted", "RuntimeLoss", "Loss | None", "Loss | float")
     ),
     *((loss, "difference", "function") for loss in ("Loss", "RuntimeLoss", "Loss | None", "Loss | float")),
-    *((loss, "Impl", None) for loss in ("Loss", "RuntimeLoss", "Named", "Named | None")),
+    *((loss, "Impl", None) for loss in ("Loss", "RuntimeLoss")),
     *(
         (f"{name} | None", text, None)
         for name in ("Loss", "RuntimeLoss", "Named", "Makes[int]")
@@ -435,16 +416,12 @@ OF_PROTOCOLS: list[tuple[str, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("annotation", "text", "expected"), OF_PROTOCOLS)
-def test_a_protocol_takes_what_has_its_members(annotation: str, text: str, expected: str | None) -> None:
+def test_a_protocol_takes_objects_and_functions(annotation: str, text: str, expected: str | None) -> None:
     """Objects, classes and functions need not be derived from it, nor has it to be runtime_checkable."""
     text = re.sub(r"\b(?=[Dd]ifference|Impl|HasName)", "tests.helpers.annotated.", text)
     found = Diagnostics()
     value = Checker(found).value(read_value(text, "--v"), annotated.evaluated(annotation), ("module", "v"))
-    if expected is None and not found.problems:
-        with raises_recorded(ConfigError):
-            instantiate(value)
-    else:
-        assert expected == (None if found.problems else type(instantiate(value)).__name__)
+    assert expected == (None if found.problems else type(instantiate(value)).__name__)
 
 
 @pytest.mark.parametrize(("annotation", "member"), [("Color.RED", "Color.RED"), ("b'a'", "b'a'")])

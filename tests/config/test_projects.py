@@ -1,4 +1,4 @@
-"""Two projects whose modules have the same names are loaded in one process, and each gets its own."""
+"""The files of a project are imported as modules."""
 
 from __future__ import annotations
 
@@ -103,63 +103,22 @@ def build(file: str) -> tuple[Trainer, TrainModule, DataModule]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_project_gets_its_own_modules(form: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Their batches come from a worker process, and a checkpoint gives the class of its own project."""
-    files = {owner: write(owner, form) for owner in ("first", "second")}
-    for owner in ("first", "second", "first", "second"):
-        trainer, module, data = build(files[owner])
-        assert (vars(type(module))["owner"], vars(type(data))["owner"]) == (owner, owner)
-        trainer.fit(module, datamodule=data)
-        loaded = type(module).load_from_checkpoint(trainer.run_dir / "checkpoints" / "last")
-        assert type(loaded) is type(module)
-        assert pickle.loads(pickle.dumps(type(data))) is type(data)
-    assert caplog.text.count("another project's modules are called") == 1
-    assert "'data'" in caplog.text or "'net.data'" in caplog.text
+def test_files_and_packages_of_a_project_are_imported_once(form: str) -> None:
+    """Their batches come from a worker process, and a checkpoint gives the class."""
+    trainer, module, data = build(write("first", form))
+    trainer.fit(module, datamodule=data)
+    loaded = type(module).load_from_checkpoint(trainer.run_dir / "checkpoints" / "last")
+    assert type(loaded) is type(module)
+    assert pickle.loads(pickle.dumps(type(data))) is type(data)
 
 
-def test_module_and_data_of_two_projects_make_one_run() -> None:
-    first, second = write("first", "files"), write("second", "files")
-    Path("both.yaml").write_text(
-        f"module: {Path(first).parent}/module.py:Net\ndata: {Path(second).parent}/data.py:Data\n"
-    )
-    _, module, data = build("both.yaml")
-    assert (vars(type(module))["owner"], vars(type(data))["owner"]) == ("first", "second")
-
-
-def test_modules_that_others_have_imported_stay_theirs() -> None:
-    first, second = write("first", "files"), write("second", "files")
-    build(first)
-    before = {name: sys.modules[name] for name in ("module", "data", "layers")}
-    path = [*sys.path]
-    (Path(second).parent / "layers.py").write_text("raise ValueError('broken')\n")
-    with pytest.raises(Exception, match="broken"):
-        loaded(second)
-    assert all(sys.modules[name] is module for name, module in before.items())
-    assert [folder for folder in sys.path if folder not in path] == [str(Path(second).parent)]
-
-
-def test_a_folder_of_data_does_not_hide_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("library").mkdir()
-    Path("library/shared.py").write_text("OWNER = 'library'\n")
-    monkeypatch.syspath_prepend(str(Path("library").absolute()))
-    shared = importlib.import_module("shared")
-    first = write("first", "files")
-    (Path(first).parent / "shared").mkdir()
-    (Path(first).parent / "layers.py").write_text("import shared\nfrom shared import OWNER\n")
-    _, module, _ = build(first)
-    assert vars(type(module))["owner"] == "library"
-    assert sys.modules["layers"].shared is shared
-
-
-def test_a_relative_import_inside_a_function_finds_its_own_project() -> None:
-    files = [write(owner, "a package") for owner in ("first", "second")]
-    for owner, file in zip(("first", "second"), files, strict=True):
-        path = Path(file).parent / "net/module.py"
-        path.write_text(
-            path.read_text() + "\n    def late(self):\n        from . import layers\n        return layers.OWNER\n"
-        )
-        _, module, _ = build(file)
-        assert getattr(module, "late")() == owner  # noqa: B009
+def test_a_package_of_another_project_is_not_taken_for_it() -> None:
+    first, second = (Path(write(owner, "a package")) for owner in ("first", "second"))
+    text = second.read_text()
+    second.write_text(text.replace("net.module", f"{second.parent}:net.module"))
+    build(str(first))
+    with pytest.raises(ConfigError, match=r"is imported from .*first already\. Load each project in a new process"):
+        build(str(second))
 
 
 def test_an_installed_module_is_not_hidden_by_a_file_of_its_name() -> None:

@@ -80,9 +80,6 @@ LEAVES: dict[str, Any] = {
     "Annotated[int, 'x']": st.integers(0, 9),
     "Alias": st.lists(st.integers(), max_size=3),
     "NT": st.builds(annotated.NT, st.integers(), st.integers()),
-    "Tagged": st.builds(
-        annotated.Tagged, WORDS, st.sampled_from(annotated.Color), st.sampled_from([torch.float16]), st.none()
-    ),
     "Place": st.builds(annotated.Place, PATHS),
     "Inner": st.builds(annotated.Inner, st.integers(), WORDS),
     "KW": st.builds(annotated.KW, a=st.integers()),
@@ -149,7 +146,7 @@ def arguments(draw: Any) -> list[tuple[str, Any, bool]]:
 
 def written(value: Any) -> str:
     """Return a value as YAML, as a person writes it: paths and dtypes as texts, members of enumerations by name."""
-    if isinstance(value, (annotated.Tagged, annotated.Place)):
+    if isinstance(value, annotated.Place):
         value = value._asdict()
     if dataclasses.is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init}

@@ -95,21 +95,9 @@ class NT(NamedTuple):
     y: int = 2
 
 
-class Tagged(NamedTuple):
-    tag: str
-    color: Color = Color.RED
-    kind: torch.dtype = torch.float32
-    act: nn.Module | None = None
-
-
 class Entry(TypedDict):
     text: typing.Required[str]
     place: typing.NotRequired[Path]
-
-
-class WithEntry(NamedTuple):
-    name: str
-    entry: Entry | None = None
 
 
 class Place(NamedTuple):

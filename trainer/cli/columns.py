@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
-from trainer.runs.terminal import columns_of, fitted, padded, width_of, wrapped
+from trainer.runs.terminal import columns_of, fitted, padded, wrapped
 
 WIDEST = 110
 """Characters of a line of help at most."""
@@ -23,7 +23,7 @@ def in_columns(rows: Iterable[Sequence[str]], right: Collection[int]) -> list[st
     columns = [
         [padded(cell, width, number in right) for cell in cells]
         for number, cells in enumerate(zip(*rows, strict=True))
-        for width in [max(map(width_of, cells))]
+        for width in [max(map(len, cells))]
     ]
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
@@ -67,7 +67,7 @@ def fitted_text(text: str, columns: int | None) -> str:
     """
     if columns is None:
         return text
-    return "\n".join(line if width_of(line) <= columns else _fitted_line(line, columns) for line in text.split("\n"))
+    return "\n".join(line if len(line) <= columns else _fitted_line(line, columns) for line in text.split("\n"))
 
 
 def _fitted_line(line: str, columns: int) -> str:

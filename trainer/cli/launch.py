@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.arguments import local_path, whole_number
 from trainer.cli.collisions import collisions, shadow
 from trainer.cli.options import CommandParser, positive, reports_errors, whole
-from trainer.errors import ConfigError, did_you_mean, printable
+from trainer.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from trainer.launchers.logs import Logs
@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> int:
     parser = _parser(os.environ)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise ConfigError(_unknown_option(unknown[0], [name for name in parser.options() if "_" not in name]))
+        raise ConfigError(f"{parser.unknown(unknown[0])}{_instead_of(unknown[0])} See {parser.prog} --help.")
     command = _command(options)
     if options.slurm:
         return _slurm(options)
@@ -71,16 +71,14 @@ def run(arguments: list[str]) -> int:
         for note in collisions([Path.cwd() if options.module else local_path(command[0]).absolute().parent]):
             print(f"note: {printable(note)}", file=sys.stderr, flush=True)
     number = _number_of_processes(options.nproc_per_node)
-    return _start(command, number, options.max_restarts, machines, _logs(options, number))
+    return _start(command, number, options.max_restarts, machines, _logs(options))
 
 
-def _logs(options: argparse.Namespace, number: int) -> Logs:
+def _logs(options: argparse.Namespace) -> Logs:
     """Return where the output of the processes goes."""
     from trainer.launchers.logs import Logs
 
     shown = options.local_ranks_filter
-    if max(shown, default=0) >= number:
-        raise ConfigError(f"--local-ranks-filter: rank {max(shown)} is not on this machine: give 0 to {number - 1}.")
     log_dir = options.log_dir and str(local_path(options.log_dir, "--log-dir"))
     return Logs(log_dir, options.redirects, options.tee, shown or None)
 
@@ -244,13 +242,13 @@ def _command(options: argparse.Namespace) -> list[str]:
     return [str(script), *program[1:]]
 
 
-def _unknown_option(option: str, known: list[str]) -> str:
+def _instead_of(option: str) -> str:
+    """Return what to use instead of an option of another launcher, as a sentence; nothing for an unknown one."""
     from trainer.compat.accelerate import launch_option_words
 
     name = option.partition("=")[0].replace("_", "-")
     words = EQUIVALENTS.get(name) or launch_option_words(name)
-    hint = f" Use {words}." if words else did_you_mean(name, known)
-    return f"unknown option {option!r}.{hint} See trainer launch --help."
+    return f" Use {words}." if words else ""
 
 
 def _machines(options: argparse.Namespace) -> Machines | None:

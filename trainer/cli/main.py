@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -47,16 +48,6 @@ COMMANDS = {
 }
 """Name: the module with its `run(arguments)`, which returns the exit code, and a summary."""
 
-OTHERS_WORDS = {
-    **dict.fromkeys(("train", "run"), "fit"),
-    **dict.fromkeys(("eval", "evaluate"), "validate"),
-    **dict.fromkeys(("export", "merge-weights"), "checkpoint export"),
-    "new": "init",
-    "estimate-memory": "estimate",
-    "plan": "trainer estimate --gpus N --memory SIZE",
-}
-"""Commands of other programs and of earlier versions, and ours."""
-
 USAGE = """\
 usage: trainer COMMAND [OPTIONS]
 
@@ -86,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name; default: `sys.argv[1:]`.
     """
-    _open_closed_streams()
-    _escape_what_cannot_be_encoded()
+    _prepare_streams()
     before, output = sys.stdout, _Output(sys.stdout)
     sys.stdout = cast(TextIO, output)
     end: SystemExit | None = None
@@ -156,18 +146,15 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-def _open_closed_streams() -> None:
-    """Let output go nowhere where the caller has closed it, as `>&-` does: Python has no stream there then."""
+def _prepare_streams() -> None:
+    """Let output go nowhere where the caller has closed it, as `>&-` does: Python has no stream there then.
+
+    Print `\\xe4` for a character that the encoding of stdout has not, as Python does on stderr.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-
-
-def _escape_what_cannot_be_encoded() -> None:
-    """Print `\\xe4` for a character that the encoding of stdout has not, as Python does on stderr."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)  # a stream of a program that calls `main` may have none
-    if reconfigure is not None and sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
-        reconfigure(errors="backslashreplace")
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -183,17 +170,14 @@ def dispatch(arguments: list[str]) -> int:
         print(f"trainer {trainer.__version__}")
         return 0
     if first not in COMMANDS:
-        return usage_error(_unknown_command(first))
+        from trainer.errors import did_you_mean
+
+        return usage_error(
+            f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} Commands: {', '.join(COMMANDS)}."
+        )
     run = importlib.import_module(COMMANDS[first][0]).run
     code: int = run(arguments[1:])
     return code
-
-
-def _unknown_command(first: str) -> str:
-    from trainer.errors import did_you_mean
-
-    close = f" Use {OTHERS_WORDS[first]}." if first in OTHERS_WORDS else did_you_mean(first, COMMANDS)
-    return f"unknown command {first!r}.{close} Commands: {', '.join(COMMANDS)}."
 
 
 def in_colour(stream: TextIO) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
 ALIASES = {"seed": "trainer.seed"}
-DRY_RUN = ("world-size", "nproc-per-node", "device-memory", "no-data", "json")
-"""Options of `fit --dry-run` alone."""
 RAY_HELP = (
     "train in Ray's workers: num_workers=2 max_failures=1; also use_gpu=true, resources_per_worker='{CPU: 4}', "
     "storage_path=/shared/runs, address=auto"
@@ -76,10 +72,6 @@ class CommandParser(argparse.ArgumentParser):
         return fitted_text(super().format_help(), columns_of(sys.stdout))
 
     def error(self, message: str) -> NoReturn:
-        choice = re.fullmatch(r"(argument \S+: invalid choice: '(.*)') \(choose from (.*)\)", message)
-        if choice is not None:
-            known = re.findall(r"[^', ]+", choice[3])
-            message = f"{choice[1]}.{did_you_mean(choice[2], known)} Known: {', '.join(known)}"
         raise ConfigError(f"{message}. See {self.prog} --help.")
 
     def parse_with_overrides(
@@ -95,16 +87,15 @@ class CommandParser(argparse.ArgumentParser):
         """Return the options, which may have underscores for hyphens; report words that are not options."""
         given, rest = self.parse_known_args([with_hyphens(word) for word in arguments])
         if rest:
-            word = rest[0].partition("=")[0]
-            kind = "unknown option" if word.startswith("-") else "unexpected"
-            raise ConfigError(f"{kind} {word!r}.{did_you_mean(word, self.options())} See {self.prog} --help.")
+            raise ConfigError(f"{self.unknown(rest[0])} See {self.prog} --help.")
         return given
 
-    def options(self) -> list[str]:
-        """Return the long options, those of subcommands included."""
-        own = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
-        choices = (action.choices for action in self._actions if isinstance(action.choices, dict))
-        return own + [option for parsers in choices for one in parsers.values() for option in one.options()]
+    def unknown(self, word: str, others: Iterable[str] = ()) -> str:
+        """Return the problem of a word that is not an option; `others`: further options that may be meant."""
+        option = word.partition("=")[0]
+        kind = "unknown option" if word.startswith("-") else "unexpected"
+        options = re.findall(r"(?<=[\s,])--[a-z][\w.-]*", super().format_help())
+        return f"{kind} {option!r}.{did_you_mean(option, [*options, *others])}"
 
 
 def config_option(container: argparse._ActionsContainer, help: str) -> None:
@@ -127,12 +118,11 @@ def positive(text: str) -> int:
 
 def size(text: str) -> int:
     """Return the number of an option: "80GB", "7B", "350M", "7e9", and "2GiB", whose units are powers of 1024."""
-    match = re.fullmatch(r"([0-9.]+(?:e\+?\d+)?)\s*([kmgbt]?)(i?)b?", text.strip().lower())
+    match = re.fullmatch(r"(\d*\.?\d+(?:e\+?\d+)?)\s*([kmgbt]?)(i?)b?", text.strip().lower())
     number = 0.0
     if match is not None:
         power = " kmgt".index(match[2].replace("b", "g") or " ")
-        with suppress(ValueError):
-            number = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
+        number = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
     if not 1 <= number < 2**62:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number with its unit, such as 5GB, 2GiB, 350M or 7e9")
     return round(number)
@@ -187,9 +177,7 @@ def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tupl
     overrides = []
     for option, name, value in _split(arguments, fixed):
         name = with_underscores(ALIASES.get(name, name))
-        if option.endswith(".help"):
-            findings.add(COMMAND_LINE, f"{option}: the arguments of a class are shown by trainer help NAME.")
-        elif value is None:
+        if value is None:
             findings.add(COMMAND_LINE, f"{option} needs a value: {option} VALUE.")
         elif not all(name.split(".")) or name.count(".") > MAX_DEPTH:
             findings.add(COMMAND_LINE, f"{option[:60]} is not a name: write --trainer.max_epochs.")
@@ -215,12 +203,6 @@ def with_underscores(name: str) -> str:
     return ".".join([part.replace("-", "_") for part in parts[:deep]] + parts[deep:])
 
 
-def is_assignment(word: str) -> bool:
-    """Whether a word is `trainer.max_epochs=3`, as other programs' command lines have it."""
-    name, equals, _ = word.partition("=")
-    return bool(equals) and name.partition(".")[0] in ROOTS
-
-
 def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) -> Options:
     """Parse a command line; problems go to `findings`."""
     from trainer.config.files import as_node
@@ -234,9 +216,7 @@ def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) ->
     except ConfigError as error:
         findings.add(COMMAND_LINE, str(error))
         return options
-    options.config = [word for word in known.config if not _is_assignment(word)]
-    options.print_config, options.traceback = known.print_config, known.traceback
-    rest += [word for word in known.config if _is_assignment(word)]
+    options.config, options.print_config, options.traceback = known.config, known.print_config, known.traceback
     for name in ("ckpt_path", "name", "weights", "allow_changes"):
         if (value := getattr(known, name, None)) is not None:
             options.overrides.append((name, as_node(value, COMMAND_LINE)))
@@ -244,7 +224,7 @@ def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) ->
         from trainer.cli.ray import read_ray
 
         options.ray = read_ray(known.ray, findings)
-    for problem in _unknown(rest, parser.options()):
+    for problem in _unknown(parser, rest):
         findings.add(COMMAND_LINE, problem)
     return options
 
@@ -267,25 +247,13 @@ def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, s
             yield option, name, None
 
 
-def _is_assignment(word: str) -> bool:
-    """Whether a word is `trainer.max_epochs=3`, as other programs' command lines have it."""
-    return "=" in word and word.partition(".")[0] in ROOTS
-
-
-def _unknown(rest: list[str], options: list[str]) -> Iterator[str]:
+def _unknown(parser: CommandParser, rest: list[str]) -> Iterator[str]:
     """Yield a problem for each unknown option, together with its value, and for each stray word."""
-    known = {name.lstrip("-"): name for name in (*options, *(f"--trainer.{name}" for name in ARGUMENTS))}
-    known |= {name.rpartition(".")[2].replace("_", "-"): name for name in known.values()}
     after_option = False
     for word in rest:
-        option = word.partition("=")[0]
-        if option.startswith("-"):
-            close = get_close_matches(option.lstrip("-"), known, n=1)
-            hint = f"Did you mean {known[close[0]]}?" if close else "Those of the module are written --module.NAME."
-            if option.removeprefix("--") in DRY_RUN:
-                hint = f"It goes with --dry-run: trainer fit --config FILE --dry-run {option} VALUE."
-            yield f"unknown option {option!r}. {hint}"
+        if word.startswith("-"):
+            known = [f"--trainer.{name}" for name in ARGUMENTS]
+            yield f"{parser.unknown(word, known)} Those of the module are written --module.NAME."
         elif not after_option:
-            hint = f"--{word.replace('=', ' ', 1)}" if _is_assignment(word) else f"--config {word}, or an option"
-            yield f"unexpected {word!r}. Write {hint}."
+            yield f"unexpected {word!r}. Write --config {word}, or --NAME VALUE."
         after_option = word.startswith("-") and "=" not in word

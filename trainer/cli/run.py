@@ -20,7 +20,6 @@ from trainer.errors import (
     ConfigError,
     MissingPackageError,
     TrainerError,
-    missing_package_advice,
     printable,
 )
 from trainer.launchers.restarts import LAUNCHED
@@ -154,13 +153,6 @@ def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
         where = user_frame(error)
         usage_error(f"{error}{f' ({where})' if where else ''}")
         return code
-    except ModuleNotFoundError as error:
-        from trainer.config.classes import one_line_error, user_frame
-
-        if traced or job.trainer.world_size > 1 or not (missing_package_advice(error) and user_frame(error)):
-            raise
-        usage_error(one_line_error(error))
-        return 1
     return 0
 
 

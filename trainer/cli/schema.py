@@ -62,9 +62,7 @@ def schema() -> dict[str, Any]:
     names = [*precisions(), *SHORT_PRECISIONS]
     numbers = [int(name) for name in names if name.isdecimal()]
     properties["precision"] = {"anyOf": [{"enum": [*names, *numbers]}, REFERENCE]} | _words(properties["precision"])
-    strategy = _choice(available_strategies(), ["auto"])
-    named = {"type": "object", "properties": {"name": {"enum": [*available_strategies()]}}, "required": ["name"]}
-    properties["strategy"] = {"anyOf": [*strategy["anyOf"], named]} | _words(properties["strategy"])
+    properties["strategy"] = _choice(available_strategies(), ["auto"]) | _words(properties["strategy"])
     for name, table in (("callbacks", callbacks), ("logger", loggers)):
         chosen = _choice(table)
         others = [{"type": "boolean"}] if name == "logger" else [NULL]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import re
-import typing
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NotRequired, Required, get_args, get_origin, is_typeddict
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.arguments import LISTS, MAPPINGS, hints_of, options_of, whole_number
+from trainer.arguments import whole_number
 from trainer.callback import Callback, available_callbacks
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.config.classes import find_class
@@ -29,6 +27,7 @@ from trainer.config.tree import (
     Node,
     Source,
     canonical_class,
+    children_of,
     dotted,
     entries,
     repr_value,
@@ -36,20 +35,16 @@ from trainer.config.tree import (
     with_source,
 )
 from trainer.config.types import (
+    Forms,
     TypeMismatchError,
     accepts,
     allowed,
     as_written,
-    callables_in,
-    classes_in,
     constructor_parameters,
-    is_named_tuple,
-    is_protocol,
+    forms_of,
     is_structured,
     makes_callables,
     member_named,
-    objects_in,
-    takes_mapping,
     validate,
     wants_text,
 )
@@ -63,9 +58,6 @@ from trainer.runs.resolved_config import settings_problems
 from trainer.settings import NONE_IS_DEFAULT, Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
-
-QUALIFIERS = {Required, NotRequired, getattr(typing, "ReadOnly", Required)}
-"""The words of a TypedDict around the type of an entry; Python has had the last one since 3.13."""
 
 
 class Checker:
@@ -137,7 +129,7 @@ class Checker:
         if node.value == "":
             self.findings.add(node.source, f"{key}: the text is empty, as of a variable that is not set.")
         value = self.value(node, str | None, (key,))
-        return value if isinstance(value, str) and value else None
+        return value if isinstance(value, str) else None
 
     def trainer(self, node: Node | None) -> dict[str, Any]:
         """Return the arguments of Trainer that were given: each fits its type, then its value is checked.
@@ -154,16 +146,10 @@ class Checker:
 
     def strategy(self, node: Node) -> Any:
         """Return a short name as it is; with arguments, or for a class of the user's, a spec."""
-        given = node.plain()
-        short = given.get("class_path") if isinstance(given, dict) else None
-        if not isinstance(short, str) or re.search(r"[.:]", short):
-            return self.class_spec(node, (Strategy,), ("trainer", "strategy"))
-        if given.keys() == {"class_path"}:
-            return short
-        if short == "auto":
-            words = "trainer.strategy: 'auto' takes no arguments. Name the strategy that they are for."
-            self.findings.add(node.source, words)
-            return "auto"
+        chosen = entries(node)
+        name = chosen["class_path"].value if chosen.keys() == {"class_path"} else None
+        if isinstance(name, str) and not re.search(r"[.:]", name):
+            return name
         return self.class_spec(node, (Strategy,), ("trainer", "strategy"))
 
     # -- classes ------------------------------------------------------------------------------------------------------
@@ -177,17 +163,16 @@ class Checker:
         where = dotted(path)
         nested = entries(node).get("init_args")
         name = entries(node).get("class_path")
-        table = table_of(bases, "" if name is None else str(name.value))
         if name is None or not isinstance(name.value, str):
             given = repr_value(name or node)
             words = "allowed: 'class_path: package.module.Class' (or file.py:Class, or a short name), and init_args."
             self.findings.add(node.source, f"{where}: given {given}, {words}")
             return INVALID
         functions = path[0] != "trainer" and path not in (("module",), ("data",))
-        made_by = self.named_class(name, bases, table, path, functions)
+        made_by = self.named_class(name, bases, table_of(bases, name.value), path, functions)
         if made_by is INVALID:
             return INVALID
-        if path[0] == "lr_scheduler" and LRScheduler in bases:  # also one of several in a SequentialLR
+        if LRScheduler in bases:  # also one of several in a SequentialLR
             provided = ("optimizer",)
         return replace(self.spec_of(made_by, nested, path, node.source, name.source, provided), bases=bases)
 
@@ -196,8 +181,7 @@ class Checker:
     ) -> Any:
         """Return the class, or function, with a name (see `find_class`); `INVALID` if there is no such class."""
         try:
-            nominal = tuple(object if is_protocol(base) else base for base in bases)
-            found = find_class(str(node.value), nominal, table, node.source, functions)
+            found = find_class(str(node.value), bases, table, node.source, functions)
         except ConfigError as error:
             self.findings.add(node.source, f"{dotted(path)}: {error}", error)
             return INVALID
@@ -215,9 +199,8 @@ class Checker:
     ) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; those that it cannot do without are asked for."""
         arguments = self.arguments(node, cls, path)
-        of_checkpoint = self.has_checkpoint and path[0] == "module" and (len(path) == 1 or is_structured(cls))
         missing = missing_arguments(cls, {*entries(node), *provided})
-        if missing and not of_checkpoint:
+        if missing and not (self.has_checkpoint and path == ("module",)):
             self.findings.add(named_at, needs_arguments(cls, path, missing))
         takes = [name for name in provided if name in constructor_parameters(cls).named]
         return ClassSpec(cls, arguments, source, dotted(path), entries(node), takes)
@@ -231,15 +214,13 @@ class Checker:
         if made_by is INVALID:
             return INVALID
         takes, returns = get_args(signature) or (..., Any)
-        if not isinstance(made_by, type) or (
-            isinstance(returns, type) and returns is not Any and issubclass(made_by, returns)
-        ):
+        is_class, base = isinstance(made_by, type), returns if isinstance(returns, type) else None
+        if not is_class or (base is not None and base is not Any and issubclass(made_by, base)):
             names = [*constructor_parameters(made_by).named]
-            called_with = names if takes is ... or not isinstance(made_by, type) else names[: len(takes)]
+            called_with = names[: len(takes)] if is_class and takes is not ... else names
             nested = entries(node).get("init_args")
-            return replace(
-                self.spec_of(made_by, nested, path, node.source, name.source, called_with), is_factory=True, provided=()
-            )
+            spec = self.spec_of(made_by, nested, path, node.source, name.source, called_with)
+            return replace(spec, is_factory=True, provided=())
         if not makes_callables(made_by):
             wanted = f", or one that makes {returns.__name__}" if isinstance(returns, type) else ""
             words = f"objects of {made_by.__qualname__} cannot be called: name a function{wanted}."
@@ -279,7 +260,7 @@ class Checker:
         if isinstance(node.value, str) and (member := member_named(node.value, annotation)) is not None:
             node.value = as_written(member)
             return member
-        if isinstance(node.value, (dict, list)) and (ways := self.ways(node, annotation, path)):
+        if isinstance(node.value, (dict, list)) and (ways := self.ways(node, forms_of(annotation), annotation, path)):
             found = self._first_fitting(node, ways)
             fits = has_spec(found) or self._checked(node, found, annotation, path) is not INVALID
             return found if fits else INVALID
@@ -305,11 +286,8 @@ class Checker:
             return False
         if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
             node.value = str(value.absolute())
-        inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        parts = [(child, inside.get(name), name) for name, child in entries(node).items()]
-        if isinstance(node.value, list) and isinstance(value, (list, tuple, deque)):
-            parts = [*zip(node.value, value, range(len(value)), strict=True)]
-        return False not in [self._keep_paths(child, part, (*path, name)) for child, part, name in parts]
+        parts = children_of(node).items()
+        return all(self._keep_paths(child, _part_of(value, name), (*path, name)) for name, child in parts)
 
     def _checked(self, node: Node, given: Any, annotation: Any, path: KeyPath) -> Any:
         try:
@@ -330,37 +308,28 @@ class Checker:
         self.findings = before
         return best(node)
 
-    def ways(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
+    def ways(self, node: Node, forms: Forms, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
         """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
-        objects, calls = tuple(objects_in(annotation)), callables_in(annotation)
-        is_list, parts = isinstance(node.value, list), self._parts(node, annotation, path)
-        structured = [partial(self._structured, cls=cls, path=path) for cls in objects if is_structured(cls)]
-        if is_list:
-            return parts + [way for way in structured if is_named_tuple(way.keywords["cls"])]
-        if not (objects or calls):
+        if isinstance(node.value, list):
+            return [partial(self._items, annotation=one, path=path) for one in forms.lists]
+        parts = [partial(self._entries, annotation=one, path=path) for one in forms.mappings]
+        if not (forms.objects or forms.calls):
             return parts
         if node.named is not None and not wants_text(node.named.value, annotation):
             node.value = {"class_path": node.named, **entries(node)}
-        if "class_path" not in entries(node) and (parts or structured or takes_mapping(annotation)):
+        structured = [partial(self._structured, cls=cls, path=path) for cls in forms.objects if is_structured(cls)]
+        if "class_path" not in entries(node) and (parts or structured or forms.takes_mapping):
             return [*structured, *parts]
         node.value = canonical_class(node, path, self.findings).value
-        if calls:
-            return [lambda node: self.callable_spec(node, calls[0], path)]
-        return [lambda node: self.class_spec(node, objects, path)]
+        return [partial(self._object, forms=forms, path=path)]
 
-    def _parts(self, node: Node, annotation: Any, path: KeyPath) -> list[Callable[[Node], Any]]:
-        """Return the ways to read a mapping or a list entry by entry."""
-        is_list = isinstance(node.value, list)
-        read, kinds = (self._items, LISTS) if is_list else (self._entries, MAPPINGS)
-        options = options_of(annotation)
-        found = [option for option in options if get_origin(option) in kinds and get_args(option)]
-        found += [option for option in options if is_typeddict(option) and not is_list]
-        return [partial(read, annotation=option, path=path) for option in found]
+    def _object(self, node: Node, forms: Forms, path: KeyPath) -> Any:
+        """Return the function or object that a choice of class in canonical form means."""
+        if forms.calls:
+            return self.callable_spec(node, forms.calls[0], path)
+        return self.class_spec(node, tuple(forms.objects), path)
 
     def _structured(self, node: Node, cls: Any, path: KeyPath) -> Any:
-        if isinstance(node.value, list):  # of a NamedTuple; one too many has a number for a name
-            names = [*cls._fields, *range(len(cls._fields), len(node.value))]
-            node.value = dict(zip(names, node.value, strict=False))
         return self.spec_of(cls, node, path, node.source, node.source)
 
     def _items(self, node: Node, annotation: Any, path: KeyPath) -> Any:
@@ -377,11 +346,9 @@ class Checker:
 
     def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         if is_typeddict(annotation):
-            hints, given = hints_of(annotation, annotation), entries(node)
-            hints = {key: get_args(one)[0] if get_origin(one) in QUALIFIERS else one for key, one in hints.items()}
-            of_checkpoint = self.has_checkpoint and path[0] == "module"
-            missing = [] if of_checkpoint else sorted(annotation.__required_keys__ - given.keys())
-            for name in (*missing, *(key for key in given if key not in hints)):
+            hints, given = get_type_hints(annotation), entries(node)
+            missing = sorted(annotation.__required_keys__ - given.keys())
+            for name in (*missing, *(given.keys() - hints.keys())):
                 problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"
                 self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
             return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
@@ -395,17 +362,17 @@ class Checker:
 
     def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return the class that a text names, or what was typed as text; if it is neither, report the mismatch."""
-        objects, classes, calls = tuple(objects_in(annotation)), tuple(classes_in(annotation)), callables_in(annotation)
-        for kind in (kind for kind in FROM_TEXT if kind in objects and isinstance(node.value, str)):
-            with suppress(RuntimeError, AttributeError):
-                if isinstance(found := FROM_TEXT[kind](str(node.value)), kind):
-                    return found
-            objects = tuple(one for one in objects if one is not kind)
-        if isinstance(node.value, str) and (objects or calls):
-            node.value = {"class_path": Node(node.value, node.source, node.text)}
-            return self.callable_spec(node, calls[0], path) if calls else self.class_spec(node, objects, path)
-        if isinstance(node.value, str) and classes:
-            return self.named_class(node, classes, {}, path)
+        if isinstance(node.value, str):
+            forms = forms_of(annotation)
+            for kind in FROM_TEXT.keys() & {*forms.objects}:
+                with suppress(RuntimeError, KeyError):
+                    return FROM_TEXT[kind](node.value)
+            forms.objects = [one for one in forms.objects if one not in FROM_TEXT]
+            if forms.objects or forms.calls:
+                node.value = {"class_path": Node(node.value, node.source, node.text)}
+                return self._object(node, forms, path)
+            if forms.classes:
+                return self.named_class(node, tuple(forms.classes), {}, path)
         if node.text is not None:
             with suppress(TypeMismatchError):
                 value = validate(node.text, annotation)
@@ -413,14 +380,20 @@ class Checker:
                 return value
         part, inner = node, path  # the part that does not fit
         for step in mismatch.path:
-            children: dict[Any, Node] = dict(enumerate(part.value)) if isinstance(part.value, list) else entries(part)
-            if step in children:  # others are the names of union members
-                part, inner = children[step], (*inner, step)
+            if step in children_of(part):  # others are the names of union members
+                part, inner = children_of(part)[step], (*inner, step)
         inside = f" in {dotted(path)}" if inner != path else ""
         reason = f" ({mismatch.reason})" if mismatch.reason else ""
         words = f"given {repr_value(part)}, allowed{inside}: {allowed(annotation)}{reason}."
         self.findings.add(part.source, f"{dotted(inner)}: {words}")
         return INVALID
+
+
+def _part_of(value: Any, name: Any) -> Any:
+    """Return an element, an entry or an attribute of a value; None if it has no such part."""
+    with suppress(LookupError, TypeError):
+        return value[name]
+    return getattr(value, str(name), None)
 
 
 def missing_arguments(cls: Any, given: Collection[str]) -> list[str]:
@@ -442,8 +415,9 @@ def _names_a_class(node: Node) -> bool:
 
 
 _OF_A_CHOICE = {"class_path", "init_args"}
+DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 FROM_TEXT: dict[type, Callable[[str], Any]] = {
-    torch.dtype: lambda text: getattr(torch, text.removeprefix("torch.")),
+    torch.dtype: lambda text: DTYPES[text.removeprefix("torch.")],
     torch.device: torch.device,
 }
 """Classes whose objects a file holds as texts: `float16`, `cuda:0`."""
@@ -454,7 +428,7 @@ def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
     table: dict[str, type] = {}
     for kind, package in ((Optimizer, torch.optim), (LRScheduler, torch.optim.lr_scheduler)):
         if kind in bases:
-            table |= {one: cls for one, cls in vars(package).items() if _is_derived(cls, kind) and one[0] != "_"}
+            table |= {one: cls for one, cls in vars(package).items() if one[0] != "_" and _is_derived(cls, kind)}
     plugs = {Strategy: available_strategies, Callback: available_callbacks, Logger: available_callbacks}
     for base in (base for base in plugs if base in bases):
         known = plugs[base]()

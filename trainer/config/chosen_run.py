@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from trainer.arguments import local_path
-from trainer.checkpoint.directory import versions
-from trainer.config.check import Checker, missing_arguments
-from trainer.config.files import as_node, to_yaml
+from trainer.checkpoint.directory import POINTERS, versions
+from trainer.config.check import missing_arguments
+from trainer.config.files import to_yaml
 from trainer.config.loading import Configuration, checkpoint_of, record_of
-from trainer.config.specs import ClassSpec, instantiate, is_data
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries
-from trainer.config.types import constructor_parameters
 from trainer.errors import ConfigError
-from trainer.optimizers import SchedulerConfig
+from trainer.runs.compare_ranks import listed
 from trainer.settings import Settings
 
+_CHOICES = ("module", "data", "optimizer", "lr_scheduler")
 _SHOWN = 5
 """Runs, and differences of each, that a message lists."""
 
@@ -43,7 +39,7 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
     """
     which, name = configuration.ckpt_path, configuration.name
     named = _in_named_run(configuration, files, command)
-    if which not in ("last", "best"):
+    if which not in POINTERS:
         return
     if named is not None:
         if checkpoint_of(named, "last"):
@@ -98,20 +94,15 @@ def _in_named_run(configuration: Configuration, files: Iterable[str], command: s
     which, given = configuration.ckpt_path, map(local_path, files)
     named = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
     runs = [folder for folder in named if _is_run(folder)]
-    if len(runs) > 1 and which in ("last", "best"):
+    other_name = len(runs) == 1 and configuration.name not in (None, (record_of(runs[0]) or {}).get("name"))
+    if which in POINTERS and (len(runs) > 1 or other_name):
+        name = f", and --name {configuration.name}," if other_name else ""
         raise ConfigError(
-            f"--ckpt-path {which}: two of the files are configurations of runs, {runs[0]} and {runs[1]}. Give one of "
-            f"them, or the run: --ckpt-path {runs[0]}."
+            f"--ckpt-path {which}: the configurations of runs {', '.join(map(str, runs))}{name} mean several runs. "
+            "Give one configuration, without a name, which the run keeps; or the run: --ckpt-path FOLDER."
         )
     if len(runs) != 1:
         return None
-    called, record = configuration.name, record_of(runs[0]) or {}
-    if which in ("last", "best") and called is not None and called != record.get("name"):
-        its = f"is called {record['name']!r}" if "name" in record else "has no name"
-        raise ConfigError(
-            f"--ckpt-path {which}: the name {called!r} and {runs[0] / 'config.yaml'}, the configuration of a run that "
-            f"{its}, mean two runs. Give one of them: a run keeps its name."
-        )
     source = configuration.sources.get("default_root_dir")
     if source is not None and source.folder == runs[0]:
         configuration.trainer["default_root_dir"] = str(runs[0].parent)
@@ -120,16 +111,15 @@ def _in_named_run(configuration: Configuration, files: Iterable[str], command: s
 
 
 def _none_is_equal(configuration: Configuration, command: str, found: dict[Path, list[str]], root: Path) -> str:
-    lines = [f"{_shown(run)}: {'; '.join(differs[:_SHOWN])}" for run, differs in [*found.items()][:_SHOWN]]
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    lines = [f"{_shown(run)}: {'; '.join(differs[:_SHOWN])}" for run, differs in found.items()]
     first = next(iter(found))
     which = configuration.ckpt_path
     go_on = f"trainer {command} --config {shlex.quote(_shown(first / 'config.yaml'))} --ckpt-path {which}"
     anew = f" To begin anew, leave out --ckpt-path {which}, or give the run a name of its own: --name NAME."
     return (
         f"--ckpt-path {which}: no run below {_shown(root)} has the module, the data, the optimizer and the seed of "
-        f"this command, with their values.\n  "
-        + "\n  ".join([*lines, *more])
+        f"this command, with their values."
+        + listed(lines, _SHOWN)
         + f"\nTo take one of them as it is: {go_on}, and what is to be "
         f"changed after that.{anew if command == 'fit' else ''}"
     )
@@ -143,32 +133,32 @@ def _is_run(folder: Path) -> bool:
 
 
 def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    settings = [one["trainer"] for one in (record, wanted)]
-    roots = [str(one.get("default_root_dir", ".")) for one in settings]
-
-    def differ(values: Iterable[Any]) -> bool:
-        there, here = values
-        return bool(there != here) and bool(plain(there, roots[0]) != plain(here, roots[1]))
-
-    if settings[0].get("seed") != settings[1].get("seed"):
-        yield f"trainer.seed {settings[0].get('seed')!r} there, {settings[1].get('seed')!r} here"
-    if wanted.get("weights") and differ(weights := [one.get("weights") for one in (record, wanted)]):
-        yield f"weights {weights[0]} there, {weights[1]} here"
-    for key in ("module", "data", "optimizer", "lr_scheduler"):
-        there, here = (_class_and_arguments(one.get(key)) for one in (record, wanted))
-        if differ((there[0], here[0])):
-            yield f"{key} {there[0]} there, {here[0]} here"
+    """Yield what differs between the configuration of a run and that of the command, as they were written."""
+    there, here = _compared(record), _compared(wanted)
+    roots = [str(one["trainer"].get("default_root_dir", ".")) for one in (record, wanted)]
+    module = configuration.module
+    of_checkpoint = {f"module.{name}" for name in missing_arguments(module.cls, module.arguments)}
+    other_classes = set[str]()
+    for name in sorted(there.keys() | here.keys()):
+        values = [one.get(name, "nothing") for one in (there, here)]
+        if name in of_checkpoint or name.partition(".")[0] in other_classes or values[0] == values[1]:
             continue
-        spec = getattr(configuration, key)
-        of_checkpoint = set() if spec is None else {*missing_arguments(spec.cls, spec.arguments)}
-        for name in sorted((there[1].keys() | here[1].keys()) - of_checkpoint):
-            if name in there[1] and name in here[1] and not differ((there[1][name], here[1][name])):
-                continue
-            values = [_typed(key, spec, name, given) for _, given in (there, here)]
-            if differ(values):
-                pairs = zip(values, (there[1], here[1]), strict=True)
-                shown = [given.get(name, value) if isinstance(value, dict) else value for value, given in pairs]
-                yield f"{key}.{name} {shown[0]!r} there, {shown[1]!r} here"
+        if plain(values[0], roots[0]) != plain(values[1], roots[1]):
+            other_classes |= {name} & {*_CHOICES}
+            yield f"{name} {values[0]} there, {values[1]} here"
+    if wanted.get("weights") and record.get("weights") != wanted["weights"]:
+        yield f"weights {record.get('weights')} there, {wanted['weights']} here"
+
+
+def _compared(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the seed, the classes and their arguments, by names such as `module` and `module.lr`."""
+    values = {"trainer.seed": record["trainer"].get("seed")}
+    for key in _CHOICES:
+        chosen = record.get(key)
+        chosen = chosen if isinstance(chosen, dict) else {"class_path": chosen}
+        values[key] = chosen.get("class_path")
+        values |= {f"{key}.{name}": value for name, value in (chosen.get("init_args") or {}).items()}
+    return values
 
 
 def _other_settings(record: dict[str, Any], wanted: dict[str, Any]) -> int:
@@ -179,15 +169,8 @@ def _other_settings(record: dict[str, Any], wanted: dict[str, Any]) -> int:
     return sum(before != now for before, now in values)
 
 
-def _class_and_arguments(choice: Any) -> tuple[str | None, dict[str, Any]]:
-    chosen = choice if isinstance(choice, dict) else {"class_path": choice}
-    return chosen.get("class_path"), chosen.get("init_args") or {}
-
-
 def plain(value: Any, root: str) -> Any:
     """Return a value as a file has it, with paths (also of classes) relative to the runs, which move with a project."""
-    if dataclasses.is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: plain(item, root) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -197,38 +180,6 @@ def plain(value: Any, root: str) -> Any:
     if isinstance(value, str):  # /folder:module.Class is /folder/module.py:Class
         value = re.sub(r"^(/[^:]*):([\w.]+)\.(\w+)$", lambda at: f"{at[1]}/{at[2].replace('.', '/')}.py:{at[3]}", value)
     return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value
-
-
-def _typed(key: str, spec: ClassSpec | None, name: str, given: dict[str, Any]) -> Any:
-    """Return the value of an argument as its annotation wants it, or its default."""
-    named = {} if spec is None else constructor_parameters(spec.cls).named
-    if key == "lr_scheduler":
-        named = {**constructor_parameters(SchedulerConfig).named, **named}
-    parameter = named.get(name)
-    if name not in given:
-        return "nothing" if parameter is None or parameter.default is parameter.empty else parameter.default
-    with suppress(Exception):  # of an older version of the class, or of the code that a dataclass has
-        if parameter is not None:
-            node = as_node(given[name], COMMAND_LINE)
-            return _with_defaults(node, Checker(Diagnostics()).value(node, parameter.annotation, (key, name)))
-    return given[name]
-
-
-def _with_defaults(node: Node, value: Any) -> Any:
-    """Return a value with its objects as mappings of all of their arguments; dataclasses are made."""
-    if is_data(value):
-        return instantiate(value)
-    if isinstance(value, ClassSpec):
-        named = constructor_parameters(value.cls).named
-        defaults = {name: one.default for name, one in named.items() if one.default is not one.empty}
-        given = {name: _with_defaults(value.nodes[name], one) for name, one in value.arguments.items()}
-        chosen = entries(node).get("class_path")
-        return {"class_path": chosen and chosen.plain(), **defaults, **given}
-    if isinstance(value, (list, tuple)):
-        return [*map(_with_defaults, cast("list[Node]", node.value), value)]
-    if isinstance(value, dict):
-        return dict(zip(value, map(_with_defaults, entries(node).values(), value.values()), strict=True))
-    return node.plain()
 
 
 def _shown(path: Path) -> str:

@@ -8,10 +8,12 @@ import inspect
 import os
 import pkgutil
 import sys
+import sysconfig
+import textwrap
 import traceback
 import zlib
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 from trainer.arguments import hints_of, local_path
-from trainer.config.projects import is_installed, project
 from trainer.config.tree import Source
 from trainer.errors import ConfigError, did_you_mean, missing_package_advice, unknown_name_error
 
@@ -60,7 +61,9 @@ def find_class(
     if name in table:
         return ResolvedClass(table[name], name)
     if ":" not in name and "." not in name:
-        raise ConfigError(f"{unknown_name_error(_kind(bases), name, table)} Or package.module.Class, or file.py:Class.")
+        raise ConfigError(
+            f"{unknown_name_error(_names(bases), name, table)} Or package.module.Class, or file.py:Class."
+        )
     if name.endswith(".py") and ":" not in name:
         name += ":"  # a file, whose classes the message lists
     location, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
@@ -72,16 +75,11 @@ def find_class(
         if ":" in name:  # folder:package.module.Class
             folder = local_path(location)
             location, _, attribute = attribute.rpartition(".")
-        module, where, attribute = _from_package(location, attribute, name, folder, source)
+        module, where, attribute = _from_package(location, attribute, name, folder)
     found = _attribute(module, attribute, bases, where)
     if functions and callable(found) and not isinstance(found, type):
         return ResolvedClass(_require_returned(found, bases), f"{where}{attribute}")
     return ResolvedClass(_require_class(found, bases), f"{where}{attribute}")
-
-
-def _kind(bases: tuple[type, ...]) -> str:
-    words = {"TrainModule": "module", "DataModule": "data module", "LRScheduler": "scheduler"}
-    return " or ".join(words.get(base.__name__, base.__name__.lower()) for base in bases)
 
 
 def _names(classes: tuple[type, ...]) -> str:
@@ -96,11 +94,11 @@ def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: st
     except Exception as error:  # of the module's own __getattr__
         raise ConfigError(f"{where}{name} cannot be taken: {one_line_error(error)}") from error
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
-    here = [cls.__name__ for cls in classes if cls.__module__ == module.__name__]
-    has = f" It has: {', '.join(sorted(here))}." if here else f" It defines no {_names(bases)}."
+    here = ", ".join(sorted(cls.__name__ for cls in classes if cls.__module__ == module.__name__))
     if not name:
-        raise ConfigError(f"{where.rstrip(':.')} is a file: write file.py:Class.{has}")
-    raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{did_you_mean(name, [*vars(module)])}{has}")
+        raise ConfigError(f"{where.rstrip(':.')} is a file: write file.py:Class. It has: {here or 'none'}.")
+    close = did_you_mean(name, [*vars(module)])
+    raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{close} It has: {here or f'no {_names(bases)}'}.")
 
 
 def _require_returned(function: Any, bases: tuple[type, ...]) -> Any:
@@ -138,8 +136,7 @@ def find_file(name: str, source: Source) -> Path:
     files = list(dict.fromkeys(Path(os.path.abspath(folder / local_path(name))) for folder in folders))
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        siblings = [path.name for path in files[0].parent.glob("*.py")] if files[0].parent.is_dir() else []
-        close = did_you_mean(files[0].name, siblings)
+        close = did_you_mean(files[0].name, [path.name for path in files[0].parent.glob("*.py")])
         raise ConfigError(f"there is no file {name!r} in {' or '.join(str(path.parent) for path in files)}.{close}")
     return file
 
@@ -154,10 +151,7 @@ def _import_file(file: Path) -> ModuleType:
         parts.pop()
     _extend_sys_path(root)
     top = file if len(parts) == 1 and file.name != "__init__.py" else root / parts[0] / "__init__.py"
-    with project(root):
-        if _origin(parts[0]) == top:
-            return _import(".".join(parts), str(file))
-        return _import_under_own_name(file)
+    return _import(".".join(parts), str(file)) if _origin(parts[0]) == top else _import_under_own_name(file)
 
 
 def _import_under_own_name(file: Path) -> ModuleType:
@@ -186,9 +180,7 @@ def _origin(name: str) -> Path | None:
     return Path(os.path.abspath(spec.origin)) if spec is not None and spec.origin else None
 
 
-def _from_package(
-    location: str, attribute: str, name: str, folder: Path | None, source: Source
-) -> tuple[ModuleType, str, str]:
+def _from_package(location: str, attribute: str, name: str, folder: Path | None) -> tuple[ModuleType, str, str]:
     """Return a module, the text in front of its attributes' names, and the attribute, which may be `Class.method`."""
     if folder is not None:
         if not folder.is_dir():
@@ -198,18 +190,16 @@ def _from_package(
         _extend_sys_path(folder)
     if len(location) > 250 or not all(part.isidentifier() for part in location.split(".")):
         raise ConfigError(f"{name!r} is not a class: write package.module.Class, or file.py:Class.")
-    top = location.partition(".")[0]
-    folders = [source.folder, Path.cwd()] if folder is None else [folder]
-    homes = [home for home in folders if home is not None and ((home / top).is_dir() or (home / f"{top}.py").is_file())]
-    with project(Path(os.path.abspath(homes[0]))) if homes else nullcontext():
-        try:
-            module = _import(location, name)
-        except ConfigError:
-            package, _, cls = location.rpartition(".")
-            if not isinstance(getattr(sys.modules.get(package), cls, None), type):
-                raise
-            module, location, attribute = sys.modules[package], package, f"{cls}.{attribute}"
-    root = folder or _user_folder(module)
+    try:
+        module = _import(location, name)
+    except ConfigError:
+        package, _, cls = location.rpartition(".")
+        if not isinstance(getattr(sys.modules.get(package), cls, None), type):
+            raise
+        module, location, attribute = sys.modules[package], package, f"{cls}.{attribute}"
+    root = _user_folder(module)
+    if folder is not None and root != Path(os.path.abspath(folder)):
+        raise ConfigError(f"{name!r}: {location} is imported from {root} already. Load each project in a new process.")
     return module, f"{root}:{location}." if root is not None else f"{location}.", attribute
 
 
@@ -227,25 +217,28 @@ def _import(module: str, name: str) -> ModuleType:
 
 def _not_found(module: str) -> str:
     parent, _, missing = module.rpartition(".")
-    if not parent:
-        close = did_you_mean(missing, [module.name for module in pkgutil.iter_modules([str(Path.cwd())])])
-        return f"there is no package {missing!r} to import, neither installed nor in {Path.cwd()}.{close}"
-    path = getattr(sys.modules[parent], "__path__", [])  # only packages have one
+    path = getattr(sys.modules[parent], "__path__", []) if parent else [str(Path.cwd())]
     close = did_you_mean(missing, [module.name for module in pkgutil.iter_modules(path)])
-    return f"{parent} has no module {missing!r}.{close}"
+    place = parent or f"the environment and {Path.cwd()}"
+    return f"there is no module {missing!r} in {place}.{close}"
 
 
 def _user_folder(module: ModuleType) -> Path | None:
     """Return the folder from which a module was imported, when it is not an installed one."""
     top = sys.modules[module.__name__.partition(".")[0]]
-    if top.__name__ == "trainer":
-        return None
     # Only packages have a path, and Python's built-in modules have no file.
     places = [*getattr(top, "__path__", ()), getattr(top, "__file__", None)]
     if places[0] is None:
         return None
     root = Path(os.path.abspath(places[0])).parent
-    return None if is_installed(root) else root
+    return None if is_installed(Path(os.path.abspath(places[0]))) else root
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a path is Python's own, an installed package's or ours."""
+    ours = Path(__file__).parents[1]
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(folder in (path, *path.parents) for folder in [*installed, ours])
 
 
 # -- the user's own errors --------------------------------------------------------------------------------------------
@@ -256,12 +249,9 @@ def one_line_error(error: BaseException) -> str:
     install if a package is missing."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    message = " ".join(str(error).split())
-    if len(message) > 300:
-        message = message[:297] + "..."
-    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    if advice := missing_package_advice(error):
-        what += f".{advice}"
+    message = textwrap.shorten(str(error), 300, placeholder="...")
+    advice = missing_package_advice(error)
+    what = f"{type(error).__name__}: {message}{'.' if advice else ''}{advice}"
     where = user_frame(error)
     return f"{where}: {what}" if where else what
 

@@ -7,13 +7,14 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainer.arguments import local_path
-from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source
+from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries
 from trainer.errors import did_you_mean
 
 KINDS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".toml": "TOML"}
@@ -157,25 +158,15 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
         findings.add(source, f"the file has more than {MAX_BYTES} bytes, which is too much for a configuration.")
         return None
     tree = read(text, source, findings)
-    if tree is None:
+    if tree is not None and not entries(tree):
+        findings.add(tree.source, f"this is not a mapping of names to values: give one or more of {', '.join(KEYS)}.")
         return None
-    if isinstance(tree.value, dict) and tree.value:
-        return tree
-    empty = tree.value in (None, {})
-    what = "the file is empty" if empty else "this is not a mapping of names to values"
-    keys = f"a configuration has the keys {', '.join(KEYS)}."
-    findings.add(source if empty else tree.source, f"{what}; {keys}")
-    return None
+    return tree
 
 
 def _why_no_file(path: Path) -> str:
-    if path.is_dir():
-        return "this is a folder, not a configuration file."
-    siblings: list[str] = []
-    if path.parent.is_dir():
-        siblings = [file.name for file in path.parent.iterdir() if file.suffix.lower() in KINDS]
-    close = did_you_mean(path.name, siblings)
-    return f"there is no such file in {path.absolute().parent}.{close}"
+    siblings = [file.name for file in path.parent.glob("*") if file.suffix.lower() in KINDS]
+    return f"there is no such file in {path.absolute().parent}.{did_you_mean(path.name, siblings)}"
 
 
 def read_value(text: str, option: str) -> Node:
@@ -187,7 +178,8 @@ def read_value(text: str, option: str) -> Node:
     tree = _read_yaml(text, COMMAND_LINE, found)
     is_word = text.strip() and any(pattern.match(text.strip()) for pattern, _ in SCALARS.values())
     around = tree is not None and not isinstance(tree.value, (str, dict, list)) and not is_word
-    if around or text.strip() == "-" or (PLACEHOLDER.search(text) and (tree is None or _without_values(tree))):
+    is_template = PLACEHOLDER.search(text) and all(child.value is None for child in entries(tree).values())
+    if around or is_template or text.strip() == "-":
         tree = Node(text, COMMAND_LINE)
     if tree is None:
         return Node(text, COMMAND_LINE, text, f"{option} {text!r}: {found.problems[0].message}")
@@ -196,10 +188,6 @@ def read_value(text: str, option: str) -> Node:
         tree.value = text  # with what YAML takes for a comment, and with the spaces around it
     tree.text = text
     return tree
-
-
-def _without_values(tree: Node) -> bool:
-    return isinstance(tree.value, dict) and all(child.value is None for child in tree.value.values())
 
 
 # -- YAML -------------------------------------------------------------------------------------------------------------
@@ -221,9 +209,7 @@ def _read_yaml(text: str, source: Source, findings: Diagnostics) -> Node | None:
         return None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        reason = " ".join(part for part in (error.context, error.problem) if part)
-        if "'\\t'" in reason:
-            reason += ". Indent with spaces, not tabs"
+        reason = " ".join(filter(None, (error.context, error.problem)))
         column = f" (column {mark.column + 1})" if mark is not None else ""
         findings.add(source if mark is None else source.at(mark.line + 1), f"not valid YAML: {reason}{column}.")
         return None
@@ -312,23 +298,23 @@ class _YamlReader:
         if kind == "int" and len(text) > MAX_DIGITS:
             self.findings.add(source, f"an integer of more than {MAX_DIGITS} digits: {text[:20]} and so on.")
             return None
-        return _to_python(kind, text)
+        return _TO_PYTHON[kind](text)
 
 
 def plain_value(text: str) -> Any:
     """Return what a text without quotes is in a file of YAML."""
     kind = next((kind for kind, (pattern, _) in SCALARS.items() if pattern.match(text)), "str")
-    return text if kind in ("str", "merge") else _to_python(kind, text)
+    return _TO_PYTHON[kind](text)
 
 
-def _to_python(kind: str, text: str) -> Any:
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() == "true"
-    if kind == "int":
-        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+_TO_PYTHON: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": lambda text: int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)),
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    "str": str,
+    "merge": str,
+}
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------

@@ -2,78 +2,67 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+
+PRECISION = re.compile(r'\bPrecision\("(.+?)", torch\.(\w+)(?:, autocast=torch\.(\w+))?')
+IMPORT = r"^from (trainer\.{}\.\S+) import (\w+) as \2$"
+CLASS = re.compile(r"^class (\w+)\((.*)\):", re.MULTILINE)
+STRATEGY = r'^class {}\([^)]*\):\n    """(.+?)\.?(?:"""|\n\n).*?^    name(?:: ClassVar\[str\])? = "(.+?)"'
 
 
 @cache
 def precisions() -> dict[str, str]:
     """Return the precisions of `trainer.precision.PRECISIONS`, with descriptions of their dtypes."""
     found = {}
-    for node in ast.walk(_source("trainer.precision")):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "Precision":
-            continue
-        given = [*zip(("name", "weights", "autocast", "loss_scaling"), node.args, strict=False)]
-        given += [(str(keyword.arg), keyword.value) for keyword in node.keywords]
-        values = {name: ast.unparse(value).removeprefix("torch.") for name, value in given}
-        words = f"weights in {values['weights']}"
-        if values.get("autocast", "None") != "None":
-            words += f", the forward in {values['autocast']} where it suffices"
-        found[str(ast.literal_eval(values["name"]))] = words
+    for name, weights, autocast in PRECISION.findall(_source("trainer.precision")):
+        forward = f", the forward in {autocast} where it suffices" if autocast else ""
+        found[name] = f"weights in {weights}{forward}"
     return found
 
 
 @cache
 def strategies() -> dict[str, str]:
     """Return the strategies of `trainer.strategies.STRATEGIES`, with the first sentences of their docstrings."""
-    return {
-        name: (ast.get_docstring(kind) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
-        for name, kind in _strategies().items()
-    }
+    return dict(_strategies().values())
 
 
 @cache
 def strategy_classes() -> dict[str, str]:
-    """Return the names of strategies by their classes' names, and of several the first."""
-    return {kind.name: name for name, kind in reversed(_strategies().items())}
+    """Return the names of strategies by their classes' names."""
+    return {kind: name for kind, (name, _) in _strategies().items()}
 
 
 @cache
-def _strategies() -> dict[str, ast.ClassDef]:
-    exported = _exported("strategies").items()
-    kinds = [kind for name, module in exported for kind in _source(module).body if getattr(kind, "name", "") == name]
-    return {str(name): kind for kind in kinds if isinstance(kind, ast.ClassDef) and (name := _name_of(kind))}
+def _strategies() -> dict[str, tuple[str, str]]:
+    found = {}
+    for kind, module in _exported("strategies").items():
+        match = re.search(STRATEGY.format(kind), _source(module), re.MULTILINE | re.DOTALL)
+        if match is not None:
+            found[kind] = match[2], " ".join(match[1].split())
+    return found
 
 
 @cache
 def callbacks(base: str) -> list[str]:
     """Return the classes of `trainer.callbacks` that are derived from `base`: "Callback" or "Logger"."""
-    imported = _imported("callbacks")
-    texts = [_path(module).read_text(encoding="utf-8") for module in {*imported.values()}]
-    bases = {
-        name: re.findall(r"\w+", of) for text in texts for name, of in re.findall(r"^class (\w+)\((.*)\):", text, re.M)
-    }
+    exported = _exported("callbacks")
+    modules = {"trainer.callback", "trainer.logger", *exported.values()}
+    classes = [found for module in modules for found in CLASS.findall(_source(module))]
+    bases = {name: re.findall(r"\w+", of) for name, of in classes}
 
     def is_derived(name: str) -> bool:
         return name == base or any(map(is_derived, bases.get(name, ())))
 
-    return [name for name in _exported("callbacks") if is_derived(name)]
-
-
-@cache
-def _imported(package: str) -> dict[str, str]:
-    """Return the names that a package imports from this one, and their modules."""
-    imports = (node for node in _source(f"trainer.{package}").body if isinstance(node, ast.ImportFrom))
-    names = ((alias.name, str(node.module)) for node in imports for alias in node.names)
-    return {name: module for name, module in names if module.startswith("trainer.")}
+    return [name for name in exported if is_derived(name)]
 
 
 def _exported(package: str) -> dict[str, str]:
     """Return the names of its own modules that a package exports, and these modules."""
-    return {name: module for name, module in _imported(package).items() if module.startswith(f"trainer.{package}.")}
+    found = re.findall(IMPORT.format(package), _source(f"trainer.{package}"), re.MULTILINE)
+    return {name: module for module, name in found}
 
 
 @cache
@@ -97,21 +86,7 @@ def _torch_text(*parts: str) -> str:
     return Path(spec.origin).parent.joinpath(*parts).read_text(encoding="utf-8")
 
 
-def _name_of(kind: ast.ClassDef) -> str | None:
-    """Return the value of the class attribute `name`."""
-    for node in kind.body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if "name" in map(ast.unparse, targets):
-                return str(node.value.value)
-    return None
-
-
 @cache
-def _source(module: str) -> ast.Module:
-    return ast.parse(_path(module).read_text(encoding="utf-8"))
-
-
-def _path(module: str) -> Path:
+def _source(module: str) -> str:
     path = Path(__file__).parent.parent.parent.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")

@@ -9,13 +9,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from trainer.config.classes import find_class
-from trainer.config.files import as_node, read_value
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, dotted, entries, is_index
-from trainer.config.types import constructor_parameters
-from trainer.errors import ConfigError, did_you_mean
-from trainer.hyperparameters import as_stored, data_problem
-from trainer.settings import Settings
+from trainer.config.files import read_value
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, children_of, dotted, entries
+from trainer.errors import did_you_mean
 
 REFERENCE = re.compile(r"(\$?)\$\{\s*((?:[^${}]|\$\{[^${}]*\})*?)\s*\}")
 """`${name}`, in which another one may stand; a second `$` before it makes it plain text."""
@@ -52,17 +48,16 @@ def escaped(value: Any) -> Any:
 
 class _Resolver:
     def __init__(self, tree: Node, findings: Diagnostics) -> None:
-        self.tree = replace(tree, value={"trainer": Node({}, tree.source), **entries(tree)})
+        self.tree = tree
         self.findings = findings
         self.open: list[str] = []
         self.used: set[str] = set()
 
     def resolved(self, node: Node) -> Node:
-        if isinstance(node.value, dict):
-            children = {key: self.resolved(child) for key, child in node.value.items()}
-            return replace(node, value=children, text=self.text_of(node))
-        if isinstance(node.value, list):
-            return replace(node, value=[self.resolved(item) for item in node.value], text=self.text_of(node))
+        if isinstance(node.value, (dict, list)):
+            children = {key: self.resolved(child) for key, child in children_of(node).items()}
+            value = children if isinstance(node.value, dict) else [*children.values()]
+            return replace(node, value=value, text=self.text_of(node))
         if not isinstance(node.value, str) or "${" not in node.value:
             return node
         only = REFERENCE.fullmatch(node.value)
@@ -112,33 +107,21 @@ class _Resolver:
             self.open.pop()
 
     def not_written(self, name: str, found: Node, number: int, node: Node) -> Node | None:
-        """Return an attribute of the data, or the default of an argument; None, and a problem, where there is none."""
+        """Return an attribute of the data's object; for any other name None, and a problem."""
         names = name.split(".")
         if names[0] == "data" and "class_path" in entries(entries(self.tree).get("data")):
             return Node(OfData(f"${{{name}}}"), node.source)
-        before, part = dotted(tuple(names[:number])) or "the configuration", names[number]
-        try:
-            defaults = _defaults(found, before)
-        except ConfigError as error:
-            self.findings.add(node.source, f"{before}: {error}", error)
-            return None
-        if part in defaults and part == names[-1] and data_problem(defaults[part], part) is None:
-            return as_node(as_stored(defaults[part]), node.source)
-        close = did_you_mean(part, [*_children(found), *defaults])
-        words = f"${{{name}}}: {before} is given no {part!r} there.{close}"
-        fix = (
-            "A reference takes values of the configuration, plain defaults of its classes, and attributes of the data."
-        )
-        self.findings.add(node.source, f"{words} {fix}")
+        before = dotted(tuple(names[:number])) or "the configuration"
+        close = did_you_mean(names[number], _children(found))
+        fix = "A reference takes values of the configuration, and attributes of the data."
+        words = f"${{{name}}}: {before} is given no {names[number]!r} there.{close} {fix}"
+        self.findings.add(node.source, words)
         return None
 
     def variable(self, text: str, node: Node) -> Node | None:
         """Return an environment variable, read as YAML."""
         name, comma, default = (part.strip() for part in text.partition(","))
         value = os.environ.get(name, default if comma else None)
-        if not name:
-            self.findings.add(node.source, f"${{env:{text}}} names no environment variable: write ${{env:NAME}}.")
-            return None
         if value is None:
             fix = f"Set it, or give a default: ${{env:{name},VALUE}}."
             self.findings.add(node.source, f"${{env:{name}}}: the environment variable {name} is not set. {fix}")
@@ -148,20 +131,5 @@ class _Resolver:
 
 def _children(node: Node) -> dict[str, Node]:
     """Return what can follow a name: entries, arguments of a class as if they stood in its place, or positions."""
-    if isinstance(node.value, list):
-        return {str(position): item for position, item in enumerate(node.value)}
-    found: dict[Any, Node] = {**entries(entries(node).get("init_args")), **entries(node)}
-    return {str(key): child for key, child in found.items() if isinstance(key, str) or is_index(key)}
-
-
-def _defaults(node: Node, before: str) -> dict[str, Any]:
-    """Return the defaults of the arguments of the trainer, or of the class that is chosen by its path.
-
-    Raises:
-        ConfigError: there is no such class.
-    """
-    choice, made_by = entries(node).get("class_path"), Settings if before == "trainer" else None
-    if choice is not None and re.search(r"[.:]", str(choice.value)):
-        made_by = find_class(str(choice.value), (object,), {}, choice.source, functions=True).cls
-    arguments = {} if made_by is None else constructor_parameters(made_by).named
-    return {name: one.default for name, one in arguments.items() if one.default is not one.empty}
+    found: dict[Any, Node] = {**entries(entries(node).get("init_args")), **children_of(node)}
+    return {str(key): child for key, child in found.items()}

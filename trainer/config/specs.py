@@ -10,16 +10,13 @@ from typing import Any
 
 from trainer.arguments import with_python_numbers
 from trainer.config.classes import one_line_error
-from trainer.config.tree import Node, OfData, Problem, Source, named_source
+from trainer.config.tree import Node, OfData, Problem, Source, children_of, named_source
 from trainer.config.types import (
     TypeMismatchError,
     allowed,
     constructor_parameters,
-    for_isinstance,
-    is_structured,
     validate,
 )
-from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError
 from trainer.hyperparameters import construct
 
@@ -66,7 +63,7 @@ class ClassSpec:
             return partial(self.cls, **arguments) if arguments else self.cls
         try:
             made = construct(self.cls, arguments) if self.from_checkpoint else self.cls(**arguments)
-            if not isinstance(made, tuple(map(for_isinstance, self.bases))):
+            if not isinstance(made, self.bases):
                 wanted = " or ".join(base.__name__ for base in self.bases)
                 raise TypeError(f"it returned a {type(made).__name__}, which is no {wanted}")
         except TrainerError as error:
@@ -115,15 +112,14 @@ class ValueOfData:
         return self._attribute(value, data) if isinstance(value, OfData) else value
 
     def _attribute(self, reference: OfData, data: Any) -> Any:
-        """Return an attribute of the data; of an argument that was not given and is no attribute, the default."""
         name = reference.removeprefix("${data.").removesuffix("}")
-        defaults = {one: p.default for one, p in constructor_parameters(type(data)).named.items()}
+        parameter = constructor_parameters(type(data)).named.get(name)
         try:
-            return attrgetter(name)(data) if hasattr(data, name) or name not in defaults else defaults[name]
+            return attrgetter(name)(data)
         except Exception as error:
-            known = sorted(one for one in {*dir(type(data)), *vars(data)} - {*dir(DataModule)} if one[0] != "_")
-            has = f"The data ({type(data).__name__}) has: {', '.join(known) or 'no attributes'}."
-            message = f"{self.path}: {reference}: {one_line_error(error)}. {has}"
+            if parameter is not None and not hasattr(data, name):  # an argument that is not given and not kept
+                return parameter.default
+            message = f"{self.path}: {reference}: {one_line_error(error)}."
             raise ConfigError(str(Problem(self.node.source, message))) from error
 
 
@@ -138,25 +134,12 @@ def instantiate(value: Any, **provided: Any) -> Any:
 
 def has_spec(value: Any) -> bool:
     """Whether an object is still to be made for this value (or it is an invalid one)."""
-    return value is INVALID or isinstance(value, (ClassSpec, ValueOfData)) or any(map(has_spec, _inside(value)))
-
-
-def is_data(value: Any) -> bool:
-    """Whether the objects of a value are dataclasses, which a checkpoint may hold."""
-    if isinstance(value, ClassSpec):
-        return is_structured(value.cls) and all(map(is_data, value.arguments.values()))
-    return value is not INVALID and not isinstance(value, ValueOfData) and all(map(is_data, _inside(value)))
-
-
-def _inside(value: Any) -> Sequence[Any]:
-    if type(value) is dict:
-        return [*value, *value.values()]
-    return value if type(value) in (list, tuple) else ()
+    inside = [*value, *value.values()] if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return value is INVALID or isinstance(value, (ClassSpec, ValueOfData)) or any(map(has_spec, inside))
 
 
 def reference_to_data(node: Node) -> OfData | None:
     """Return the first reference to an attribute of the data in a value; None where there is none."""
-    if isinstance(node.value, (dict, list)):
-        items = node.value.values() if isinstance(node.value, dict) else node.value
-        return next(filter(None, map(reference_to_data, items)), None)
-    return node.value if isinstance(node.value, OfData) else None
+    if isinstance(node.value, OfData):
+        return node.value
+    return next(filter(None, map(reference_to_data, children_of(node).values())), None)

@@ -162,15 +162,11 @@ def _canonical_trainer(node: Node, findings: Diagnostics) -> Node:
     if node.value is None:
         return node
     if not isinstance(node.value, dict):
-        hint = ""
-        if node.source == COMMAND_LINE and "=" in str(node.value):
-            hint = f" Write --trainer.{str(node.value).replace('=', ' ', 1)}."
-        findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.{hint}")
+        findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.")
     given = dict(entries(node))
-    if "strategy" in given:
-        given["strategy"] = canonical_class(given["strategy"], ("trainer", "strategy"), findings)
-    for path in (path for path in LISTS_OF_CLASSES if path[1] in given):
-        given[path[1]] = _canonical_list(given[path[1]], path, findings)
+    for name in given.keys() & {"strategy", "callbacks", "logger"}:
+        made_canonical = canonical_class if name == "strategy" else _canonical_list
+        given[name] = made_canonical(given[name], ("trainer", name), findings)
     return Node(given, node.source)
 
 
@@ -198,10 +194,7 @@ def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
     if not isinstance(node.value, dict):
         return node
     given = dict(node.value)
-    named = given.pop("class_path", None)
-    if named is None and path == ("trainer", "strategy"):
-        named = given.pop("name", None)
-    nested = given.pop("init_args", None)
+    named, nested = given.pop("class_path", None), given.pop("init_args", None)
     if nested is not None and not isinstance(nested.value, (dict, NoneType)):
         where = dotted((*path, "init_args"))
         findings.add(nested.source, f"{where}: given {repr_value(nested)}, allowed: arguments by name.")
@@ -220,6 +213,11 @@ def entries(node: Node | None) -> dict[Any, Node]:
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
+def children_of(node: Node) -> dict[Any, Node]:
+    """Return the entries of a mapping, or the elements of a list by their positions; none for a single value."""
+    return dict(enumerate(node.value)) if isinstance(node.value, list) else entries(node)
+
+
 def sources_of(node: Node | None) -> dict[Any, Source]:
     """Return the source of each entry of a mapping."""
     return {name: child.source for name, child in entries(node).items()}
@@ -232,12 +230,7 @@ def named_source(message: str, sources: Mapping[str, Source]) -> Source | None:
 
 def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[Problem]:
     """Return problems with the trainer's arguments, each with the place where the argument that it names was given."""
-    found = []
-    for message in problems:
-        source = named_source(message, sources)
-        begins = "" if source is None else "trainer." if re.split(r"\W", message)[0] in sources else "trainer: "
-        found.append(Problem(source, f"{begins}{message}"))
-    return found
+    return [Problem(named_source(message, sources), f"trainer: {message}") for message in problems]
 
 
 def repr_value(node: Node) -> str:
@@ -320,44 +313,31 @@ def _with_appended(below: Node, above: Node) -> Node:
 
 
 def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
-    """Note that a list of classes replaces another: easily done unawares, with callbacks."""
-    old, new = below.plain(), above.plain()
-    if not isinstance(old, list) or not isinstance(new, list) or old == new:
+    """Note that a list of callbacks or loggers replaces another, which is easily done unawares."""
+    if path not in LISTS_OF_CLASSES or not isinstance(below.value, list) or below.plain() == above.plain():
         return
-    fix = "Put all of them into one file."
-    if above.source == COMMAND_LINE:
-        fix = f"To keep it and add to it, write --{dotted(path)}+=NAME."
-    classes = [str(item["class_path"]) for item in old if isinstance(item, dict) and "class_path" in item]
-    if classes:
-        findings.notes.append(
-            f"{above.source}: {dotted(path)} takes the place of the list at {below.source} "
-            f"({', '.join(classes)}), which is left out. {fix}"
-        )
+    fix = f"To keep it and add to it, write --{dotted(path)}+=NAME, or put all of them into one file."
+    classes = ", ".join(str(item["class_path"]) for item in below.plain())
+    findings.notes.append(
+        f"{above.source}: {dotted(path)} takes the place of the list at {below.source} ({classes}), which is left out. "
+        f"{fix}"
+    )
 
 
 def _other_class(below: Node, above: Node) -> bool:
     old, new = entries(below).get("class_path"), entries(above).get("class_path")
-    if old is None or new is None or old.value == new.value:
-        return False
-    return not any(_stands_for(one, other) for one in _spellings(old) for other in _spellings(new))
+    return old is not None and new is not None and _spelling(old) != _spelling(new)
 
 
-def _spellings(class_path: Node) -> list[list[str]]:
-    """Return the parts of a class's name, `[package, module, Class]`, one list for each place where a file may be."""
-    location, colon, name = str(class_path.value).rpartition(":")
-    if not colon or not location.endswith(".py"):  # `package.Class`, or `/project:package.Class`
-        return [name.split(".")]
-    folders = [folder for folder in (class_path.source.folder, Path.cwd()) if folder is not None]
-    files = [Path(os.path.abspath(folder / local_path(location))) for folder in folders]
-    return [[*file.with_suffix("").parts, name] for file in files]
-
-
-def _stands_for(one: list[str], other: list[str]) -> bool:
-    """Whether two names are of one class: the longer ends like the shorter; a name alone is one of ours or torch's."""
-    short, long = sorted((one, other), key=len)
-    if len(short) == 1 and long[0] not in ("trainer", "torch"):
-        return False
-    return short == long or (long[-len(short) :] == short and (len(short) == 1 or long[0] == os.sep))
+def _spelling(class_path: Node) -> str:
+    """Return the name of a class with the full path of its file: `/project/model.Net`, also for `model.py:Net`."""
+    name, folder = str(class_path.value), class_path.source.folder or Path.cwd()
+    location, _, cls = name.rpartition(":")
+    if location.endswith(".py"):
+        return f"{os.path.abspath(folder / local_path(location)).removesuffix('.py')}.{cls}".replace(".", "/")
+    if location:  # `/project:package.model.Net`
+        return f"{location}/{cls}".replace(".", "/")
+    return name.removeprefix("trainer.callbacks.")
 
 
 def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> Node:
@@ -366,10 +346,8 @@ def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPa
         if int(key) < len(items):
             items[int(key)] = merge(items[int(key)], child, findings, (*path, int(key)))
             continue
-        has = f"{dotted(path)} has {len(items)}, numbered 0 to {len(items) - 1}"
-        if not items:
-            has = f"no file has a list of {path[-1]}" if below.value != [] else f"{dotted(path)} is an empty list"
-        findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {has}.")
+        there = f"the list of the files has {len(items)}, numbered from 0"
+        findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {there}.")
     return Node(items, below.source, append=below.append)
 
 

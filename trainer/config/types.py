@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
 import inspect
 import json
-import re
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from os import PathLike
 from pathlib import PurePath
-from types import NoneType, new_class
+from types import NoneType
 from typing import (
     Any,
-    Generic,
     Literal,
     Never,
     Optional,
@@ -27,7 +23,6 @@ from typing import (
     get_args,
     get_origin,
     is_typeddict,
-    runtime_checkable,
 )
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -67,14 +62,15 @@ class TypeMismatchError(Exception):
         self.path, self.reason = path, reason
 
 
-def constructor_parameters(made_by: Callable[..., Any], line: Sequence[type] = ()) -> Parameters:
+def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
     """Return the arguments that a class, or a function, takes by name.
 
-    Those of a base class are among them, if the constructor hands its `**kwargs` on to it and uses them nowhere else.
-    `line` is the order of the constructors of the object's class, from this one on: a mixin's next one is not its base.
+    Where a constructor takes `**kwargs`, those of the next constructor are among them, and none of these is asked for:
+    its default is `...` if it has none, since the constructor may give it.
     """
-    has_init = isinstance(made_by, type) and not is_named_tuple(made_by)
-    of: Any = made_by.__init__ if has_init else made_by  # of this very class
+    of: Any = made_by
+    if isinstance(made_by, type):
+        of = made_by.__init__  # type: ignore[misc]
     hints = hints_of(of, made_by)
     named = {}
     takes_more = False
@@ -86,14 +82,13 @@ def constructor_parameters(made_by: Callable[..., Any], line: Sequence[type] = (
             hint = hint.type if isinstance(hint, dataclasses.InitVar) else hint
             can_be_null = parameter.default is None and hint is not Any  # though people leave that out
             named[name] = parameter.replace(annotation=Optional[hint] if can_be_null else hint)  # noqa: UP045
-    call = _call_of_base(of) if takes_more else None
-    if call is None or not isinstance(made_by, type):
+    if not takes_more or not isinstance(made_by, type):
         return Parameters(named, takes_more)
-    following = [cls for cls in line or made_by.__mro__ if "__init__" in vars(cls)][1:]
-    of_base = constructor_parameters(following[0], following)
-    by_position = [word for word in call.args if not isinstance(word, ast.Starred)]  # a file fills no *args
-    given = {word.arg for word in call.keywords} | {*[*of_base.named][: len(by_position)]}
-    return Parameters({**{name: p for name, p in of_base.named.items() if name not in given}, **named}, of_base.open)
+    following = [cls for cls in made_by.__mro__ if "__init__" in vars(cls)][1]
+    for name, parameter in constructor_parameters(following).named.items():
+        is_asked_for = parameter.default is parameter.empty
+        named.setdefault(name, parameter.replace(default=...) if is_asked_for else parameter)
+    return Parameters(named, takes_more)
 
 
 def _parameters(made_by: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -106,47 +101,45 @@ def _parameters(made_by: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
 
 
-def _call_of_base(constructor: Any) -> ast.Call | None:
-    """Return the call of the base class to which a constructor hands its `**kwargs`; None: it does something else."""
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(constructor))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
-        return None
-    kwargs = function.args.kwarg.arg
-    uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == kwargs]
-    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-        spread = [word.value for word in call.keywords if word.arg is None]
-        if spread and spread == uses and re.fullmatch(r"super\(.*\)\.__init__", ast.unparse(call.func)):
-            return call
-    return None
+@dataclass
+class Forms:
+    """The members of a union, sorted by what a file writes for their values."""
+
+    objects: list[type] = field(default_factory=list)
+    """Classes whose objects are written by class_path and init_args, or as a dataclass; for a protocol `object`."""
+    calls: list[Any] = field(default_factory=list)
+    """`Callable` and `Callable[..., X]`, which also stand for protocols for calls."""
+    classes: list[type] = field(default_factory=list)
+    """The bases `X` of `type[X]`."""
+    lists: list[Any] = field(default_factory=list)
+    """Lists and the like with a type for their items."""
+    mappings: list[Any] = field(default_factory=list)
+    """Mappings with types, and typed dicts."""
+    takes_mapping: bool = False
+    """A plain mapping fits one of the members."""
 
 
-def objects_in(annotation: Any) -> list[type]:
-    """Return the classes of a union whose objects a file describes by class_path and init_args, or as a dataclass.
-
-    Of a generic class, such as `Dataset[int]`, it is the class itself.
-    """
-    found = []
+def forms_of(annotation: Any) -> Forms:
+    """Return the forms in which a file writes the values of an annotation."""
+    found = Forms()
     for option in options_of(annotation):
-        origin = get_origin(option)
-        cls = origin if isinstance(origin, type) and issubclass(origin, Generic) else option
-        if isinstance(cls, type) and is_object(cls):
-            found.append(cls)
-    return found
-
-
-def callables_in(annotation: Any) -> list[Any]:
-    """Return the members `Callable` and `Callable[..., X]` of a union; of a protocol for calls what stands for it."""
-    found = []
-    for option in options_of(annotation):
-        protocol = get_origin(option) or option
-        if is_protocol(protocol) and makes_callables(protocol):
-            returned = hints_of(protocol.__call__, protocol).get("return", Any)
-            found.append(Callable[..., returned])
-        elif _is_callable(option):
-            found.append(option)
+        kind, arguments = get_origin(option) or option, get_args(option)
+        found.takes_mapping |= kind in (*MAPPINGS, Any)
+        if is_typeddict(option) or (kind in MAPPINGS and arguments):
+            found.mappings.append(option)
+        elif kind in LISTS and arguments:
+            found.lists.append(option)
+        elif kind is Callable:
+            found.calls.append(option)
+        elif kind is type:
+            bases = options_of(arguments[0] if arguments else Any)
+            found.classes += [object if base is Any or is_protocol(base) else base for base in bases]
+        elif is_protocol(kind):
+            found.objects.append(object)
+            if makes_callables(kind):
+                found.calls.append(Callable[..., hints_of(kind.__call__, kind).get("return", Any)])
+        elif isinstance(kind, type) and is_object(kind):
+            found.objects.append(kind)
     return found
 
 
@@ -160,38 +153,13 @@ def makes_callables(cls: type) -> bool:
     return any("__call__" in vars(one) for one in cls.__mro__)
 
 
-@cache
-def for_isinstance(cls: type) -> type:
-    """Return a class that `isinstance` takes: of a protocol that may not be runtime_checkable one that is."""
-    return runtime_checkable(new_class(cls.__name__, (cls, Protocol))) if is_protocol(cls) else cls
-
-
 def _is_enum(option: Any) -> bool:
     return isinstance(option, type) and get_origin(option) is None and issubclass(option, enum.Enum)
 
 
-def _is_callable(option: Any) -> bool:
-    return option is Callable or get_origin(option) is Callable
-
-
 def is_structured(cls: Any) -> bool:
-    """Whether a mapping of arguments stands for an object of a class: a dataclass, a NamedTuple, or one of attrs."""
-    return dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__") or is_named_tuple(cls)
-
-
-def is_named_tuple(cls: Any) -> bool:
-    """Whether a class is a NamedTuple, for which a list stands, too."""
-    return isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
-
-
-def classes_in(annotation: Any) -> list[type]:
-    """Return the bases `X` of the members `type[X]` of a union."""
-    found = []
-    for option in options_of(annotation):
-        if type in (option, get_origin(option)):
-            bases = options_of((get_args(option) or (Any,))[0])
-            found += [object if base is Any else base for base in bases if isinstance(base, type) or base is Any]
-    return found
+    """Whether a mapping of arguments stands for an object of a class: a dataclass, or a class of attrs."""
+    return dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
 
 
 @cache
@@ -239,29 +207,26 @@ def validate(value: Any, annotation: Any) -> Any:
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        inside = bool(first["loc"]) and _holds_model(annotation)
         known = first["type"].endswith(("_type", "_parsing", "literal_error", "enum", "_of", "needs_python_object"))
-        raise TypeMismatchError(first["loc"], first["msg"] if inside or not known else "") from None
+        raise TypeMismatchError(first["loc"], "" if known else first["msg"]) from None
 
 
 def _without_adapter(value: Any, annotation: Any) -> Any:
     """Return a value of an annotation that pydantic cannot check as a whole, as with a TypedDict before Python 3.12."""
     options = options_of(annotation)
     if len(options) == 1:
-        origin = get_origin(annotation)
-        kind = dict if is_typeddict(annotation) else origin if is_protocol(origin) else annotation
-        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, for_isinstance(kind)):
+        kind = dict if is_typeddict(annotation) else get_origin(annotation) or annotation
+        if is_protocol(kind):
+            fits = not isinstance(value, (*SCALARS, str, list, dict))
+        else:
+            fits = not isinstance(kind, type) or isinstance(value, kind)
+        if not fits:
             raise TypeMismatchError
         return value
     for option in options:
         with suppress(TypeMismatchError):
             return validate(value, option)
     raise TypeMismatchError
-
-
-def _holds_model(annotation: Any) -> bool:
-    options = options_of(annotation)
-    return any(hasattr(one, "model_fields") or any(map(_holds_model, get_args(one))) for one in options)
 
 
 def _is_text(option: Any) -> bool:
@@ -335,8 +300,3 @@ _FILES = TypeNames(
     ),
     _describe_object,
 )
-
-
-def takes_mapping(annotation: Any) -> bool:
-    """Whether a plain mapping fits one of the union's members."""
-    return any((get_origin(option) or option) in (*MAPPINGS, Any) for option in options_of(annotation))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from trainer.arguments import kept_path
@@ -60,7 +59,7 @@ from trainer.runs.agreement_at_start import (
     check_weights,
 )
 from trainer.runs.changes_since_checkpoint import record_data, report_changes
-from trainer.runs.describe import cuda_capability, performance_hints, start_line
+from trainer.runs.describe import start_line
 from trainer.runs.facts import facts_of_module, facts_of_training
 from trainer.runs.preflight_checks import check_call
 from trainer.runs.resolved_config import ResolvedConfig, step_config
@@ -404,7 +403,7 @@ def build_optimizers(run: Run) -> None:
     check_optimizers(run, optimizers, schedulers)
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)
-    give_hints(run, optimizers)
+    give_hints(run)
     assert run.train_loader is not None
     steps = step_config(
         settings,
@@ -424,9 +423,9 @@ def build_optimizers(run: Run) -> None:
         )
 
 
-def give_hints(run: Run, optimizers: list[Optimizer]) -> None:
-    """Log what a user may not have meant, or could do faster."""
-    settings, strategy = run.settings, run.strategy
+def give_hints(run: Run) -> None:
+    """Log what a user may not have meant."""
+    settings = run.settings
     planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
     if run.loggers and planned < every:
         log.info(
@@ -437,10 +436,6 @@ def give_hints(run: Run, optimizers: list[Optimizer]) -> None:
         )
     if settings.max_epochs is None and run.config.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)
-    assert run.train_loader is not None
-    capability = cuda_capability(strategy.device)
-    for hint in performance_hints(strategy.device, run.train_loader.pinned, optimizers, strategy.precision, capability):
-        log.info("faster: %s", hint)
 
 
 def start_watchdog(run: Run, cleanup: ExitStack) -> None:

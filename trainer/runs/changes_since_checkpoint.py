@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.arguments import flat_names
 from trainer.data.loader import BatchLoader
-from trainer.errors import ConfigError, did_you_mean, first_of, printable, shown
-from trainer.hyperparameters import flat_names
+from trainer.errors import ConfigError, first_of, printable, shown
 from trainer.runs.callback_states import callbacks_by_state_key, owners_of_states
 from trainer.runs.compare_ranks import differences, listed
-from trainer.runs.facts import DTYPE, GROUPS, Facts, facts_of_call, facts_of_data
+from trainer.runs.facts import DTYPE, GROUPS, FactGroup, Facts, facts_of_call, facts_of_data
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -24,19 +24,14 @@ _THEN_AND_NOW = ("in the checkpoint", "here")
 _PER_PROCESS = "on each process"
 """The words of a loader's fact that is of one process alone, so that it depends on the number of processes."""
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-_OTHER_SPLIT = (
-    "After another random_split, samples of the validation are trained on. Seed it: "
-    "random_split(..., generator=torch.Generator().manual_seed(0))."
-)
 
 
 def allowed_problems(allow_changes: Any) -> list[str]:
     """Return a message for each problem of the argument `allow_changes` of `fit`."""
-    if not isinstance(allow_changes, (list, tuple, set, frozenset)):
-        return [f"allow_changes={shown(allow_changes)}: give a list of names, such as ['dataset']."]
-    wrong = [name for name in allow_changes if name not in list(GROUPS)]
-    hint = did_you_mean(str(wrong[0]), GROUPS) if wrong else ""
-    return [f"allow_changes={shown(wrong)}: give names out of {', '.join(GROUPS)}.{hint}"] if wrong else []
+    names = allow_changes if isinstance(allow_changes, Iterable) else [allow_changes]
+    if {*map(str, names)} <= GROUPS.keys():
+        return []
+    return [f"allow_changes={shown(allow_changes)}: give a list with some of {', '.join(GROUPS)}."]
 
 
 # -- the run's own facts -----------------------------------------------------------------------------------------------
@@ -106,7 +101,7 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         run.train_loader.forget_sizes()
     if run.epoch_of_loaders(checkpoint["progress"]["epoch"]) != run.epoch_of_loaders(run.progress.epoch):
         # These loaders were made for a later epoch.
-        saved = {name: facts for name, facts in saved.items() if name not in GROUPS or not GROUPS[name].of_loader}
+        saved = {name: facts for name, facts in saved.items() if not GROUPS.get(name, FactGroup("")).of_loader}
     else:
         # What was left out is left out from now on, too: a cache that is full by now is empty in the next process.
         common = _common_of_objects(run.facts, saved)
@@ -134,33 +129,28 @@ def _changed(saved: Facts, now: Facts, same_size: bool) -> dict[str, list[str]]:
         same_size: the number of data-parallel ranks is that of the checkpoint; otherwise facts that depend on it are
             not compared.
     """
-    found = {}
-    same_versions = saved.get("versions") == now.get("versions")
     same_precision = saved.get("settings", {}).get("precision") == now.get("settings", {}).get("precision")
+
+    def comparable(group: FactGroup, fact: str, text: str) -> bool:
+        """Whether a fact does not depend on the number of processes, or the precision, where that is another."""
+        is_of_all = same_size or not group.of_loader or (fact == "" and _PER_PROCESS not in text)
+        return is_of_all and (same_precision or not fact.endswith(DTYPE))
+
+    found = {}
     for name, group in GROUPS.items():
-        # A fingerprint of code depends on Python and on what it calls.
-        if name not in saved or (name == "collate_fn" and not same_versions):
-            continue
-        both = [saved[name], now.get(name, {})]
-        if not same_size and group.of_loader:
-            both = [_of_all_processes(facts) for facts in both]
-        if not same_precision:
-            both = [{fact: text for fact, text in facts.items() if not fact.endswith(DTYPE)} for facts in both]
+        then, here = (
+            {fact: text for fact, text in facts.get(name, {}).items() if comparable(group, fact, text)}
+            for facts in (saved, now)
+        )
         if group.needs_both:
-            both = [{fact: text for fact, text in facts.items() if all(fact in one for one in both)} for facts in both]
-        if lines := differences(
-            [{": ".join(filter(None, (name, fact))): text for fact, text in facts.items()} for facts in both],
-            _THEN_AND_NOW,
-        ):
-            found[name] = lines
-    if "loader" in found:  # the other differences of the data follow from this one
-        return {name: lines for name, lines in found.items() if name == "loader" or not GROUPS[name].of_loader}
-    return found
-
-
-def _of_all_processes(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the description of a loader alone, unless it is of each process: numbers may depend on the world size."""
-    return {fact: text for fact, text in facts.items() if fact == "" and _PER_PROCESS not in text}
+            then, here = ({fact: one[fact] for fact in then if fact in here} for one in (then, here))
+        lines = differences([then, here], _THEN_AND_NOW) if name in saved else []
+        found[name] = [f"{name}: {line.removeprefix(': ')}" for line in lines]
+    if saved.get("versions") != now.get("versions"):  # a fingerprint of code depends on Python and on what it calls
+        found["collate_fn"] = []
+    if found["loader"]:  # the other differences of the data follow from this one
+        found |= {name: [] for name, group in GROUPS.items() if group.of_loader and name != "loader"}
+    return {name: lines for name, lines in found.items() if lines}
 
 
 def _refusal(
@@ -220,7 +210,7 @@ def _cut_off(saved: Mapping[str, str], now: Mapping[str, str], weights: Collecti
     cut = []
     for name in weights:
         then, here = (_DTYPES.get(facts.get(f"{name}{DTYPE}", "")) for facts in (saved, now))
-        if then is not None and here is not None and not torch.can_cast(then, here):
+        if then and here and not torch.can_cast(then, here):
             cut.append(f"{name} ({then} in the checkpoint, and {here} here)")
     return cut
 
@@ -244,10 +234,7 @@ def _allowing(run: Run, names: list[str]) -> str:
 def _listed(changed: Mapping[str, list[str]]) -> str:
     """Return the changes, a line each, and what is done about them."""
     lines = [line for lines in changed.values() for line in lines]
-    remarks = [GROUPS[name].remark for name in changed if GROUPS[name].remark]
-    if any(line.startswith("dataset: indices:") for line in lines):
-        remarks.append(_OTHER_SPLIT)
-    return "\n".join([listed(lines), *remarks])
+    return "\n".join([listed(lines), *filter(None, (GROUPS[name].remark for name in changed))])
 
 
 def _report_other_hyperparameters(run: Run, checkpoint: Mapping[str, Any]) -> None:

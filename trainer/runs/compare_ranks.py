@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, timedelta
 from enum import Enum
 from functools import partial
 from numbers import Number
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from types import FunctionType, NoneType
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -122,32 +122,23 @@ def as_text(value: object) -> str:
 
     Paths may differ from machine to machine, so they all have the same text; so have objects of one class.
     """
-    if isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "~"))):
-        return "a path"
-    if isinstance(value, np.generic) or (isinstance(value, (np.ndarray, torch.Tensor)) and _is_small(value)):
+    if isinstance(value, np.generic) or _is_small(value):
         return as_text(value.tolist())
-    if value is None or isinstance(value, (str, bytes, Number, timedelta, date, torch.dtype, Enum)):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{as_text(key)}: {as_text(one)}" for key, one in value.items())) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(as_text, value)) + "]"
-    if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(as_text, value))) + "}"
-    if isinstance(value, torch.Tensor):
-        return describe_tensor(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return f"{type(value).__name__}{as_text(fields)}"
-    if isinstance(value, partial):
-        return f"{as_text(value.func)}({as_text([*value.args, value.keywords])})"
-    if isinstance(value, FunctionType):
-        return f"{value.__qualname__}{_given_to(value)}"
+    for kinds, describe in _TEXTS:
+        if isinstance(value, kinds):
+            return describe(value)
     return getattr(value, "__qualname__", None) or type(value).__qualname__
 
 
-def _is_small(value: np.ndarray[Any, Any] | torch.Tensor) -> bool:
-    """Whether an array or plain tensor holds a few numbers, which can be compared one by one."""
+def _sorted(texts: Iterable[str]) -> str:
+    return f"{{{', '.join(sorted(texts))}}}"
+
+
+def _is_small(value: Any) -> TypeGuard[np.ndarray[Any, Any] | torch.Tensor]:
+    """Whether a value is an array or plain tensor of a few numbers, which can be compared one by one."""
     held = type(value) is np.ndarray or (type(value) is torch.Tensor and has_values(value))
     return held and math.prod(value.shape) <= _MOST_NUMBERS
 
@@ -170,3 +161,17 @@ def _given_to(function: FunctionType) -> str:
     plain = {name: one for name, one in enclosed_values(function).items() if type(one) in (bool, int, float, str)}
     found = [*numbers, *(function.__defaults__ or ()), *([plain] if plain else [])]
     return as_text(found) if found else ""
+
+
+_TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+    (Path, lambda value: "a path"),
+    (str, lambda value: "a path" if value.startswith(("/", "~")) else repr(value)),
+    ((NoneType, bytes, Number, timedelta, date, torch.dtype, Enum), repr),
+    (Mapping, lambda value: _sorted(f"{as_text(key)}: {as_text(one)}" for key, one in value.items())),
+    ((list, tuple), lambda value: f"[{', '.join(map(as_text, value))}]"),
+    ((set, frozenset), lambda value: _sorted(map(as_text, value))),
+    (torch.Tensor, describe_tensor),
+    (partial, lambda value: f"{as_text(value.func)}({as_text([*value.args, value.keywords])})"),
+    (FunctionType, lambda value: f"{value.__qualname__}{_given_to(value)}"),
+)
+"""The descriptions of values by their classes, of which the first that fits is taken; others have a name alone."""

@@ -1,16 +1,11 @@
-"""Describe a run: the choices and their reasons, and hints for more speed."""
+"""Describe a run: the choices and their reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-
-import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainer.callback import HOOKS, Callback
 from trainer.logger import Logger
-from trainer.precision import Precision, tf32_is_allowed
 from trainer.runs.resolved_config import ResolvedConfig
 from trainer.settings import Settings
 
@@ -115,55 +110,3 @@ def _validation(settings: Settings) -> str:
     if not isinstance(interval, float):
         return f"every {interval} batches"
     return f"after every {epochs}" if interval == 1.0 else f"{1 / interval:.3g} times per epoch, every {epochs}"
-
-
-HAVE_FUSED = (Adam, AdamW, SGD)
-"""Optimizers that torch runs as one kernel on CUDA, with `fused=True` only."""
-
-
-AMPERE = (8, 0)
-"""The first compute capability of NVIDIA cards with TF32 and bfloat16."""
-
-
-def cuda_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA card, such as (8, 0); None for other devices, AMD's among them."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None
-
-
-def performance_hints(
-    device: torch.device,
-    pinned: bool | None,
-    optimizers: Iterable[Optimizer],
-    precision: Precision,
-    capability: tuple[int, int] | None,
-) -> list[str]:
-    """Return hints for faster training, one sentence each; none for devices other than CUDA.
-
-    Args:
-        device: the device of the training.
-        pinned: True if the training loader pins memory; None: the loader is no DataLoader.
-        optimizers: the user's optimizers.
-        precision: of the run.
-        capability: of the device, see `cuda_capability`.
-    """
-    if device.type != "cuda":
-        return []
-    hints = []
-    computed = precision.autocast or precision.weights
-    if capability is not None and capability < AMPERE and computed is torch.bfloat16:
-        hints.append(
-            f"precision='16-mixed' instead of {precision.name!r}: this GPU (compute capability "
-            f"{capability[0]}.{capability[1]}) has no bfloat16 of its own, and torch emulates it"
-        )
-    if capability is not None and capability >= AMPERE and computed is torch.float32 and not tf32_is_allowed():
-        hints.append(
-            "torch.set_float32_matmul_precision('high') lets this GPU multiply float32 matrices in TF32, which rounds "
-            "their entries to 10 bits; or precision='bf16-mixed'"
-        )
-    if pinned is False:
-        hints.append("DataLoader(pin_memory=True) lets batches be copied to the GPU during the computation")
-    for optimizer in optimizers:
-        plain = not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-        if type(optimizer) in HAVE_FUSED and plain:
-            hints.append(f"{type(optimizer).__name__}(fused=True) updates all parameters in one kernel")
-    return hints

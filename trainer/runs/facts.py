@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer import __version__
-from trainer.arguments import local_path
+from trainer.arguments import flat_names, local_path
 from trainer.callback import AccumulationSchedule
 from trainer.data.fingerprints import (
     function_fingerprint,
@@ -28,7 +28,7 @@ from trainer.data.fingerprints import (
     read_values_fingerprints,
 )
 from trainer.data.loader import BatchLoader
-from trainer.hyperparameters import flat_names, is_scalar, with_paths
+from trainer.hyperparameters import is_scalar, with_paths
 from trainer.model.blocks import class_of
 from trainer.model.reachable import attributes
 from trainer.module import TrainModule
@@ -64,7 +64,12 @@ _of_loader = partial(FactGroup, of_loader=True, needs_both=True)
 _of_order = partial(_of_loader, breaks_epoch=True)
 
 GROUPS = {
-    "dataset": _of_order("the samples of the training dataset", of_objects=True),
+    "dataset": _of_order(
+        "the samples of the training dataset",
+        of_objects=True,
+        remark="After another random_split, samples of the validation are trained on. Seed it: "
+        "random_split(..., generator=torch.Generator().manual_seed(0)).",
+    ),
     "loader": _of_order("the kind of the training loader"),
     "sampler": _of_order("the sampler of the training loader", of_objects=True),
     "shuffle": _of_order("the order of the samples"),

@@ -8,17 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from trainer.callback import DEFAULT_CALLBACKS, HOOKS, Callback
+from trainer.callback import HOOKS, Callback
 from trainer.errors import did_you_mean
 from trainer.logger import Logger
 from trainer.names.misses import member_words, words_for
-
-OTHERS_HOOKS = {
-    "on_epoch_begin": "'on_train_epoch_start'",
-    "on_step_end": "'on_train_step_end'",
-    "on_train_begin": "'on_train_start'",
-}
-"""Names of hooks in other trainers -> what to use here."""
 
 EVALUATION_ARGUMENTS = ["batch", "batch_idx", "dataloader_idx=0"]
 """The arguments of `validation_step`, `test_step` and `predict_step`; the last one where there are several loaders."""
@@ -29,14 +22,10 @@ def callback_problems(callback: Callback) -> list[str]:
     wrong = [check_signature(callback, hook, arguments_of(hook)) for hook in overridden_hooks(callback)]
     own = next(one for one in type(callback).__mro__ if one.__module__.startswith("trainer."))
     names = methods_beyond(callback, own)
-    instead = OTHERS_HOOKS | words_for("hook", [name for name in names if name.startswith("on_")])
+    instead = words_for("hook", [name for name in names if name.startswith("on_")])
     if not isinstance(callback, Logger):
         instead |= member_words(type(callback), names)
-    problems = [*uncalled_methods(callback, names, instead, hooks=HOOKS), *filter(None, wrong)]
-    if callback.in_place_of not in (None, *DEFAULT_CALLBACKS):
-        allowed = ", ".join(map(repr, DEFAULT_CALLBACKS))
-        problems.append(f"{type(callback).__name__}.in_place_of={callback.in_place_of!r}: allowed are None, {allowed}.")
-    return problems
+    return [*uncalled_methods(callback, names, instead, hooks=HOOKS), *filter(None, wrong)]
 
 
 def users_callbacks(callbacks: list[Callback], hook_name: str) -> list[Callback]:
@@ -95,12 +84,9 @@ def called_by_others(kind: type) -> set[str]:
 
 def overridden_hooks(callback: Callback) -> list[str]:
     """Return the hooks that a callback, or its class, defines anew, in their order; one that is None is not defined."""
-    return [
-        hook
-        for hook in HOOKS
-        if (method := getattr(callback, hook)) is not None
-        and getattr(method, "__func__", None) is not getattr(Callback, hook)
-    ]
+    methods = {hook: getattr(callback, hook) for hook in HOOKS}
+    defined = {hook: getattr(method, "__func__", method) for hook, method in methods.items() if method is not None}
+    return [hook for hook, function in defined.items() if function is not getattr(Callback, hook)]
 
 
 def check_signature(owner: object, name: str, expected: list[str]) -> str | None:
@@ -111,10 +97,7 @@ def check_signature(owner: object, name: str, expected: list[str]) -> str | None
     method = getattr(owner, name)
     where = f"{type(owner).__name__}.{name}"
     if not callable(method):
-        return (
-            f"{where} is of type {type(method).__name__}, but the trainer calls a method of that name: "
-            f"{name}({', '.join(['self', *expected])}). Give yours another name."
-        )
+        return f"{where} is of type {type(method).__name__}, but the trainer calls it: give yours another name."
     if takes(method, len(expected)) or takes(method, len(expected) - expected.count("dataloader_idx=0")):
         return None
     return (
@@ -138,11 +121,9 @@ def arguments_of(hook: str) -> list[str]:
 def takes(method: Callable[..., Any], number: int) -> bool:
     """Whether a method can be called with so many positional arguments; True if its signature is not known."""
     try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):
-        return True  # written in C, or the like
-    try:
-        signature.bind(*[None] * number)
+        inspect.signature(method).bind(*[None] * number)
     except TypeError:
         return False
+    except ValueError:  # written in C, or the like
+        return True
     return True

@@ -13,7 +13,7 @@ from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.data.datamodule import DataModule
 from trainer.data.sharded_loader import is_plain
-from trainer.errors import ArgumentError, ConfigError, did_you_mean, first_of, raise_problems, shown
+from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems
 from trainer.model.optional_methods import METHODS
 from trainer.module import TrainModule
 from trainer.names.misses import words_for
@@ -96,15 +96,14 @@ def read_call(
         best: path of its best checkpoint; empty without one.
 
     Raises:
-        ConfigError: an argument is unknown or given twice, or there is no module.
+        ArgumentError: an argument is unknown or given twice.
+        ConfigError: there is no module.
     """
-    data, unknown = dict(data), [name for name in others if name != "model"]
-    if unknown:
+    data, wrong = dict(data), [name for name in others if name != "model" or module is not None]
+    if wrong:
         known = ["module", "model", "datamodule", "ckpt_path", "dataloaders", "train_dataloaders", "val_dataloaders"]
-        hint = did_you_mean(unknown[0], known)
-        raise ArgumentError(f"{stage}() got an unexpected keyword argument {unknown[0]!r}.{hint}")
-    if module is not None and "model" in others:
-        raise ArgumentError(f"{stage}() got the module twice, by position and as model=: give it once.")
+        hint = did_you_mean(wrong[0], known)
+        raise ArgumentError(f"{stage}() got an unexpected or second argument {wrong[0]!r}.{hint}")
     module = others.get("model", module)
     first = next(iter(data))
     if isinstance(data[first], DataModule) and datamodule is None:
@@ -146,15 +145,10 @@ def check_call(
     """
     if running is not None:
         raise ConfigError(f"{stage}() was called while {running}() runs: make another Trainer for it.")
-    if isinstance(module, type):
-        raise ConfigError(f"{stage}() got the class {module.__name__}; give it an object: {module.__name__}(...).")
-    if hasattr(module, "_orig_mod"):
-        fix = "pass the module itself, and Trainer(compile=True), or call module.compile() before"
-        raise ConfigError(f"{stage}() got what torch.compile(module) returned: {fix}.")
     if not isinstance(module, TrainModule):
         raise ConfigError(
-            f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "
-            "Subclass TrainModule, or hold your model as an attribute of one."
+            f"{stage}() takes an object of a subclass of trainer.TrainModule first, and got a {type(module).__name__}. "
+            "Hold another model as an attribute of one; in place of torch.compile(module) give Trainer(compile=True)."
         )
     problems = module_problems(module, stage) or wrapping_problems(module, config.strategy)
     problems += _wrong_data(stage, data, datamodule)
@@ -166,51 +160,38 @@ def check_call(
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
     problems += [problem for one in config.callbacks for problem in one.problems(config, module, stage)]
-    if not isinstance(ckpt_path, (str, Path, type(None))):
-        problems.append(f"ckpt_path={shown(ckpt_path)}: give 'last', 'best' or the path of a checkpoint folder.")
-    elif ckpt_path == "" or not checkpoint_may_exist(ckpt_path):
+    if ckpt_path == "" or not checkpoint_may_exist(ckpt_path):
         guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
             f"ckpt_path={str(ckpt_path)!r} does not exist (before the first checkpoint, best_model_path is empty)."
             f"{guess} Give 'last', 'best' or a checkpoint folder, or leave ckpt_path out."
         )
     problems += allowed_problems(allow_changes)
-    if not isinstance(weights, (str, Path, type(None))):
-        problems.append(f"weights={shown(weights)}: give the path of a folder or of a .safetensors file.")
-    elif weights is not None and ckpt_path is None and (problem := weights_problem(weights)) is not None:
+    if weights is not None and ckpt_path is None and (problem := weights_problem(weights)) is not None:
         problems.append(problem)
     raise_problems(problems, f"{stage}({type(module).__name__})")
 
 
 def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
-    """Return problems such as a data module instead of a loader, or loaders and a data module together."""
-    problems = []
-    for loaders in data.values():
-        if isinstance(loaders, DataModule):
-            kind = type(loaders).__name__
-            problems.append(f"{stage}() got the data module {kind} as a loader: give it as datamodule=.")
-    if isinstance(datamodule, type):
-        problems.append(f"datamodule= got the class {datamodule.__name__}; give an object: {datamodule.__name__}(...).")
-    elif isinstance(datamodule, DataModule):
-        problems += datamodule_problems(datamodule)
-        if any(loaders is not None for loaders in data.values()):
-            problems.append(f"{stage}() got loaders and a datamodule, which gives loaders too: pass only one of them.")
-    elif datamodule is not None:
-        problems.append(f"datamodule= takes a trainer.DataModule, and got a {type(datamodule).__name__}.")
+    """Return the problems of a data module, and of loaders beside it."""
+    if datamodule is None:
+        return []
+    if not isinstance(datamodule, DataModule):
+        kind = type(datamodule).__name__
+        return [f"datamodule= takes an object of a subclass of trainer.DataModule, and got a {kind}."]
+    problems = datamodule_problems(datamodule)
+    if any(loaders is not None for loaders in data.values()):
+        problems.append(f"{stage}() got loaders and a datamodule, which gives loaders too: pass only one of them.")
     return problems
 
 
 def _not_with_manual_optimization(settings: Settings) -> list[str]:
-    needs = "needs automatic optimization: with automatic_optimization = False"
-    given = {
-        f"accumulate_grad_batches {needs} your training_step decides when to step.": (
-            settings.accumulate_grad_batches != 1
-        ),
-        f"gradient_clip_val {needs} call self.clip_gradients(optimizer, value) in training_step.": (
-            settings.gradient_clip_val is not None
-        ),
-    }
-    return [problem for problem, applies in given.items() if applies]
+    needs, problems = "needs automatic optimization: with automatic_optimization = False", []
+    if settings.accumulate_grad_batches != 1:
+        problems.append(f"accumulate_grad_batches {needs} your training_step decides when to step.")
+    if settings.gradient_clip_val is not None:
+        problems.append(f"gradient_clip_val {needs} call self.clip_gradients(optimizer, value) in training_step.")
+    return problems
 
 
 def module_problems(module: TrainModule, stage: str) -> list[str]:
@@ -226,29 +207,16 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     needed = () if predicts else NEEDED[stage]
     missing = [method for method in needed if not module.overrides(method)]
     problems += [f"{name} has no {method}: {HOW_TO_DEFINE[method]}" for method in missing]
-    problems += _check_signatures(module, stage)
-    problems += [
-        f"{name}.{method} is of type {type(value).__name__}, but TrainModule has a method of that name: call yours "
-        f"something else, such as self.my_{method}."
-        for method, value in vars(module).items()
-        if callable(getattr(TrainModule, method, None))
-        and not callable(value)
-        and method not in (*METHODS, *MODULE_HOOKS)
-    ]
-    return problems + module.hyperparameter_problems
+    return problems + _check_signatures(module, stage) + module.hyperparameter_problems
 
 
 def datamodule_problems(datamodule: DataModule) -> list[str]:
     """Return the problems of a data module, as sentences that name the fix."""
-    wrong = [
-        check_signature(datamodule, method, parameters_of(getattr(DataModule, method)))
-        for method in DATAMODULE_METHODS
-        if datamodule.overrides(method)
-    ]
+    own = [method for method in DATAMODULE_METHODS if datamodule.overrides(method)]
+    wrong = [check_signature(datamodule, method, parameters_of(getattr(DataModule, method))) for method in own]
     beyond = methods_beyond(datamodule, DataModule)
-    former = words_for("hook", [name for name in beyond if name.endswith("_dataloader")])
-    open_methods = [method for method in DATAMODULE_METHODS if not datamodule.overrides(method)]
-    uncalled = uncalled_methods(datamodule, beyond, DATAMODULE_EQUIVALENTS | former, methods=open_methods)
+    instead = DATAMODULE_EQUIVALENTS | words_for("hook", beyond)
+    uncalled = uncalled_methods(datamodule, beyond, instead, methods={*DATAMODULE_METHODS} - {*own})
     return [*uncalled, *filter(None, wrong)]
 
 
@@ -256,23 +224,10 @@ STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("traini
 """The step methods that a stage calls."""
 
 
-OPTIMIZER_NUMBERS = frozenset({"optimizer_idx", "optimizer_i", "opt_idx"})
-"""Arguments for the number of an optimizer in Lightning 1."""
-
-
 def _check_signatures(module: TrainModule, stage: str) -> list[str]:
     problems: list[str | None] = []
     for name in (*MODULE_HOOKS, *METHODS):
         if (name in STEPS.values() and name not in STEPS_OF[stage]) or not module.overrides(name):
-            continue
-        code = getattr(getattr(module, name), "__code__", None)
-        numbers = OPTIMIZER_NUMBERS.intersection(() if code is None else code.co_varnames[: code.co_argcount])
-        if numbers:  # by position, another argument could be taken for it
-            problems.append(
-                f"{type(module).__name__}.{name} takes {first_of(numbers)}, as in Lightning 1: with several optimizers "
-                "set automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise "
-                "leave the argument out."
-            )
             continue
         expected = ["loss"] if name == "backward" else parameters_of(getattr(TrainModule, name))
         if name in STEPS.values() and name != "training_step":

@@ -12,7 +12,7 @@ from trainer.callback import DEFAULT_CALLBACKS, Callback, Checkpoint, callback_n
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import Environment, detect_environment
 from trainer.distributed.tpu import sharing_problems
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError, raise_problems, shown
 from trainer.logger import DummyLogger, Logger
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
@@ -87,21 +87,23 @@ class ResolvedConfig:
 
 def settings_problems(settings: Settings) -> list[str]:
     """Return the problems of single settings, one sentence each."""
-    return [*settings.problems(), *_unknown_choices(settings), *_wrong_callbacks(settings)]
+    loggers = "CSVLogger(), TensorBoardLogger() or WandbLogger(), a list of them, True or False"
+    return [
+        *settings.problems(),
+        *_unknown_choices(settings),
+        *_others_than(Callback, settings.callbacks, "callbacks", "EarlyStopping(...), or a list"),
+        *_others_than(Logger, settings.logger, "logger", loggers),
+    ]
 
 
 def _unknown_choices(settings: Settings) -> list[str]:
     """Return the problems of unknown names, and of devices that this machine does not have."""
-    problems = []
-    if isinstance(settings.strategy, type):
-        name = settings.strategy.__name__
-        problems.append(f"strategy={name} is a class; give an object, {name}(), or a name such as 'ddp'.")
-    elif not isinstance(settings.strategy, (str, Strategy)):
-        problems.append(f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object.")
+    if not isinstance(settings.strategy, (str, Strategy)):
+        problems = [f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object."]
+    elif isinstance(settings.strategy, str):
+        problems = error_of(lambda: resolve_strategy(settings.strategy, 1))
     else:
-        problems += error_of(lambda: resolve_strategy(settings.strategy, 1))
-    if isinstance(settings.strategy, Strategy):
-        problems += unknown_methods(settings.strategy)
+        problems = unknown_methods(settings.strategy)
     precision, _, wrong = _with_plugins(settings)
     problems += wrong + error_of(lambda: resolve_precision(precision))
     problems += compile_problems(settings.compile)
@@ -119,24 +121,11 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def _wrong_callbacks(settings: Settings) -> list[str]:
-    loggers = "CSVLogger(), TensorBoardLogger() or WandbLogger(), a list of them, True or False"
-    return [
-        *_others_than(Callback, settings.callbacks, "callbacks", "EarlyStopping(...), or a list"),
-        *_others_than(Logger, settings.logger, "logger", loggers),
-    ]
-
-
 def _others_than(kind: type, given: Any, where: str, examples: str) -> list[str]:
     """Return a problem for each object that is not of a kind of callbacks."""
-    problems = []
-    for one in _listed(given):
-        if isinstance(one, type):
-            problems.append(f"{where}: {one.__name__} is a class; give an object: {one.__name__}(...).")
-        elif not isinstance(one, kind):
-            own = f"your own is a subclass of trainer.{kind.__name__}"
-            problems.append(f"{where}: {one!r} is not a {kind.__name__}. Give {examples}; {own}.")
-    return problems
+    own = f"an object of your own subclass of trainer.{kind.__name__}"
+    wrong = [one for one in _listed(given) if not isinstance(one, kind)]
+    return [f"{where}: {shown(one)} is not a {kind.__name__}. Give {examples}; or {own}." for one in wrong]
 
 
 def _with_plugins(settings: Settings) -> tuple[Any, bool, list[str]]:
@@ -253,10 +242,10 @@ def step_config(settings: Settings, **known: Any) -> StepConfig:
 
 def _problems_of_callbacks(settings: Settings) -> list[str]:
     problems, callbacks = [], _listed(settings.callbacks)
-    for number, callback in enumerate(callbacks):
+    for callback in callbacks:
         problems += callback_problems(callback)
-        if any(callback is other for other in callbacks[:number]):
-            problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: remove one.")
+    if len({*map(id, callbacks)}) < len(callbacks):
+        problems.append("callbacks: an object is listed twice: remove one.")
     if settings.enable_checkpointing or settings.fast_dev_run:
         return problems
     if any(isinstance(callback, Checkpoint) for callback in callbacks):
@@ -303,9 +292,8 @@ def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Cal
         ConfigError: `of_module`, the return value of `configure_callbacks`, is no callback or list of callbacks; or two
             classes with a state have one name.
     """
-    problems = _others_than(Callback, of_module, "configure_callbacks", "EarlyStopping(...), or a list")
-    if of_module is None:
-        problems = ["configure_callbacks gave None: return a list of callbacks, or an empty one."]
+    given = [None] if of_module is None else of_module
+    problems = _others_than(Callback, given, "configure_callbacks", "EarlyStopping(...), or a list")
     raise_problems(problems, "the module's callbacks")
     of_module = _without_writers(config.settings, _listed(of_module))
     kinds = {type(callback) for callback in of_module}

@@ -49,11 +49,7 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         return _find_last(run)
     if ckpt_path == "best":
         return _find_best(run)
-    given = as_storage_path(ckpt_path)
-    found = locate(given)
-    if found.parent == given / CHECKPOINTS:
-        log.info("%s is a run directory: its last checkpoint is %s", printable(str(given)), printable(found.name))
-    return found
+    return locate(as_storage_path(ckpt_path))
 
 
 def _find_last(run: Run) -> StoragePath | None:
@@ -130,10 +126,9 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
     if ckpt_path == "last" and not full and saves_all and "left_out" not in info:
         log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
         return None
-    nearest = min(full, key=lambda one: abs(_when(one)[1] - _when(path)[1]), default="not beside it")
     raise CheckpointError(
         f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
-        f"which no training can go on: the nearest from which it can is {printable(str(nearest))}. "
+        f"which no training can go on. Beside it are {printable(first_of(one.name for one in full)) or 'no others'}. "
         "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 
@@ -209,14 +204,11 @@ def _lasts(folders: Iterable[StoragePath]) -> Iterator[StoragePath]:
     return (one for one in pointers if one is not None)
 
 
-def _when(checkpoint: StoragePath) -> tuple[bool, float, float]:
+def _when(checkpoint: StoragePath) -> tuple[bool, int, int]:
     """Return whether a training can go on from a checkpoint, its step, and the time at which its state was captured."""
     info = read_manifest(checkpoint).info
-    return not info.get("weights_only"), _number(info.get("step")), _number(info.get("captured"))
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, (int, float)) and value == value else -1
+    step, captured = (value if isinstance(value := info.get(name), int) else -1 for name in ("step", "captured"))
+    return not info.get("weights_only"), step, captured
 
 
 def _dirpaths(run: Run) -> list[StoragePath]:
@@ -353,7 +345,7 @@ def _make_version(root: Path, number: int) -> Path:
 
 
 def _remove_if_empty(run_dir: Path, process: int) -> None:
-    """Remove, when the process that made it ends, a run directory into which neither trainer nor user has written."""
+    """Remove a run directory into which neither trainer nor user has written; in the process that made it."""
     if os.getpid() == process:  # not in a fork of it
         with suppress(OSError):
             run_dir.rmdir()
@@ -409,10 +401,8 @@ def locked_folders(run: Run) -> Iterator[None]:
                 raise ConfigError(problem)
             yield
     except BaseException:
-        if trains and run.progress.step == 0:
-            # A run that failed before its first step leaves no empty directory, which would be the newest one.
-            with suppress(OSError):
-                run.session.run_dir.rmdir()
+        if trains:  # a run that failed before it has written anything leaves no directory, which would be the newest
+            _remove_if_empty(run.session.run_dir, os.getpid())
         raise
 
 

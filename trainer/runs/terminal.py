@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TextIO
@@ -31,29 +30,16 @@ def columns_of(stream: Any) -> int | None:
         return None
 
 
-def width_of(text: str) -> int:
-    """Return the columns of a terminal that a text takes: two for each wide character, as those of Chinese."""
-    if text.isascii():
-        return len(text)
-    return sum(0 if unicodedata.combining(one) else _columns_of_character(one) for one in text)
-
-
-def _columns_of_character(one: str) -> int:
-    return 2 if unicodedata.east_asian_width(one) in "WF" else 1
-
-
 def padded(text: str, width: int, right: bool = False) -> str:
     """Return a text with spaces up to a width, after it, or before it if it is aligned to the `right`."""
-    spaces = " " * (width - width_of(text))
-    return spaces + text if right else text + spaces
+    return text.rjust(width) if right else text.ljust(width)
 
 
 def _lines_of(text: str, columns: int, indent: str, break_long_words: bool) -> list[str]:
     """Return the lines of a text that is broken between words, with an indent before all but the first."""
-    as_wide = "".join("\0" * (_columns_of_character(one) - 1) + one for one in text)  # textwrap counts characters
     wrapper = textwrap.TextWrapper(columns, subsequent_indent=indent, break_on_hyphens=False)
     wrapper.break_long_words = break_long_words
-    return [line.replace("\0", "") for line in wrapper.wrap(as_wide)]
+    return wrapper.wrap(text)
 
 
 def wrapped(text: str, columns: int | None, indent: str = "    ") -> str:
@@ -65,7 +51,7 @@ def wrapped(text: str, columns: int | None, indent: str = "    ") -> str:
     """
     if columns is None:
         return text
-    return "\n".join(line if width_of(line) <= columns else _broken(line, columns, indent) for line in text.split("\n"))
+    return "\n".join(line if len(line) <= columns else _broken(line, columns, indent) for line in text.split("\n"))
 
 
 def _broken(line: str, columns: int, indent: str) -> str:
@@ -97,20 +83,17 @@ def fitted(
         first_to_go: the numbers of the columns that may be left out, in that order.
         beside: characters of each line beside the cells and the gaps between them.
     """
-    widths = [max(map(width_of, cells)) for cells in zip(*rows, strict=True)]
-    kept = list(range(len(widths)))
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    kept, waiting = list(range(len(widths))), list(first_to_go)
 
     def room() -> int:
         """Return the room for the first column."""
-        assert columns is not None
-        return columns - beside - sum(widths[number] + GAP for number in kept[1:])
+        return (columns or sys.maxsize) - beside - sum(widths[number] + GAP for number in kept[1:])
 
-    if columns is not None:
-        for number in first_to_go:
-            if room() < widths[0]:
-                kept.remove(number)
+    while waiting and room() < widths[0]:
+        kept.remove(waiting.pop(0))
     cells = [[row[number] for number in kept] for row in rows]
-    if columns is not None and room() < widths[0]:
+    if room() < widths[0]:
         cells = [part for row in cells for part in _folded(row, max(room(), LEAST_NAME))]
     return FittedTable(cells, kept, [rows[0][number] for number in range(len(widths)) if number not in kept])
 

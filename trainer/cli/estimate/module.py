@@ -76,8 +76,8 @@ def examine(configuration: Configuration, precision: Precision) -> EstimateInput
     module = build_without_memory(configuration.module, precision, notes)
     optimizers, kinds = _optimizers(module, notes)
     largest = max(kinds, key=lambda kind: kind.per_element)
-    if any(kind.per_element != largest.per_element for kind in kinds):
-        notes.append(f"the optimizers differ; all are counted as {largest.name}, which keeps most")
+    if len(kinds) > 1:
+        notes.append(f"all optimizers are counted as {largest.name}, which keeps most")
     size = count(module, precision, optimizers, largest)
     shape = _shape(module, [configuration.module.arguments, module.hparams])
     batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
@@ -188,13 +188,7 @@ def _optimizers(module: TrainModule, notes: list[str]) -> tuple[list[Optimizer],
 def probe(optimizer: Optimizer) -> OptimizerStates:
     """Measure the state for each element and each tensor, by a step on a small parameter."""
     parameter = nn.Parameter(torch.zeros(16, 16))
-    try:
-        optimizer = optimizer_like(optimizer, [parameter])
-    except Exception:  # the class takes other arguments: the parameter is added, and the others have no gradients
-        optimizer.add_param_group({"params": [parameter]})
-        for group in optimizer.param_groups:
-            for other in group["params"]:
-                other.grad = None
+    optimizer = optimizer_like(optimizer, [parameter])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]

@@ -87,7 +87,7 @@ class _Rewriter(cst.CSTTransformer):
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.BaseSmallStatement:
         module = get_full_name_for_node(original_node.module) if original_node.module else None
-        if original_node.relative or module is None or lightning_root(module) is None:
+        if original_node.relative or not module or lightning_root(module) is None:
             return updated_node
         home, instead = module_here(module)
         if isinstance(updated_node.names, cst.ImportStar):
@@ -105,10 +105,8 @@ class _Rewriter(cst.CSTTransformer):
             alias = updated_node.names[0].with_changes(name=cst.Name("trainer"), comma=cst.MaybeSentinel.DEFAULT)
             return cst.Import([alias], updated_node.semicolon, updated_node.whitespace_after_from)
         homes = {here.path.rpartition(".")[0] for here in found}
-        if len(homes) == 1 and "" not in homes:
-            (home,) = homes
         names = [self._imported(alias) for alias in updated_node.names]
-        return updated_node.with_changes(module=_dotted(home), names=names)
+        return updated_node.with_changes(module=_dotted((len(homes) == 1 and homes.pop()) or home), names=names)
 
     def _imported(self, alias: cst.ImportAlias) -> cst.ImportAlias:
         names = RENAMED if alias.asname else self.renamed
@@ -154,10 +152,10 @@ class _Rewriter(cst.CSTTransformer):
         args: list[cst.Arg] = []
         for original, arg in zip(original_node.args, updated_node.args, strict=True):
             new = _argument(kind, arg, given)
-            if new is not None and original.keyword is not None:
+            if new != [arg] and original.keyword is not None:
                 line = self.get_metadata(PositionProvider, original).start.line
                 self.rewritten.add((line, original.keyword.value))
-            args += new or [arg]
+            args += new
         return updated_node.with_changes(args=args)
 
     # ------------------------------------------------------------------ helpers
@@ -178,20 +176,20 @@ def imported_as(names: Iterable[Any]) -> set[str]:
     return {one.name for one in names if one.source is QualifiedNameSource.IMPORT}
 
 
-def _argument(kind: str, arg: cst.Arg, given: Collection[str]) -> list[cst.Arg] | None:
-    """Return what an argument is here, if that is known to be the same."""
+def _argument(kind: str, arg: cst.Arg, given: Collection[str]) -> list[cst.Arg]:
+    """Return what an argument is here, if that is known to be the same; else the argument itself."""
     if arg.keyword is None:
-        return None
+        return [arg]
     name, value = arg.keyword.value, cst.Module([]).code_for_node(arg.value)
-    if name == "gpus" and value.strip("0").isdigit() and not {"accelerator", "devices"} & set(given):
+    if name == "gpus" and value.strip("0").isdigit() and {"accelerator", "devices"}.isdisjoint(given):
         comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
         first = arg.with_changes(keyword=cst.Name("accelerator"), value=cst.SimpleString('"gpu"'), comma=comma)
         return [first, arg.with_changes(keyword=cst.Name("devices"))]
-    new, text = ARGUMENTS[kind].get(name, ""), value
+    new, text = ARGUMENTS[kind].get(name, name), value
     if kind == "Trainer":
         new, text = VALUES.get((name, value), (new, text))
-    if not new or (new != name and new in given):
-        return None
+    if (new, text) == (name, value) or new in {*given} - {name}:
+        return [arg]
     return [arg.with_changes(keyword=cst.Name(new), value=arg.value if text == value else cst.parse_expression(text))]
 
 

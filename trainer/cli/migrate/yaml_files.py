@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import re
 from ast import literal_eval
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import yaml
 from yaml.constructor import SafeConstructor
 
 from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import ARGUMENTS, VALUES, argument_words, lightning_root, name_here
+from trainer.cli.migrate.names import ARGUMENTS, VALUES, Place, argument_words, lightning_root, name_here
 from trainer.config.files import TAG, plain_value
-from trainer.config.plug_names import callbacks, optimizers, schedulers, strategies
 from trainer.config.tree import KEYS
 
-CLASS_KEYS = ("class_path", "_target_")
+GPUS = ("accelerator", "devices")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
 CLASSES = ("model", "data", "trainer", "optimizer", "lr_scheduler")
 SEED = "use 'seed:' under 'trainer:', with a number"
@@ -114,31 +113,29 @@ class _Rewriter:
 
     def rewrite_class(self, entries: Entries, mapping: yaml.Node) -> None:
         """Rewrite a class that is written with its arguments."""
-        if "class_path" in entries and "dict_kwargs" in entries:  # jsonargparse keeps the arguments of **kwargs apart
+        if {"class_path", "dict_kwargs"} <= entries.keys():  # jsonargparse keeps the arguments of **kwargs apart
             key = entries["dict_kwargs"][0]
             if "init_args" in entries:
                 self._add(key, "dict_kwargs", "write these arguments among those of init_args")
             else:
                 self._replace(key, "init_args")
-        for name_of_key in CLASS_KEYS:
-            _, path = entries.get(name_of_key, (None, None))
-            if not isinstance(path, yaml.ScalarNode):
-                continue
-            module, _, name = path.value.rpartition(".")
-            if lightning_root(path.value):
-                place = name_here(module, name)
-                if place.path:
-                    self._replace(path, place.path)
-                else:
-                    self._add(path, path.value, f"use {place.instead}")
-            elif name_of_key == "class_path" and not module and ":" not in name and name not in _known_classes():
-                todo = f"give it with its module, package.module.{name}, or as file.py:{name}"
-                self._add(path, f"class_path: {name}", todo)
-            if lightning_root(path.value) or module.startswith("trainer"):
-                inside = [entries[one][1] for one in entries.keys() & ARGUMENTS_KEYS]
-                arguments = [mapping] if name_of_key == "_target_" else inside
-                for node in arguments:
-                    self._rewrite_arguments(name, node)
+        inside = [entries[one][1] for one in entries.keys() & ARGUMENTS_KEYS]
+        for name_of_key, arguments in (("class_path", inside), ("_target_", [mapping])):
+            path = entries[name_of_key][1] if name_of_key in entries else None
+            if isinstance(path, yaml.ScalarNode):
+                self._rewrite_path(path, arguments)
+
+    def _rewrite_path(self, path: yaml.ScalarNode, arguments: list[yaml.Node]) -> None:
+        """Rewrite the path of a class, and the names of its arguments in these mappings."""
+        module, _, name = path.value.rpartition(".")
+        is_lightnings = lightning_root(path.value) is not None
+        place = name_here(module, name) if is_lightnings else Place(path.value)
+        if not place.path:
+            self._add(path, path.value, f"use {place.instead}")
+        elif is_lightnings:
+            self._replace(path, place.path)
+        for node in arguments if is_lightnings or module.startswith("trainer") else ():
+            self._rewrite_arguments(name, node)
 
     def rewrite_keys(self, entries: Entries, document: yaml.Node) -> None:
         """Rewrite the arguments of the trainer, and the other keys at the top of a file of LightningCLI."""
@@ -169,17 +166,14 @@ class _Rewriter:
             elif (words := argument_words(kind, name, _plain(value))) is not None:
                 self._add(key, f"{kind}({name}=)", f"use {words}")
 
-    def _rewrite_value(self, key: yaml.ScalarNode, value: yaml.Node, given: Collection[str], in_braces: bool) -> bool:
+    def _rewrite_value(self, key: yaml.ScalarNode, value: yaml.Node, given: Entries, in_braces: bool) -> bool:
         """Rewrite an argument that is another one here, with another value; return whether there is such a one."""
-        if not isinstance(value, yaml.ScalarNode) or not value.value:
-            return False
-        plain = _plain(value)
-        if key.value == "gpus" and type(plain) is int and plain > 0 and not {"accelerator", "devices"} & set(given):
+        if key.value == "gpus" and str(_plain(value)).strip("0").isdigit() and given.keys().isdisjoint(GPUS):
             between, quote = ", " if in_braces else f"\n{' ' * key.start_mark.column}", key.style or ""
             self._replace(key, f"accelerator{quote}: {quote}gpu{quote}{between}{quote}devices")
             return True
-        new, written = VALUES.get((key.value, repr(plain)), ("", ""))
-        if not new or (new != key.value and new in given):
+        new, written = VALUES.get((key.value, repr(_plain(value))), ("", ""))
+        if not new or new in {*given} - {key.value} or not isinstance(value, yaml.ScalarNode) or not value.value:
             return False
         meant = literal_eval(written)
         self._replace(key, new)
@@ -222,11 +216,6 @@ class _Rewriter:
 
     def _add(self, node: yaml.Node, what: str, todo: str) -> None:
         self.findings.append(Finding(node.start_mark.line + 1, what, todo))
-
-
-def _known_classes() -> set[str]:
-    """Return the classes that a configuration names without their modules."""
-    return {*callbacks("Callback"), *callbacks("Logger"), *optimizers(), *schedulers(), *strategies()}
 
 
 def _entries(node: yaml.Node) -> Entries:

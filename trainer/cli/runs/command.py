@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 from trainer.arguments import local_path
@@ -44,21 +44,20 @@ def run(arguments: list[str]) -> int:
     """List runs. Returns the exit code."""
     options = _parser().parse(_with_joined_sort(arguments))
     found = [one for folder in options.folder for one in find_runs(local_path(folder))]
-    if len(options.folder) > 1:
-        found = [replace(one, name=with_name(str(one.path), one.path)) for one in found]
     if not found:
         print(f"no runs below {printable(' '.join(options.folder))}", file=sys.stderr)
         return 1
-    rows = {one.path: values_of(one) for one in found}
-    known = list(dict.fromkeys(name for values in rows.values() for name in values))
-    shown = _filtered(found, rows, options.filter, known)
-    metrics = [_require_known(name, known) for name in options.metric or _main_metrics(shown)]
-    varied = options.hparam or differing([one.hyperparameters for one in shown])
-    parameters = [_require_known(name, known) for name in varied]
+    if len(options.folder) > 1:
+        found = [replace(one, name=with_name(str(one.path), one.path)) for one in found]
+    known = list(dict.fromkeys(chain.from_iterable(map(values_of, found))))
+    for text in options.filter:
+        found = [*filter(_condition(text, known), found)]
+    metrics = options.metric or _main_metrics(found)
+    parameters = options.hparam or differing([one.hyperparameters for one in found])
     if options.sort:
-        shown = _sorted(shown, rows, _require_known(options.sort.removeprefix("-"), known), options.sort[0] == "-")
-    head = [*COLUMNS, *metrics, *parameters]
-    table: list[list[Any]] = [[rows[one.path].get(name) for name in head] for one in shown]
+        found = _sorted(found, _require_known(options.sort.removeprefix("-"), known), options.sort[0] == "-")
+    head = [*COLUMNS, *(_require_known(name, known) for name in (*metrics, *parameters))]
+    table: list[list[Any]] = [[values_of(one).get(name) for name in head] for one in found]
     if options.json:
         print(json.dumps([dict(zip(head, map(_json_ready, row), strict=True)) for row in table], indent=1))
     elif options.csv:
@@ -74,25 +73,16 @@ def _print_table(head: list[str], table: list[list[Any]], metrics: int, paramete
     print("\n".join(fitted_lines(cells, range(2, len(COLUMNS) + metrics), first_to_go, "--csv or --json")))
 
 
-Rows = dict[Path, dict[str, Any]]
-"""Values of each run, by its directory and by names."""
+def _sorted(found: list[RunSummary], name: str, largest_first: bool) -> list[RunSummary]:
+    """Return the runs by a value, numbers before texts; those without one, and with nan, are last in both orders."""
+    values = {one.path: values_of(one).get(name) for one in found}
+    known = [one for one in found if values[one.path] == values[one.path] and values[one.path] is not None]
 
+    def key(one: RunSummary) -> tuple[bool, Any]:
+        value = values[one.path]
+        return (False, value) if isinstance(value, (int, float)) else (True, str(value))
 
-def _filtered(found: list[RunSummary], rows: Rows, filters: list[str], known: list[str]) -> list[RunSummary]:
-    """Return the runs for which all conditions hold."""
-    conditions = [_condition(text, known, [*rows.values()]) for text in filters]
-    return [
-        one
-        for one in found
-        if all(_holds(compare, rows[one.path].get(name), wanted) for name, compare, wanted in conditions)
-    ]
-
-
-def _sorted(found: list[RunSummary], rows: Rows, name: str, largest_first: bool) -> list[RunSummary]:
-    """Return the runs by a value; those without one are last in both orders."""
-    keys = {one.path: _sortable(rows[one.path].get(name)) for one in found}
-    ordered = sorted(found, key=lambda one: keys[one.path], reverse=largest_first)
-    return sorted(ordered, key=lambda one: keys[one.path] == WITHOUT)
+    return [*sorted(known, key=key, reverse=largest_first), *(one for one in found if one not in known)]
 
 
 def _first_to_go(metrics: int, parameters: int) -> list[int]:
@@ -140,20 +130,25 @@ def _main_metrics(found: list[RunSummary]) -> list[str]:
     return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
 
 
-def _condition(text: str, known: list[str], rows: list[dict[str, Any]]) -> tuple[str, Callable[[Any, Any], bool], str]:
-    """Return the name, the comparison and the value of a filter.
+def _condition(text: str, known: list[str]) -> Callable[[RunSummary], bool]:
+    """Return whether a filter holds for a run, as a function.
 
     Raises:
-        ConfigError: it is no condition, no run has the name, or numbers are to be smaller or larger than a text.
+        ConfigError: it is no condition, or no run has the name.
     """
     match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==?|<|>)\s*(.*?)\s*", text)
     if match is None:
         raise ConfigError(f"--filter {text!r}: write NAME>VALUE, with one of <, <=, >, >=, =, !=.")
-    name, sign, wanted = _require_known(match[1], known), match[2].replace("==", "="), match[3]
-    has_text = any(isinstance(values.get(name), str) for values in rows)
-    if sign not in ("=", "!=") and not has_text and _number(wanted) is None:
-        raise ConfigError(f"--filter {text!r}: {name} is a number: give one after {sign}, and not {wanted!r}.")
-    return name, COMPARISONS[sign], wanted
+    name, compare, wanted = _require_known(match[1], known), COMPARISONS[match[2].replace("==", "=")], match[3]
+
+    def holds(one: RunSummary) -> bool:
+        value = values_of(one).get(name)
+        try:
+            return compare(float(value), float(wanted))
+        except (TypeError, ValueError):
+            return value is not None and compare(str(value).lower(), wanted.lower())
+
+    return holds
 
 
 def _require_known(name: str, known: list[str]) -> str:
@@ -162,34 +157,9 @@ def _require_known(name: str, known: list[str]) -> str:
     return name
 
 
-def _holds(compare: Callable[[Any, Any], bool], value: Any, wanted: str) -> bool:
-    one, other = _number(value), _number(wanted)
-    if one is None or other is None:
-        return value is not None and compare(str(value).lower(), wanted.lower())
-    return compare(one, other)
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def _json_ready(value: Any) -> Any:
     """Return nan and infinities as text, as `trainer checkpoint show --json` does: JSON has no numbers for them."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-WITHOUT = (2, "")
-"""The place in an order of what has none: a missing value, and nan."""
-
-
-def _sortable(value: Any) -> tuple[int, Any]:
-    """Return a key that sorts numbers before texts."""
-    if value is None or value != value:
-        return WITHOUT
-    return (0, value) if isinstance(value, (int, float)) else (1, str(value))
 
 
 def _cell(name: str, value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import re
 import time
@@ -14,19 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.arguments import flat_names
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
 
 METRIC_FILES = ("metrics.csv", "metrics.jsonl")
 LOGGED = {"hparams.json", *METRIC_FILES}
 """Files of loggers: a run directory has one of them, or checkpoints."""
-PROJECT = {".git", "pyproject.toml"}
-"""Entries of a project, whose own files may have the names of a run's; so have folders with Python files."""
 CHECKPOINTS = "checkpoints"
-CHECKPOINT_FILES = ("manifest.json", "checkpoint.json")
-POINTERS = ("last.json", "best.json")
-LEFTOVERS = (".tmp-", ".old-", ".del-")
-"""Beginnings of the names of what a killed process has left among checkpoints."""
+OF_CHECKPOINTS = (
+    *("*/manifest.json", "*/checkpoint.json", "*/*.safetensors", "last.json", "best.json"),
+    *(".tmp-*", ".old-*", ".del-*"),  # left by a process that was killed
+)
+"""Files by which a folder of checkpoints is known, as patterns."""
 MAX_BYTES = 50_000_000
 """Size of the largest JSON file that is read."""
 
@@ -66,14 +65,10 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 
 def run_directories(folder: Path) -> Iterator[Path]:
-    """Yield the run directories of a folder: itself, and those below. Links are not followed.
-
-    A folder with the files of a run may be a project with results of its own, so what is below it is looked at, too.
-    """
+    """Yield the run directories of a folder: itself, and those below. Links are not followed."""
     for path, folders, files in os.walk(folder):
-        project = bool({*folders, *files} & PROJECT) or any(name.endswith(".py") for name in files)
-        keeps = CHECKPOINTS in folders and _keeps_checkpoints(Path(path, CHECKPOINTS), or_nothing=not project)
-        if keeps or (not project and LOGGED & {*files}):
+        keeps = CHECKPOINTS in folders and _keeps_checkpoints(Path(path, CHECKPOINTS))
+        if keeps or LOGGED & {*files}:
             yield Path(path)
         left_out = ("__pycache__", CHECKPOINTS if keeps else "")
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
@@ -89,20 +84,10 @@ def with_name(place: str, run: Path) -> str:
     return place
 
 
-def _keeps_checkpoints(folder: Path, or_nothing: bool) -> bool:
-    """Whether a folder holds checkpoints of a run, also unfinished ones, or a pointer; `or_nothing`: or nothing."""
+def _keeps_checkpoints(folder: Path) -> bool:
+    """Whether a folder has checkpoints of a run, also unfinished ones, or nothing yet."""
     with suppress(OSError):
-        names = [name for name in os.listdir(folder) if name != ".lock"]
-        written = (name in POINTERS or name.startswith(LEFTOVERS) or _is_checkpoint(folder / name) for name in names)
-        return any(written) if names else or_nothing
-    return False
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or what is left of one."""
-    with suppress(OSError):
-        names = os.listdir(path) if path.is_dir() else []
-        return any(name in CHECKPOINT_FILES or name.endswith(".safetensors") for name in names)
+        return {*os.listdir(folder)} <= {".lock"} or any(next(folder.glob(one), None) for one in OF_CHECKPOINTS)
     return False
 
 
@@ -114,7 +99,8 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     read = {target.parent.name: read_json(target).get("info") for target in checkpoints.glob("*/manifest.json")}
     infos = {name: _checked(info) for name, info in read.items() if isinstance(info, dict)}
     _fill_in_times(one, infos)
-    last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
+    pointers = [read_json(checkpoints / name).get("checkpoint") for name in ("last.json", "best.json")]
+    last, best = (infos.get(str(name)) for name in pointers)
     last = last or max(infos.values(), key=lambda info: info["step"] or 0, default=None)
     if last is not None:
         one.step, one.epoch, one.state = last["step"], last["epoch"], last["state"]
@@ -128,7 +114,10 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     if is_locked(path) or is_locked(checkpoints):
         one.state = "running"
         one.seconds = None if one.began is None else time.time() - one.began
-    one.hyperparameters = flat(read_json(path / "hparams.json") or _saved_hyperparameters(checkpoints, infos))
+    saved = read_json(checkpoints / next(iter(infos), "") / "checkpoint.json").get("hyperparameters")
+    saved = saved if isinstance(saved, dict) else {}
+    of_owners = {owner: saved[owner] for owner in ("module", "data") if owner in saved}
+    one.hyperparameters = flat_names(read_json(path / "hparams.json") or of_owners, ".")
     return one
 
 
@@ -138,30 +127,22 @@ def _fill_in_times(one: RunSummary, infos: dict[str, dict[str, Any]]) -> None:
         times = [entry.stat().st_mtime for entry in os.scandir(one.path)]
         one.began, one.seconds = min(times), max(times) - min(times)
         # A run that is resumed writes its files again, so their times may be those of its latest start.
-        counts = [count for info in infos.values() for count in (info["began"], info["captured"]) if count is not None]
-        one.began = min(one.began, min(counts, default=math.inf) / 1e9)
+        one.began = min([one.began, *(info["began"] / 1e9 for info in infos.values() if info["began"])])
 
 
 def _checked(info: dict[str, Any]) -> dict[str, Any]:
     """Return the info of a checkpoint with values of the right kinds, and its state: anybody may have written it."""
-    found: dict[str, Any] = {}
-    for name in ("step", "epoch", "began", "captured"):
-        value = info.get(name)
-        found[name] = value if type(value) is int and 0 <= value < 2**63 else None
+    counters = {name: info.get(name) for name in ("step", "epoch", "began", "captured")}
+    found: dict[str, Any] = {name: value if _is_number(value) else None for name, value in counters.items()}
+    metrics = info.get("metrics") if isinstance(info.get("metrics"), dict) else {}
+    found["metrics"] = {name: float(value) for name, value in metrics.items() if _is_number(value)}
     state = f"stopped ({info['stopped']})" if isinstance(info.get("stopped"), str) else "unfinished"
-    found["state"] = "finished" if info.get("finished") is True else state
-    return found | {"metrics": numbers(info.get("metrics"))}
+    return found | {"state": "finished" if info.get("finished") is True else state}
 
 
-def _saved_hyperparameters(checkpoints: Path, infos: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters in a checkpoint, for runs without a logger that writes them."""
-    saved = read_json(checkpoints / next(iter(infos), "") / "checkpoint.json").get("hyperparameters")
-    return {name: saved[name] for name in saved if name != "kinds"} if isinstance(saved, dict) else {}
-
-
-def _pointed(checkpoints: Path, pointer: str, infos: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the info of the checkpoint to which `last` or `best` points."""
-    return infos.get(str(read_json(checkpoints / f"{pointer}.json").get("checkpoint")))
+def _is_number(value: Any) -> bool:
+    """Whether a value is a float, or an integer that fits one."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def is_locked(folder: Path) -> bool:
@@ -198,10 +179,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
         path: the run directory, or one of the two files.
     """
     files = [path] if path.name in METRIC_FILES else [path / name for name in METRIC_FILES]
-    file = next((file for file in files if file.is_file()), None)
+    file = next((file for file in files if file.is_file()), files[0])
     found: dict[str, list[tuple[int, float]]] = {}
-    if file is None:
-        return found
     with suppress(OSError, UnicodeDecodeError, csv.Error), open(file, newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines) if file.suffix == ".csv" else map(_row_of_json, lines):
             _add(found, row)
@@ -232,27 +211,6 @@ def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:
     known = [values for values in hyperparameters if values]
     names = dict.fromkeys(name for values in known for name in values)
     return [name for name in names if len({repr(values.get(name)) for values in known}) > 1]
-
-
-def numbers(metrics: Any) -> dict[str, float]:
-    """Return the numbers of a mapping that fit a float."""
-    found = metrics.items() if isinstance(metrics, dict) else ()
-    return {
-        name: float(value)
-        for name, value in found
-        if type(value) is float or (type(value) is int and abs(value) < 2**63)
-    }
-
-
-def flat(tree: Any, before: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted name."""
-    if not isinstance(tree, dict):
-        return {before: tree} if before else {}
-    return {name: value for key, child in tree.items() for name, value in flat(child, _dotted(before, key)).items()}
-
-
-def _dotted(before: str, key: str) -> str:
-    return f"{before}.{key}" if before else str(key)
 
 
 def by_numbers(path: Path) -> list[Any]:
