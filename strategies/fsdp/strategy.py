@@ -38,14 +38,14 @@ from trainer.optimizers import copy_gradients, needs_closure
 from trainer.precision import NULL_CONTEXT, Precision, has_statistics, multiplies_buffers
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
-from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
-from trainer.strategies.fsdp.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
-from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
-from trainer.strategies.fsdp.refusals import refuse_collecting, refuse_unsplittable
 from trainer.strategies.fsdp.side_outputs import SideOutputs
-from trainer.strategies.fsdp.stage_checks import StageValues
 from trainer.strategies.optimizer_trials import mixes_parameters
+from trainer.strategies.parallel.context import AttentionExchange, ContextParallel
+from trainer.strategies.parallel.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
+from trainer.strategies.parallel.pipeline import LeftStage, Pipeline
+from trainer.strategies.parallel.refusals import refuse_collecting, refuse_unsplittable
+from trainer.strategies.parallel.stage_checks import StageValues
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
     has_compiled,
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from trainer.strategies.fsdp.gradients import Gradients
-    from trainer.strategies.fsdp.plan_check import PlanCheck
     from trainer.strategies.fsdp.trainable import Places
+    from trainer.strategies.parallel.plan_check import PlanCheck
 
 log = logging.getLogger("trainer")
 
@@ -94,7 +94,7 @@ class FSDPStrategy(DistributedStrategy):
             other processes without memory. "meta": without memory on all; then rank 0 calls `init_weights` or
             `reset_parameters` of one submodule after the other. All processes get rank 0's values.
         tensor_parallel: processes among which layers are split, as the module's `tensor_parallel_plan` says, or that
-            of a Hugging Face model in it; see `trainer.strategies.fsdp.plan.STYLES`.
+            of a Hugging Face model in it; see `trainer.strategies.parallel.plan.STYLES`.
         context_parallel: processes among which each sequence is split, within the blocks. Blocks mix tokens by
             `scaled_dot_product_attention` only.
         pipeline_parallel: stages, each with some of the blocks. The micro-batches are those of a window
@@ -502,7 +502,7 @@ class FSDPStrategy(DistributedStrategy):
                 del record._unsharded_param
 
     def _refuse(self, module: TrainModule) -> None:
-        from trainer.strategies.fsdp.adapters import refuse_adapted_parameters
+        from trainer.strategies.parallel.adapters import refuse_adapted_parameters
 
         raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
         kinds = ("scalar", "empty", "script", "quantized", "hooked")
@@ -547,8 +547,8 @@ class FSDPStrategy(DistributedStrategy):
         return here
 
     def _split_layers(self, module: TrainModule) -> str:
-        from trainer.strategies.fsdp.experts import find_experts, split_experts
-        from trainer.strategies.fsdp.plan import (
+        from trainer.strategies.parallel.experts import find_experts, split_experts
+        from trainer.strategies.parallel.plan import (
             apply_plan,
             describe_plan,
             find_plan,
@@ -556,7 +556,7 @@ class FSDPStrategy(DistributedStrategy):
             needs_loss_parallel,
             resolve_plan,
         )
-        from trainer.strategies.fsdp.plan_check import PlanCheck
+        from trainer.strategies.parallel.plan_check import PlanCheck
 
         assert self._mesh is not None
         layout, plan = self.layout, find_plan(module)
@@ -870,7 +870,7 @@ class FSDPStrategy(DistributedStrategy):
         """Return the context in which losses are computed from logits that are sharded over processes."""
         if not self._loss_parallel:
             return NULL_CONTEXT
-        from trainer.strategies.fsdp.plan import split_losses
+        from trainer.strategies.parallel.plan import split_losses
 
         return split_losses()
 

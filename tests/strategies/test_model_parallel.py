@@ -35,12 +35,12 @@ from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
-from trainer.strategies.fsdp.messages import Neighbour
-from trainer.strategies.fsdp.plan import find_plan, needs_newer_torch, resolve_plan
-from trainer.strategies.fsdp.plan_check import PlanCheck
-from trainer.strategies.fsdp.refusals import refuse_collecting
-from trainer.strategies.fsdp.stage_checks import StageChecks
-from trainer.strategies.fsdp.verify import difference_of
+from trainer.strategies.parallel.messages import Neighbour
+from trainer.strategies.parallel.plan import find_plan, needs_newer_torch, resolve_plan
+from trainer.strategies.parallel.plan_check import PlanCheck
+from trainer.strategies.parallel.refusals import refuse_collecting
+from trainer.strategies.parallel.stage_checks import StageChecks
+from trainer.strategies.parallel.verify import difference_of
 from trainer.strategy import StepConfig
 
 TWO = ("TP x2", "CP x2", "PP x2")

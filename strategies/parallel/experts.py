@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
-from trainer.strategies.fsdp.refusals import without_graph
-from trainer.strategies.fsdp.verify import Inputs, Results, compare, results_of
+from trainer.strategies.parallel.refusals import without_graph
+from trainer.strategies.parallel.verify import Inputs, Results, compare, results_of
 
 EXPERT_STYLES = ("experts", "moe_tp_experts", "ep_dispatch_experts")
 """The word of a plan for a module of experts, and Hugging Face's words for it."""

@@ -14,11 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of
-from trainer.strategies.fsdp.adapters import FullInputs
-from trainer.strategies.fsdp.context import gather
-from trainer.strategies.fsdp.one_reader import HOW_GRADIENTS
-from trainer.strategies.fsdp.plan import SharedByHeads
-from trainer.strategies.fsdp.verify import (
+from trainer.strategies.parallel.adapters import FullInputs
+from trainer.strategies.parallel.context import gather
+from trainer.strategies.parallel.one_reader import HOW_GRADIENTS
+from trainer.strategies.parallel.plan import SharedByHeads
+from trainer.strategies.parallel.verify import (
     OUTPUT,
     Inputs,
     Results,

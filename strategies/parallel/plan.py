@@ -27,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
-from trainer.strategies.fsdp.adapters import styles_within, wrapped_layers
-from trainer.strategies.fsdp.experts import EXPERT_STYLES, add_up_gradients, takes_routing
-from trainer.strategies.fsdp.one_reader import differences_among
-from trainer.strategies.fsdp.refusals import hugging_face_models, without_graph
+from trainer.strategies.parallel.adapters import styles_within, wrapped_layers
+from trainer.strategies.parallel.experts import EXPERT_STYLES, add_up_gradients, takes_routing
+from trainer.strategies.parallel.one_reader import differences_among
+from trainer.strategies.parallel.refusals import hugging_face_models, without_graph
 
 Style = str | ParallelStyle | None
 """A word of `STYLES` or "experts", an object of torch, or None: replicated."""

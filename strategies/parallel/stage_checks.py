@@ -21,8 +21,8 @@ from trainer.model.reachable import (
     same_content,
     tensors_in,
 )
-from trainer.strategies.fsdp.one_reader import Marks, marks_of
-from trainer.strategies.fsdp.verify import Inputs, Verification, rehearsal, tensors_left
+from trainer.strategies.parallel.one_reader import Marks, marks_of
+from trainer.strategies.parallel.verify import Inputs, Verification, rehearsal, tensors_left
 
 ADVICE = "Return it, or compute it outside of the blocks; or use another strategy."
 

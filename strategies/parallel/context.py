@@ -18,8 +18,8 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
 from trainer.model.reachable import nodes_behind, tensors_in
-from trainer.strategies.fsdp.refusals import without_graph
-from trainer.strategies.fsdp.verify import Inputs, Results, Verification, compare, results_of, tensors_left
+from trainer.strategies.parallel.refusals import without_graph
+from trainer.strategies.parallel.verify import Inputs, Results, Verification, compare, results_of, tensors_left
 
 AttentionExchange = Literal["auto", "heads", "keys"]
 """The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a

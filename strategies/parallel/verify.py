@@ -22,7 +22,7 @@ from trainer.float8.conversion import layers_in_8_bits
 from trainer.model.blocks import class_of, without_caches
 from trainer.model.reachable import Held, global_containers, objects_behind, places, tensors_in
 from trainer.seed import isolated_rng, rng_state
-from trainer.strategies.fsdp.one_reader import digest, is_dtensor
+from trainer.strategies.parallel.one_reader import digest, is_dtensor
 from trainer.strategies.swapped_parameters import without_hooks
 from trainer.strategy import eval_mode
 
