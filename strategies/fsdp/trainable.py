@@ -216,7 +216,14 @@ def _gathered(inputs: Any) -> list[torch.Tensor]:
     return [one if gathered is None else gathered for one, gathered in zip(inputs, full, strict=True)]
 
 
-def places_of(module: nn.Module) -> Places:
+def places_of(record: Any) -> list[tuple[nn.Module, str]]:
+    """Return the modules that hold the parameter of one of FSDP2's records, each with its name there."""
+    place = record._module_info
+    shared = zip(place.shared_modules, place.shared_param_names, strict=True)
+    return [(place.module, place.param_name), *shared]
+
+
+def former_parameters(module: nn.Module) -> Places:
     """Return the parameters of a module that is about to be sharded."""
     return {
         (id(owner), name): weakref.ref(parameter)

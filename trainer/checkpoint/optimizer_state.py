@@ -15,7 +15,7 @@ may keep more:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -302,9 +302,7 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for one, _, before in groups:
         for old, new in zip(before, one.param_groups, strict=False):
             new.update({option: value for option, value in old.items() if is_generator(value)})
-    for part in parts.values():
-        if {"param_groups", "state"} <= vars(part).keys():
-            _take_ids_for_parameters(part)
+        _take_ids_for_parameters(one)
     if len(parts) > 1:
         _keep_groups(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -350,7 +348,7 @@ def _keep_groups(before: list[tuple[Optimizer, list[Any], list[dict[str, Any]]]]
 def _take_ids_for_parameters(optimizer: Optimizer) -> None:
     """Give states that were loaded by `id(parameter)` to the parameters, whose hashes are the ids."""
     ids = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    state: dict[Any, Any] = optimizer.state
+    state: dict[Any, Any] = vars(optimizer).get("state", {})
     by_id = {key: state.pop(key) for key in [*state] if type(key) is int and key in ids}
     state.update({ids[key]: values for key, values in by_id.items()})
 
@@ -429,13 +427,12 @@ def with_names(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -
     }
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     by_name = {name_of[position]: values for position, values in state["state"].items()}
-    for name, values in by_name.items():
-        for value in values.values() if isinstance(values, dict) else ():
-            if isinstance(value, (torch.Tensor, StoredTensor)) and value.shape and tuple(value.shape) != shapes[name]:
-                raise CheckpointError(
-                    f"the imported optimizer's state of {name} has the shape {list(value.shape)}, and the parameter "
-                    f"{list(shapes[name])}: configure_optimizers has the parameters in another order than then."
-                )
+    for name, _, shape in _shapes(by_name):
+        if shape not in ((), shapes[name]):
+            raise CheckpointError(
+                f"the imported optimizer's state of {name} has the shape {list(shape)}, and the parameter "
+                f"{list(shapes[name])}: configure_optimizers has the parameters in another order than then."
+            )
     groups = [{**group, "params": ours} for group, ours in zip(state["param_groups"], names, strict=True)]
     return {**state, "state": by_name, "param_groups": groups, "by_position": False}
 
@@ -449,16 +446,24 @@ def check_shapes(module: nn.Module, state: dict[str, Any]) -> None:
     # A parameter that DeepSpeed has partitioned is empty, and keeps its full shape here.
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
     of_parts = [part.get("state", {}) for part in state.get("parts", {}).values()]
-    for name, values in chain.from_iterable(states.items() for states in (state["state"], *of_parts)):
-        for key, value in values.items() if name in shapes and isinstance(values, dict) else ():
-            shape = tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else None
-            if shape is None or key not in ("step", *_LIKE_PARAMETERS):
-                continue
-            if (math.prod(shape) != 1) if key == "step" else (shape != shapes[name]):
-                raise CheckpointError(
-                    f"the checkpoint's {key!r} of {name} has the shape {list(shape)}, and the parameter has "
-                    f"{list(shapes[name])}: the checkpoint is damaged, or belongs to another model."
-                )
+    for name, key, shape in chain.from_iterable(map(_shapes, [state["state"], *of_parts])):
+        if key == "step":
+            fits = math.prod(shape) == 1
+        else:
+            fits = key not in _LIKE_PARAMETERS or shape == shapes.get(name, shape)
+        if not fits:
+            raise CheckpointError(
+                f"the checkpoint's {key!r} of {name} has the shape {list(shape)}, and the parameter has "
+                f"{list(shapes.get(name, ()))}: the checkpoint is damaged, or belongs to another model."
+            )
+
+
+def _shapes(states: Mapping[str, Any]) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Yield the name of the parameter, the key and the shape of each tensor in the states of parameters."""
+    for name, values in states.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, (torch.Tensor, StoredTensor)):
+                yield name, key, tuple(value.shape)
 
 
 def matching_groups(
@@ -490,8 +495,7 @@ def matching_groups(
         )
     groups = []
     for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):
-        group = next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names))
-        group = {key: value.read() if isinstance(value, StoredTensor) else value for key, value in group.items()}
+        group = in_memory(next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names)))
         options = {name: value for name, value in now.items() if name != "params"}
         # An optimizer of another author may give an option another type as it trains.
         known = options if type(optimizer).__module__.startswith("torch.") else {}

@@ -22,13 +22,21 @@ class Integer:
     most: int = _MAX - 1
 
 
+@dataclass(frozen=True)
+class Array:
+    """A tensor, or an array of numpy, of this dtype and shape."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+
+
 NUMBER = object()
 """A number that fits a float."""
 
 Kind = Any
 """Describes the values that are allowed. One of:
 
-- a type, an `Integer`, or `NUMBER`
+- a type, an `Integer`, an `Array`, or `NUMBER`
 - a value, such as None or "mean": this value only
 - a tuple of kinds: any of them
 - `[kind]`: a list with items of a kind
@@ -74,6 +82,9 @@ def _fits(value: Any, kind: Kind) -> bool:
     """Return True if a value is of a kind, which is neither a tuple nor a list or dict of kinds."""
     if isinstance(kind, Integer):
         return type(value) is int and kind.least <= value <= kind.most
+    if isinstance(kind, Array):
+        array = isinstance(value, (torch.Tensor, np.ndarray))
+        return array and (value.dtype, tuple(value.shape)) == (kind.dtype, kind.shape)
     if kind is NUMBER:
         return type(value) is float or (type(value) is int and abs(value) < _MAX)
     if kind is str:
