@@ -594,7 +594,7 @@ class FSDPStrategy(DistributedStrategy):
         adopt_flags(self._parameters)
 
     def _gathered_states(self) -> GatheredStates:
-        return [(record, _state_of(record._unsharded_param)) for record in self._parameters if was_gathered(record)]
+        return [(record, _state_of(record._unsharded_param)) for record in self._parameters if _was_gathered(record)]
 
     def _changed_since(self, before: GatheredStates) -> str:
         """Return the names of the parameters whose full values have changed."""
@@ -633,7 +633,7 @@ class FSDPStrategy(DistributedStrategy):
         return [handle for s in states for handle in (s._pre_forward_hook_handle, s._post_forward_hook_handle)]
 
     def _gathered_by(self, unit: nn.Module) -> dict[str, torch.Tensor]:
-        records = [one for group in parameter_groups(unit) for one in group.fsdp_params if was_gathered(one)]
+        records = [one for group in parameter_groups(unit) for one in group.fsdp_params if _was_gathered(one)]
         return {self._name_of(one._module_info): one._unsharded_param for one in records}
 
     def _refuse_replaced_parameters(self) -> None:
@@ -758,7 +758,7 @@ class FSDPStrategy(DistributedStrategy):
         for one in self._of_models.values():
             one.release()
         if self._reuses_memory and not self._communicates:
-            copy_gradients(record._unsharded_param for record in self._parameters if was_gathered(record))
+            copy_gradients(record._unsharded_param for record in self._parameters if _was_gathered(record))
 
     def _backward_of(self, communicates: bool, backward: Callable[[], None]) -> None:
         with (
@@ -975,9 +975,8 @@ def _state_of(full: nn.Parameter) -> tuple[int, int]:
     return full._version, full.untyped_storage()._cdata
 
 
-def was_gathered(parameter: Any) -> bool:
-    """Whether one of FSDP2's records has a full parameter, which is made in the first forward."""
-    return "_unsharded_param" in vars(parameter)
+def _was_gathered(record: Any) -> bool:
+    return "_unsharded_param" in vars(record)
 
 
 def gathered_of(record: Any) -> list[nn.Parameter | None]:

@@ -165,6 +165,11 @@ if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         one.__torch_dispatch__ = classmethod(_dispatch_as_torchs)  # type: ignore[assignment]
 
 
+def was_gathered(record: Any) -> bool:
+    """Whether one of FSDP2's records has a full parameter, which is made in the first forward."""
+    return "_unsharded_param" in vars(record)
+
+
 def own_gradient(record: Any) -> torch.Tensor | None:
     """Return the gradient that waits at a gathered parameter."""
     full: torch.Tensor | None = _GRADIENT.__get__(record._unsharded_param)
@@ -175,7 +180,7 @@ def share_gradients(records: list[Any]) -> None:
     """Have parameters that stay gathered in a step show the gradients of their shards outside of a backward."""
     for record in records:
         record.init_unsharded_param = partial(_init_gathered, record)
-        if "_unsharded_param" in vars(record):
+        if was_gathered(record):
             _init_gathered(record)
 
 

@@ -323,14 +323,12 @@ def _take_unrounded(
 ) -> None:
     """Put the saved tensors where torch has rounded those with a dtype of their own."""
     loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
-    for position, values in state.get("state", {}).items():
-        if position not in loaded or type(position) is not int or position >= len(parameters):
-            continue
-        parameter, before = parameters[position], loaded[position]
-        now = _unrounded(before, values, parameter.dtype, state["dtypes"].get(position))
-        for part in parts:
-            if now is not before and hasattr(part, "state") and part.state.get(parameter) is before:
-                part.state[parameter] = now
+    saved = state.get("state", {})
+    for position, parameter in enumerate(parameters):
+        before, dtype = loaded.get(position), state["dtypes"].get(position)
+        for part in parts if before is not None and position in saved else ():
+            if vars(part).get("state", {}).get(parameter) is before:
+                part.state[parameter] = _unrounded(before, saved[position], parameter.dtype, dtype)
 
 
 def _keep_groups(before: list[tuple[Optimizer, list[Any], list[dict[str, Any]]]]) -> None:
@@ -379,17 +377,17 @@ def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.d
         rounded: the dtype to which torch rounds.
         parameter: the dtype of the parameter when the state was saved.
     """
-    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
-        again = loaded.dtype == rounded != saved.dtype and has_own_dtype(saved, parameter)
-        return saved.to(loaded.device, copy=True) if again else loaded
-    if isinstance(loaded, dict) and isinstance(saved, dict):
-        for key in loaded.keys() & saved.keys():
-            loaded[key] = _unrounded(loaded[key], saved[key], rounded, parameter)
-        return loaded if type(loaded) is type(saved) else _with_items(saved, loaded)  # torch makes dicts of all
-    elif type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
-        pairs = zip(loaded, saved, strict=True)
-        return type(loaded)(_unrounded(one, its_saved, rounded, parameter) for one, its_saved in pairs)
-    return loaded
+    own = dict(tree_leaves_with_path(saved))
+
+    def kept(path: Any, value: Any) -> Any:
+        theirs = own.get(path)
+        if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+            return value
+        again = value.dtype == rounded != theirs.dtype and has_own_dtype(theirs, parameter)
+        return theirs.to(value.device, copy=True) if again else value
+
+    found = tree_map_with_path(kept, loaded)
+    return _with_items(saved, found) if isinstance(saved, dict) else found  # torch makes dicts of all
 
 
 def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

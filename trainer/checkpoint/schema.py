@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -142,13 +143,11 @@ def _unlike_inside(saved: Any, current: Any, where: str, reserved: type | None) 
         if taken is not None:
             return f"{where} has a {taken!r:.100}"
         parts = [(key, saved[key], one) for key, one in current.items() if key in saved]
-    elif isinstance(current, tuple):
-        if len(saved) != len(current):
-            return _found_value(saved, where)
-        parts = [(number, one, current[number]) for number, one in enumerate(saved)]
+    elif isinstance(current, tuple) and len(saved) != len(current):
+        return _found_value(saved, where)
     else:
-        like = next(iter(current), None)
-        parts = [(number, one, like) for number, one in enumerate(saved)]
+        likes = current if isinstance(current, tuple) else repeat(next(iter(current), None))
+        parts = [(number, one, like) for number, (one, like) in enumerate(zip(saved, likes, strict=False))]
     return _first(unlike(one, now, f"{where}[{key!r:.100}]", reserved) for key, one, now in parts)
 
 
