@@ -465,10 +465,9 @@ class ModelCheckpoint(Checkpoint):
         for name in (self.monitor, *self.names_in_filename):
             if name in (None, "epoch", "step") or not missing(name):
                 continue
-            what = f" monitors {name!r}, which" if name == self.monitor else f"(filename={self.filename!r}): {name!r}"
             problems.append(
-                f"ModelCheckpoint{what} was not logged.{did_you_mean(name, logged)} "
-                f"Logged so far: {', '.join(sorted(logged)) or 'nothing'}."
+                f"ModelCheckpoint(monitor={self.monitor!r}, filename={self.filename!r}): {name!r} was not logged."
+                f"{did_you_mean(name, logged)} Logged so far: {', '.join(sorted(logged)) or 'nothing'}."
             )
         return problems
 
@@ -541,14 +540,13 @@ class ModelCheckpoint(Checkpoint):
         if isinstance(name, WriteError):
             raise name
         if nonfinite and trainer.is_global_zero and self._checkpoints.listed.newest not in self.nonfinite:
-            stays = f"'last' still points to {self.last}" if self.last else "there is no finite one before it"
             log.warning(
                 "step %d: weights or optimizer states are not finite (%s). The checkpoint %s is written for you to "
-                "look at, and %s.",
+                "look at, and 'last' still points to %s.",
                 trainer.global_step,
                 first_of(nonfinite),
                 name,
-                stays,
+                self.last or "none",
             )
         self._saved_place = _place(trainer.progress)
         return {"metrics": metrics, **self._checkpoints.add(name, value, trainer.global_step, not nonfinite)}

@@ -308,8 +308,7 @@ class FSDPStrategy(DistributedStrategy):
             log.info("fsdp gathers %d weights in 8 bits", number)
 
     def _list_units(self, formers: Places) -> None:
-        from trainer.strategies.fsdp.gradients import Gradients
-        from trainer.strategies.fsdp.trainable import places_of, share_flags, share_gradients
+        from trainer.strategies.fsdp.trainable import places_of, share_flags
 
         self._units = list(fsdp_units(self.wrapped))
         self._groups = [group for unit in self._units for group in parameter_groups(unit)]
@@ -321,6 +320,17 @@ class FSDPStrategy(DistributedStrategy):
             if id(record._module_info.module) in wide or record.sharded_param.is_complex():
                 record.init_dtype_attrs = partial(_init_own_dtypes, record)
         self.wrapped.context = self._in_step
+        self._make_gradients()
+        if self.layout.pipeline == 1 and self.processes.world_size > 1:  # a pipeline has an order of its own
+            gathered = {id(unit) for unit in self._units}
+            blocks = {name: one for name, one in self.module.named_modules() if id(one) in gathered}
+            self._order = CallOrder(self.processes, self.name, "block", [*blocks])
+            self._order.watch(blocks)
+
+    def _make_gradients(self) -> None:
+        from trainer.strategies.fsdp.gradients import Gradients
+        from trainer.strategies.fsdp.trainable import share_gradients
+
         assert self._mesh is not None
         shards = self._mesh.shards
         among = [shards.get_group(dim) for dim in range(shards.ndim) if shards.size(dim) > 1]
@@ -330,11 +340,6 @@ class FSDPStrategy(DistributedStrategy):
         if self._steps_by_hand:
             self._gradients.kept = parameter_groups(self.wrapped)
             share_gradients([one for group in self._gradients.kept for one in group.fsdp_params])
-        if self._split.pipeline is None and self.processes.world_size > 1:  # a pipeline has an order of its own
-            gathered = {id(unit) for unit in self._units}
-            blocks = {name: one for name, one in self.module.named_modules() if id(one) in gathered}
-            self._order = CallOrder(self.processes, self.name, "block", [*blocks])
-            self._order.watch(blocks)
 
     def _refuse_other_mesh(self, module: TrainModule) -> None:
         """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had other processes or parts."""

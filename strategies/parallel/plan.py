@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
+from trainer.checkpoint.saved_names import outermost_models
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
 from trainer.strategies.parallel.adapters import styles_within, wrapped_layers
@@ -113,18 +115,6 @@ class SharedByHeads(ParallelStyle):
         return module
 
 
-_OTHER_WORDS = {
-    "ep_router": "'experts' for the module of the experts",
-    "grouped_gemm": "'experts' for the module of the experts",
-    "packed_colwise": "separate layers for what is packed into one weight",
-    "packed_rowwise": "separate layers for what is packed into one weight",
-    "local_colwise": "'colwise'",
-    "local_rowwise": "'rowwise'",
-    "mla_kv_a_proj": "the plan of the Hugging Face model, which is found by itself",
-}
-"""Words of Hugging Face's plans that are not supported -> what to use instead."""
-
-
 def find_plan(module: nn.Module) -> dict[str, Style]:
     """Return the `tensor_parallel_plan` of the module, with that of each Hugging Face model in it; the module's counts.
 
@@ -148,22 +138,19 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
 
 def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """Yield the plans of the outermost Hugging Face models, by names from the root, without what they do not have."""
-    names, inside = [name for name, _ in module.named_modules()], set[int]()
-    for prefix, model in hugging_face_models(module):
-        if id(model) in inside:
-            continue
-        inside |= {id(child) for child in model.modules()}
+    names = [name for name, _ in module.named_modules()]
+    for prefix, model in outermost_models(module).items():
         config = model.config.get_text_config()
         for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
-            full = f"{prefix}.{pattern}".removeprefix(".")
+            full = f"{prefix}{pattern}"
             if style not in EXPERT_STYLES and any(fnmatchcase(name, full) for name in names):
                 yield full, SharedByHeads(config.qk_rope_head_dim) if style == "mla_kv_a_proj" else style
-        for plan in (config.base_model_tp_plan, config.base_model_ep_plan):
-            for pattern, style in (plan or {}).items():
-                full = f"{prefix}*{pattern}"  # of the base model, whose place in this one differs
-                matches = [name for name in names if fnmatchcase(name, full)]
-                if style in EXPERT_STYLES and matches and takes_routing(module.get_submodule(matches[0])):
-                    yield full, style
+        plans = config.base_model_tp_plan or {}, config.base_model_ep_plan or {}
+        for pattern, style in chain.from_iterable(plan.items() for plan in plans):
+            full = f"{prefix}*{pattern}"  # of the base model, whose place in this one differs
+            matches = [name for name in names if fnmatchcase(name, full)]
+            if style in EXPERT_STYLES and matches and takes_routing(module.get_submodule(matches[0])):
+                yield full, style
 
 
 def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, ParallelStyle]:
@@ -192,7 +179,7 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
         if style in EXPERT_STYLES:
             continue
         if isinstance(style, str) and style not in STYLES:
-            advice = did_you_mean(style, [*STYLES, "experts"], _OTHER_WORDS)
+            advice = did_you_mean(style, [*STYLES, "experts"])
             problems.append(
                 f"tensor_parallel_plan: {style!r} for {pattern!r} is no style.{advice} Styles: {', '.join(STYLES)}, "
                 "experts, or one of torch.distributed.tensor.parallel."
