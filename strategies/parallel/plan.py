@@ -191,8 +191,8 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
     found = styles_within(names, found, wrapped)
-    raise_problems([*_no_layers(names, found), *_computed_weights(names, found)], type(module).__name__)
-    raise_problems([*_indivisible(names, found, parts), *_heads(module, parts)], type(module).__name__)
+    wrong = [_problem(name, names[name], style, parts) for name, style in found.items()]
+    raise_problems([*[*filter(None, wrong)][:3], *_heads(module, parts)], type(module).__name__)
     return found
 
 
@@ -207,56 +207,35 @@ def needs_newer_torch(styles: Collection[Style], version: str) -> list[str]:
     ]
 
 
-def _no_layers(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> list[str]:
-    """Return a problem for each class of modules that torch's styles cannot split."""
-    found = {
-        type(names[name]).__name__ + f" from {type(names[name]).__module__}": name
-        for name, style in styles.items()
-        if type(style) in (ColwiseParallel, RowwiseParallel)
-        and not isinstance(names[name], (nn.Linear, nn.Embedding))
-        and not hasattr(names[name], "_orig_mod")
-    }
-    return [
-        f"tensor_parallel_plan: {name} is of class {kind}, and its style splits nn.Linear and nn.Embedding, also with "
-        "adapters of LoRA (without DoRA and other variants; of embeddings with 'rowwise' only): leave it out with "
-        "None, or use another option than tensor_parallel."
-        for kind, name in found.items()
-    ]
-
-
-def _computed_weights(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> list[str]:
-    """Return a problem if layers have weights that are no parameters."""
-    found = [
-        name
-        for name, style in styles.items()
-        if isinstance(style, (ColwiseParallel, RowwiseParallel))
-        and isinstance(names[name], (nn.Linear, nn.Embedding))
-        and "weight" not in names[name]._parameters
-    ]
-    return [
-        f"tensor_parallel_plan: the weight of {name} is computed from others (weight_norm or another parametrization), "
-        "and its style splits a weight that is a parameter: leave it out with None, or remove the parametrization."
-        for name in ([first_of(found)] if found else [])
-    ]
-
-
-def _indivisible(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], parts: int) -> list[str]:
-    problems = []
-    for name, style in styles.items():
-        weight = getattr(names[name], "weight", None)
-        if weight is None or weight.dim() != 2 or not isinstance(style, (ColwiseParallel, RowwiseParallel)):
-            continue
-        embedding = isinstance(names[name], nn.Embedding)
-        if embedding:
-            continue  # a vocabulary may be split unevenly
-        size, what = (weight.shape[0], "outputs") if isinstance(style, ColwiseParallel) else (weight.shape[1], "inputs")
-        gathered = isinstance(style, ColwiseParallel) and any(isinstance(o, Replicate) for o in style.output_layouts)
-        if size % parts and not gathered:
-            problems.append(
-                f"tensor_parallel={parts} does not divide the {size} {what} of {name}: choose a number that divides "
-                "them, or leave the layer out of the plan."
-            )
-    return problems
+def _problem(name: str, layer: nn.Module, style: ParallelStyle, parts: int) -> str:
+    """Return why a style of torch cannot split a layer; "" if it can."""
+    layer = getattr(layer, "_orig_mod", layer)
+    if type(style) not in (ColwiseParallel, RowwiseParallel):
+        return ""
+    if not isinstance(layer, (nn.Linear, nn.Embedding)):
+        kind = type(layer)
+        return (
+            f"tensor_parallel_plan: {name} is of class {kind.__name__} from {kind.__module__}, and its style splits "
+            "nn.Linear and nn.Embedding, also with adapters of LoRA (without DoRA and other variants; of embeddings "
+            "with 'rowwise' only): leave it out with None, or use another option than tensor_parallel."
+        )
+    if "weight" not in layer._parameters:
+        return (
+            f"tensor_parallel_plan: the weight of {name} is computed from others (weight_norm or another "
+            "parametrization), and its style splits a weight that is a parameter: leave it out with None, or remove "
+            "the parametrization."
+        )
+    if isinstance(layer, nn.Embedding):  # a vocabulary may be split unevenly
+        return ""
+    size, what, gathered = layer.in_features, "inputs", False
+    if isinstance(style, ColwiseParallel):
+        size, what, gathered = layer.out_features, "outputs", style.output_layouts == (Replicate(),)
+    if size % parts and not gathered:
+        return (
+            f"tensor_parallel={parts} does not divide the {size} {what} of {name}: choose a number that divides them, "
+            "or leave the layer out of the plan."
+        )
+    return ""
 
 
 def _heads(module: nn.Module, parts: int) -> list[str]:
