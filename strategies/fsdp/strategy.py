@@ -31,16 +31,14 @@ from trainer.model.activation_checkpointing import enable_activation_checkpointi
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parameter_access import ExplainingShards
-from trainer.model.pipeline_stages import bubble
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
-from trainer.optimizers import copy_gradients, needs_closure
+from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision, has_statistics, multiplies_buffers
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
 from trainer.strategies.fsdp.side_outputs import SideOutputs
-from trainer.strategies.optimizer_trials import mixes_parameters
 from trainer.strategies.parallel.context import AttentionExchange
 from trainer.strategies.parallel.pipeline import LeftStage
 from trainer.strategies.parallel.refusals import layout_problems
@@ -412,14 +410,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def _split_model(self, module: TrainModule) -> None:
         assert self._mesh is not None
-        blocks, exchange = self._find_blocks(module), self.context_exchange
+        blocks, exchange = find_blocks(module, self.auto_wrap_policy), self.context_exchange
         self._split = SplitModel(module, self.layout, self._mesh, self.processes, blocks, exchange, self.verify)
-
-    def _find_blocks(self, module: TrainModule) -> dict[str, nn.Module]:
-        try:
-            return find_blocks(module, self.auto_wrap_policy)
-        except ConfigError as error:
-            raise ConfigError(f"auto_wrap_policy: {error}") from error.__cause__
 
     def _shard(self, module: TrainModule) -> Any:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -524,47 +516,14 @@ class FSDPStrategy(DistributedStrategy):
         if config.own_loop:  # which may call its modules in turns
             self._order.end()
         self._is_first_step = True
-        self._split.start_training(self.precision)
+        self._split.start_training(self.precision, optimizers, config)
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
         self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else None
-        self._refuse_of_split_models(optimizers, config)
         for optimizer in optimizers if self._steps_by_hand else ():
             self._gradients.clear_with(optimizer)
-        window = config.accumulate_grad_batches or 1
-        if self.layout.pipeline > 1:
-            stages, is_short = self.layout.pipeline, window < self.layout.pipeline
-            log.log(
-                logging.WARNING if is_short else logging.INFO,
-                "pipeline of %d stages, windows of %d micro-batches: %.0f %% of the time of each stage is waiting%s",
-                stages,
-                window,
-                100 * bubble(stages, window),
-                f"; accumulate_grad_batches={4 * stages} has less" if is_short else "",
-            )
         return optimizers
-
-    def _refuse_of_split_models(self, optimizers: list[Optimizer], config: StepConfig) -> None:
-        """Raise ConfigError for settings with which a model cannot be split over processes."""
-        if self.layout and config.compiles_module:
-            raise ConfigError(
-                "compile=True with a model that is split over processes: compile its blocks, which hooks of the "
-                'strategy separate: Trainer(compile={"blocks": "auto"}).'
-            )
-        mixing = [type(one).__name__ for one in optimizers if self.layout.pipeline > 1 and mixes_parameters(one)]
-        if mixing:
-            raise ConfigError(
-                f"{mixing[0]} with pipeline_parallel: its step depends on all parameters, as by a norm of them all, "
-                "and a process has those of its stage. Use an optimizer that steps each parameter alone, such as "
-                "torch.optim.AdamW, or leave out pipeline_parallel."
-            )
-        several = [type(one).__name__ for one in optimizers if self.layout and needs_closure(one)]
-        if several:
-            raise ConfigError(
-                f"{several[0]} with {self.layout}: it evaluates the loss several times a step, and reads all weights "
-                "as one vector, of which each process has a part. Use it on one process, or another optimizer."
-            )
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

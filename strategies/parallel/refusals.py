@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
 from trainer.module import TrainModule
+from trainer.optimizers import needs_closure
 from trainer.precision import Precision
 from trainer.strategies.fsdp.mesh import ModelSplit
+from trainer.strategies.optimizer_trials import mixes_parameters
+from trainer.strategy import StepConfig
 
 
 def layout_problems(
@@ -68,6 +72,27 @@ def layout_problems(
             "tensor_parallel or context_parallel."
         )
     return problems
+
+
+def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: StepConfig) -> None:
+    """Raise ConfigError for settings of a training with which a model cannot be split so."""
+    if layout and config.compiles_module:
+        raise ConfigError(
+            "compile=True with a model that is split over processes: compile its blocks, which hooks of the strategy "
+            'separate: Trainer(compile={"blocks": "auto"}).'
+        )
+    for optimizer in optimizers:
+        if layout.pipeline > 1 and mixes_parameters(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, as by a norm "
+                "of them all, and a process has those of its stage. Use an optimizer that steps each parameter alone, "
+                "such as torch.optim.AdamW, or leave out pipeline_parallel."
+            )
+        if layout and needs_closure(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} with {layout}: it evaluates the loss several times a step, and reads all "
+                "weights as one vector, of which each process has a part. Use it on one process, or another optimizer."
+            )
 
 
 def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainer.checkpoint.shards import Shard
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError
 from trainer.model.blocks import main_stack
+from trainer.model.pipeline_stages import bubble
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.parallel.context import AttentionExchange, ContextParallel
 from trainer.strategies.parallel.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
 from trainer.strategies.parallel.pipeline import Pipeline
-from trainer.strategies.parallel.refusals import refuse_collecting, refuse_unsplittable
+from trainer.strategies.parallel.refusals import refuse_collecting, refuse_settings, refuse_unsplittable
 from trainer.strategies.parallel.stage_checks import StageValues
 from trainer.strategies.parallel.verify import Verification
 from trainer.strategies.swapped_parameters import has_compiled
+from trainer.strategy import StepConfig
 
 if TYPE_CHECKING:
     from trainer.strategies.parallel.plan_check import PlanCheck
@@ -154,8 +157,24 @@ class SplitModel:
         if self.pipeline is not None:
             self.pipeline.connect(mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages)
 
-    def start_training(self, precision: Precision) -> None:
-        """Check the windows from here on; a window ends with `end_window`."""
+    def start_training(self, precision: Precision, optimizers: list[Optimizer], config: StepConfig) -> None:
+        """Check the windows from here on; a window ends with `end_window`.
+
+        Raises:
+            ConfigError: these settings do not fit a model that is split so.
+        """
+        refuse_settings(self.layout, optimizers, config)
+        if self.layout.pipeline > 1:
+            stages, window = self.layout.pipeline, config.accumulate_grad_batches or 1
+            log.log(
+                logging.WARNING if window < stages else logging.INFO,
+                "pipeline of %d stages, windows of %d micro-batches: %.0f %% of the time of each stage is waiting; "
+                "accumulate_grad_batches=%d has less",
+                stages,
+                window,
+                100 * bubble(stages, window),
+                4 * max(stages, window),
+            )
         self._dtype = precision.autocast or precision.weights
         if self.verify and self.layout.processes > 1:
             self._compares_gradients = self.layout.tensor > 1
