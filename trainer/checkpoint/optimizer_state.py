@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_onl
 from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, first_of
 from trainer.model.reachable import is_generator
 from trainer.optimizers import optimizers_inside
 
@@ -216,9 +216,10 @@ def state_by_position(
 
     order = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(order)}
-    unknown = next((name for name in state["state"] if name not in position), None)
-    if unknown is not None:
-        raise CheckpointError(f"the checkpoint has a state of the parameter {unknown!r}, which {state['kind']} has not")
+    if unknown := state["state"].keys() - position.keys():
+        raise CheckpointError(
+            f"the checkpoint has states of {first_of(sorted(unknown))}, which {state['kind']} has not"
+        )
     current = optimizer.state_dict()
     in_order = [parameters[name] for name in order]
 
@@ -299,12 +300,9 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     dtypes, parts = state["dtypes"], optimizers_inside(optimizer)
     groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
     optimizer.load_state_dict({key: value for key, value in state.items() if key not in ("dtypes", "parts")})
-    for one, _, before in groups:
-        for old, new in zip(before, one.param_groups, strict=False):
-            new.update({option: value for option, value in old.items() if is_generator(value)})
+    for one, kept, before in groups:
         _take_ids_for_parameters(one)
-    if len(parts) > 1:
-        _keep_groups(groups)
+        _keep_groups(one, kept, before)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _take_unrounded(optimizer, [*parts.values()], parameters, state)
     dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
@@ -331,16 +329,18 @@ def _take_unrounded(
                 part.state[parameter] = _unrounded(before, saved[position], parameter.dtype, dtype)
 
 
-def _keep_groups(before: list[tuple[Optimizer, list[Any], list[dict[str, Any]]]]) -> None:
-    """Give optimizers the lists and dicts of groups that they had: they share them, and torch has made new ones."""
-    for optimizer, kept, groups in before:
-        now = [*optimizer.param_groups]
-        for old, new in zip(groups, now, strict=False):
-            if old is not new:
-                old.clear()
-                old.update(new)
-        kept[:] = [*groups[: len(now)], *now[len(groups) :]]
-        optimizer.param_groups = kept
+def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer the list and dicts of groups that it had, and the generators in them.
+
+    Torch has made new ones, and optimizers in one another share them.
+    """
+    now = [*optimizer.param_groups]
+    for old, new in zip(groups, now, strict=False):
+        options = {**new, **{option: value for option, value in old.items() if is_generator(value)}}
+        old.clear()
+        old.update(options)
+    kept[:] = [*groups[: len(now)], *now[len(groups) :]]
+    optimizer.param_groups = kept
 
 
 def _take_ids_for_parameters(optimizer: Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def _fits(value: Any, kind: Kind) -> bool:
         return _is_text(value)
     if isinstance(kind, type):
         return isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
-    return type(value) is type(kind) and not isinstance(kind, (list, dict)) and bool(value == kind)
+    return type(value) is type(kind) and bool(value == kind)
 
 
 def _is_text(value: Any) -> bool:
@@ -122,15 +123,15 @@ def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -
         where: the name of the value, for the message.
         reserved: the class whose instance takes the keys as attributes; new keys may not be attributes of the class.
     """
-    if current is None or (saved is None and isinstance(current, bool)):
-        return None
-    if isinstance(current, bool):
-        return None if isinstance(saved, bool) else _found_value(saved, where)
-    if isinstance(current, (int, float)) or _is_number(current):
-        return None if _fits(saved, NUMBER) or _is_number(saved) else _found_value(saved, where)
     if isinstance(current, (list, tuple, dict)):
         return _unlike_inside(saved, current, where, reserved)
-    return None if isinstance(saved, type(current)) else _found_value(saved, where)
+    if isinstance(current, bool):
+        fits = isinstance(saved, (bool, NoneType))
+    elif isinstance(current, (int, float)) or _is_number(current):
+        fits = _fits(saved, NUMBER) or _is_number(saved)
+    else:
+        fits = current is None or isinstance(saved, type(current))
+    return None if fits else _found_value(saved, where)
 
 
 def _unlike_inside(saved: Any, current: Any, where: str, reserved: type | None) -> str | None:
