@@ -134,9 +134,9 @@ class ModelCheckpoint(Checkpoint):
         trainable_only: bool = False,
     ) -> None:
         triggers = (every_n_train_steps, every_n_epochs, train_time_interval)
-        problems = _problems(monitor, mode, save_top_k, triggers, train_time_interval, dirpath)
+        problems = _problems(monitor, mode, save_top_k, triggers)
         raise_problems([*problems, *template_problems(filename)], "ModelCheckpoint's arguments")
-        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath))
+        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath, "dirpath"))
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor
@@ -146,7 +146,11 @@ class ModelCheckpoint(Checkpoint):
         self.save_last = save_last is not False
         self.every_n_train_steps = every_n_train_steps or None
         self.every_n_epochs = 1 if triggers == (None, None, None) else every_n_epochs or None
-        self.seconds = None if train_time_interval is None else read_duration(train_time_interval)
+        self.seconds = None
+        if train_time_interval is not None:
+            self.seconds = read_duration(train_time_interval, "train_time_interval")
+            if self.seconds == 0:
+                raise ConfigError(f"train_time_interval={train_time_interval!r}: give a time above 0.")
         self.async_save = async_save
         self.on_write_error = on_write_error
         self.save_on_exception = save_on_exception
@@ -288,11 +292,7 @@ class ModelCheckpoint(Checkpoint):
             return
         folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
         self._start_afresh(folder, self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state))
-        try:
-            is_file = folder.is_file()
-        except OSError as error:
-            raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) cannot be reached: {error}") from error
-        if is_file:
+        if folder.is_file():
             raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
         if not trainer.is_global_zero:
             return
@@ -465,10 +465,9 @@ class ModelCheckpoint(Checkpoint):
         for name in (self.monitor, *self.names_in_filename):
             if name in (None, "epoch", "step") or not missing(name):
                 continue
-            what = f" monitors {name!r}, which" if name == self.monitor else f"(filename={self.filename!r}): {name!r}"
             problems.append(
-                f"ModelCheckpoint{what} was not logged.{did_you_mean(name, logged)} "
-                f"Logged so far: {', '.join(sorted(logged)) or 'nothing'}."
+                f"ModelCheckpoint(monitor={self.monitor!r}, filename={self.filename!r}): {name!r} was not logged."
+                f"{did_you_mean(name, logged)} Logged so far: {', '.join(sorted(logged)) or 'nothing'}."
             )
         return problems
 
@@ -541,14 +540,13 @@ class ModelCheckpoint(Checkpoint):
         if isinstance(name, WriteError):
             raise name
         if nonfinite and trainer.is_global_zero and self._checkpoints.listed.newest not in self.nonfinite:
-            stays = f"'last' still points to {self.last}" if self.last else "there is no finite one before it"
             log.warning(
                 "step %d: weights or optimizer states are not finite (%s). The checkpoint %s is written for you to "
-                "look at, and %s.",
+                "look at, and 'last' still points to %s.",
                 trainer.global_step,
                 first_of(nonfinite),
                 name,
-                stays,
+                self.last or "none",
             )
         self._saved_place = _place(trainer.progress)
         return {"metrics": metrics, **self._checkpoints.add(name, value, trainer.global_step, not nonfinite)}
@@ -638,8 +636,6 @@ def _problems(
     mode: str | None,
     save_top_k: int,
     triggers: Collection[Any],
-    interval: Any,
-    dirpath: str | Path | None,
 ) -> list[str]:
     problems = []
     if sum(trigger not in (None, 0) for trigger in triggers) > 1:
@@ -648,17 +644,6 @@ def _problems(
         )
     if monitor is None and save_top_k > 1 and mode is not None:
         problems.append("mode without monitor has no meaning: give monitor='val_loss' or the like.")
-    if monitor == "":
-        problems.append("monitor='': give the name of a logged value, such as 'val_loss'.")
-    try:
-        if interval is not None and read_duration(interval, "train_time_interval") == 0:
-            problems.append(f"train_time_interval={interval!r}: give a time above 0.")
-    except ConfigError as error:
-        problems.append(str(error))
-    try:
-        as_storage_path(dirpath or ".")
-    except ConfigError as error:
-        problems.append(f"dirpath: {error}")
     return problems
 
 

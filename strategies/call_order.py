@@ -84,14 +84,13 @@ class CallOrder:
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Have each of the modules be a call, before hooks that are there already, also when its backward begins."""
         for name, module in modules.items():
-            self._hooks.append(module.register_forward_pre_hook(partial(_forward, self, name), prepend=True))
-            self._hooks.append(module.register_forward_hook(partial(_forward_end, self, name), prepend=True))
+            self._hooks.append(module.register_forward_pre_hook(partial(self._forward, name), prepend=True))
+            self._hooks.append(module.register_forward_hook(partial(self._follow_back, name), prepend=True))
 
     def watch_gradients(self, parameters: Mapping[str, nn.Parameter], notice: Callable[[str], None]) -> None:
         """Call `notice` with the name of each parameter whose gradient is there."""
         for name, parameter in parameters.items():
-            notice_it = partial(_accumulated, notice, name)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(notice_it))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: notice(name)))
 
     def end(self) -> None:
         """Watch nothing any more."""
@@ -99,18 +98,18 @@ class CallOrder:
             hook.remove()
         self._hooks.clear()
 
-    def call_forward(self, name: str) -> None:
+    def _forward(self, name: str, *_: Any) -> None:
         """Call, but for a forward that a backward repeats, as activation checkpointing does."""
         if not torch.compiler.is_compiling() and self._pass != BACKWARD:
             self.call(name)
 
-    def follow_back(self, name: str, output: Any) -> None:
+    def _follow_back(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Have the gradient of an output be a call."""
         if torch.compiler.is_compiling() or self._pass in ("", BACKWARD) or not torch.is_grad_enabled():
             return
         tensor = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         if tensor is not None:
-            tensor.register_hook(partial(_gradient, self, name))
+            tensor.register_hook(lambda gradient: self.call(name))
 
     def _order_at_first(self, name: str) -> list[str] | None:
         return None if self._first is None else [*self._first][:: -1 if name == BACKWARD else 1]
@@ -145,19 +144,3 @@ class CallOrder:
                 "out at random have to be the same on all processes: multiply what a layer adds by 0 instead of "
                 "leaving it out."
             ) from None
-
-
-def _forward(order: CallOrder, name: str, module: nn.Module, inputs: Any) -> None:
-    order.call_forward(name)
-
-
-def _forward_end(order: CallOrder, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    order.follow_back(name, output)
-
-
-def _gradient(order: CallOrder, name: str, gradient: torch.Tensor) -> None:
-    order.call(name)
-
-
-def _accumulated(notice: Callable[[str], None], name: str, parameter: nn.Parameter) -> None:
-    notice(name)

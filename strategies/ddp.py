@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
@@ -17,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.model.blocks import BlockPolicy
 from trainer.model.gradients import sparse_weights
 from trainer.module import TrainModule
-from trainer.precision import Precision, is_quantized
+from trainer.precision import is_quantized
 from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
 from trainer.strategies.swapped_parameters import changed_alike
 from trainer.strategy import SkippedBatch, StepConfig
@@ -37,14 +36,6 @@ class _DDPForward(StepForward):
             )
         zeros = [parameter.sum().float() * 0.0 for parameter in self.module.parameters() if parameter.requires_grad]
         return SkippedBatch(torch.stack(zeros).sum())
-
-
-def _takes_bucket(hook: Callable[..., Any]) -> bool:
-    """Whether a function has the argument that torch looks for by its name."""
-    try:
-        return "bucket" in inspect.signature(hook).parameters
-    except (TypeError, ValueError):  # of a class or a built-in function
-        return False
 
 
 class DDPStrategy(DistributedStrategy):
@@ -79,8 +70,6 @@ class DDPStrategy(DistributedStrategy):
         timeout_seconds: PositiveFloat = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
-        if callable(comm_hook) and not _takes_bucket(comm_hook):
-            raise ConfigError(f"DDPStrategy(comm_hook={comm_hook!r}): give a function (state, bucket) -> Future.")
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -101,24 +90,6 @@ class DDPStrategy(DistributedStrategy):
         """True from a forward to the backward in which torch averages the gradients."""
         self._trained: dict[DDPStrategy, None] = {}
         """The strategies of all modules that train together: the copies of this one share them."""
-
-    def problems(
-        self,
-        precision: Precision,
-        device_type: str,
-        num_processes: int,
-        config: StepConfig | None = None,
-        module: TrainModule | None = None,
-    ) -> list[str]:
-        problems = super().problems(precision, device_type, num_processes, config, module)
-        if self.comm_hook == "bf16_compress" and device_type != "cuda":
-            problems.append(
-                f"comm_hook='bf16_compress' needs NCCL, but the device is {device_type!r}: "
-                "use 'fp16_compress' or a function."
-            )
-        if device_type == "mps" and num_processes > 1:
-            problems.append("strategy 'ddp' cannot run several processes on MPS: use devices=1.")
-        return problems
 
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
@@ -157,14 +128,14 @@ class DDPStrategy(DistributedStrategy):
     def _register_comm_hook(self, wrapped: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        if self.comm_hook == "fp16_compress":
-            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif self.comm_hook == "bf16_compress":
-            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif self.comm_hook == "power_sgd":
-            wrapped.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-        elif callable(self.comm_hook):
-            wrapped.register_comm_hook(self.comm_hook_state, self.comm_hook)
+        hooks: dict[Any, Any] = {
+            "fp16_compress": default_hooks.fp16_compress_hook,
+            "bf16_compress": default_hooks.bf16_compress_hook,
+            "power_sgd": powerSGD_hook.powerSGD_hook,
+        }
+        if self.comm_hook is not None:
+            state = powerSGD_hook.PowerSGDState(None) if self.comm_hook == "power_sgd" else self.comm_hook_state
+            wrapped.register_comm_hook(state, hooks.get(self.comm_hook, self.comm_hook))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         if self.wrapped is None:

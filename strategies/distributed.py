@@ -114,7 +114,6 @@ def average_gradients(
     for number in lacking:
         present[number] = 0
         parameters[number].grad = torch.zeros_like(parameters[number])
-    pending: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
     flags = dist.all_reduce(present, async_op=True)
     for parameter in (p for p in parameters if p in sparse):
         assert parameter.grad is not None
@@ -124,11 +123,10 @@ def average_gradients(
         parameter.grad /= world_size
     for gradients in _buckets([p.grad for p in parameters if p.grad is not None and p not in sparse]):
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        pending.append((dist.all_reduce(flat, async_op=True), flat, gradients))
-        if len(pending) == 2:  # one bucket is packed while another one travels
-            _unpack(*pending.pop(0), world_size)
-    for bucket in pending:
-        _unpack(*bucket, world_size)
+        dist.all_reduce(flat)
+        flat /= world_size
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
     flags.wait()
     if lacking:
         somewhere = present.tolist()
@@ -152,13 +150,6 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                 bucket, size = [], 0
         if bucket:
             yield bucket
-
-
-def _unpack(handle: Any, flat: torch.Tensor, gradients: list[torch.Tensor], world_size: int) -> None:
-    handle.wait()
-    flat /= world_size
-    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
 
 
 def check_backends(world_size: int) -> None:

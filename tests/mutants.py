@@ -30,6 +30,7 @@ DRAWN_FROM = (
     "trainer/checkpoint/*.py",
     "strategies/*.py",
     "strategies/fsdp/*.py",
+    "strategies/parallel/*.py",
     "strategies/deepspeed/*.py",
 )
 FOUND, LIVES, WITHOUT_A_TEST = "found", "LIVES", "no such test, or an error before it"

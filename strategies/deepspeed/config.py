@@ -137,8 +137,8 @@ class CompletedConfig:
         optimizer, scheduler = self.config.pop("optimizer", None), self.config.pop("scheduler", None)
         self.problems = scheduler_problems(scheduler, settings.schedulers)
         self._check_optimizer(optimizer)
-        if self._value("gradient_clipping") and settings.clip_norm is None:
-            norm = self._value("gradient_clipping")
+        norm = self._value("gradient_clipping")
+        if norm and settings.clip_norm is None:
             self.notes.append(f"gradients are clipped by the norm {norm}, as the DeepSpeed configuration says")
         for path, value, source in self._trainers_values():
             self._reconcile(path, value, source)

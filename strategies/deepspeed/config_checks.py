@@ -15,21 +15,6 @@ READ_BY_THE_ENGINE = ("activation_checkpointing", "aio", "autotuning", "flops_pr
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-INSTEAD = {
-    "bfloat16": "bf16",
-    "zero_stage": '{"zero_optimization": {"stage": ...}}',
-    "offload_optimizer": '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
-    "offload_optimizer_device": '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
-    "offload_param_device": '{"zero_optimization": {"offload_param": {"device": "cpu"}}}',
-    "zero3_init_flag": "nothing: layers built in the module's configure_model are sharded when it has ended",
-    "zero3_save_16bit_model": '{"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": true}}',
-    "deepspeed_config_file": "DeepSpeedStrategy(config=<that file>)",
-    "mixed_precision": "Trainer(precision='16-mixed' or 'bf16-mixed')",
-    "distributed_type": "Trainer(strategy='deepspeed')",
-    "deepspeed_config": "the contents of that section, as DeepSpeed's own JSON",
-}
-"""Keys of Accelerate's plugin and of its configuration file, and DeepSpeed's former ones -> what to give here."""
-
 UNSUPPORTED = {
     "pipeline": "the pipeline engine has a loop of its own",
     "sequence_parallel_size": "it needs DeepSpeed's own attention and data loader",
@@ -77,18 +62,13 @@ def key_problems(config: Mapping[str, Any]) -> list[str]:
     """Return the keys and values that the installed DeepSpeed does not take, one sentence each; `"auto"` is skipped."""
     problems = []
     for key, value in config.items():
-        if key in INSTEAD:
-            problems.append(f"{key!r} is not a DeepSpeed key. Use {INSTEAD[key]}.")
-        elif key not in known_keys():
+        if key not in known_keys():
             suggestion = did_you_mean(key, sorted(known_keys()))
             problems.append(f"{key!r} is not a DeepSpeed key, and it would be ignored.{suggestion}")
         elif key in UNSUPPORTED and not _is_off(value):
             problems.append(f"{key!r} cannot be used with the trainer: {UNSUPPORTED[key]}. Remove it.")
-        elif key in SIZES and value != AUTO:
-            # DeepSpeed compares the global batch with the number of processes, which may not have been joined yet.
-            if type(value) is not int or value < 1:
-                problems.append(f"{key}={value!r}: give an integer from 1, or 'auto'.")
-        elif value != AUTO:
+        # DeepSpeed compares the global batch with the number of processes, which may not have been joined yet.
+        elif value != AUTO and key not in SIZES:
             problems += _objections(key, without_auto(value))
     if config.get("gradient_allreduce_op") == "sum":
         problems.append('gradient_allreduce_op="sum" would change the gradients: the trainer averages them.')

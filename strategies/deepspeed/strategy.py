@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -87,13 +86,6 @@ from trainer.strategies.swapped_parameters import (
 from trainer.strategy import StepConfig, load_values, override_problems
 
 log = logging.getLogger("trainer")
-_OF_FREED_WEIGHTS = re.compile(
-    r"must be a matrix|size mismatch|cannot be multiplied|[Ss]izes? of tensor|out of bounds|for input of size 0"
-)
-"""Messages of torch about an operation with a tensor without elements."""
-_WITHIN_A_STEP = re.compile(r"mat2 must be a matrix|got 1-D tensor|\(0\)|vmap over \w+BackwardFunction")
-"""Those by which it is known within a step, and one about the functions that gather weights for a backward."""
-
 Offload = Literal[False, "cpu", "nvme"]
 
 
@@ -386,9 +378,8 @@ class DeepSpeedStrategy(DistributedStrategy):
                 torch.set_grad_enabled(gradients),
             ):
                 return self.engine(step, *args)
-        except BaseException as error:
+        except BaseException:
             stop_gathering(self.engine.module)
-            self._explain_freed_weights(error, _WITHIN_A_STEP)
             raise
 
     def _unchanged(self, step: str) -> AbstractContextManager[None]:
@@ -412,29 +403,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         return unchanged_while_gathered(units, hooks_of(self.engine), self)
 
     def backward(self, loss: torch.Tensor) -> None:
-        with local_rank_env(self._device_number), self._refusing.paused():
-            try:
-                with self._order.of(BACKWARD) if self._packs_at_once else NULL_CONTEXT:
-                    self.engine.backward(loss, scale_wrt_gas=False)
-            except AssertionError as error:
-                raise ConfigError(
-                    "DeepSpeed reduces each gradient once per micro-batch, and its check of that failed: leave "
-                    "loss.backward() out of training_step, and return the sum of the losses. (With activation "
-                    f"checkpointing of your own: use_reentrant=False.)\nDeepSpeed said: {error}"
-                ) from error
-            except RuntimeError as error:
-                self._explain_freed_weights(error)
-                raise
-
-    def _explain_freed_weights(self, error: BaseException, messages: re.Pattern[str] = _OF_FREED_WEIGHTS) -> None:
-        """Raise ConfigError for an error of torch that gradients within a step make."""
-        if self.stage == 3 and isinstance(error, RuntimeError) and messages.search(str(error)):
-            raise ConfigError(
-                f"a step failed under strategy {self.name!r}, which frees the weights after the first backward that "
-                "uses them: if the step has torch.autograd.grad twice or with create_graph=True (a gradient penalty), "
-                "or gradients by torch.func (of each sample), use 'deepspeed_stage_2', 'fsdp' or 'ddp'.\n"
-                f"torch said: {error}"
-            ) from error
+        order = self._order.of(BACKWARD) if self._packs_at_once else NULL_CONTEXT
+        with local_rank_env(self._device_number), self._refusing.paused(), order:
+            self.engine.backward(loss, scale_wrt_gas=False)
 
     def unscale(self, optimizer: Optimizer) -> None:
         pass

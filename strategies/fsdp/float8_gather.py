@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.strategies.fsdp.trainable import places_of
+
 
 def gather_in_float8(groups: Iterable[Sequence[Any]]) -> int:
     """Have FSDP2 gather the weights of torchao's layers with one scale for a tensor in 8 bits; return how many.
@@ -29,14 +31,9 @@ def _can_be_gathered(record: Any) -> bool:
     """Whether a parameter is the weight of such a layer, of which FSDP2 alone makes equal shards."""
     from torchao.float8.float8_linear import Float8Linear
 
-    place = record._module_info
-    shares = [
-        (place.module, place.param_name),
-        *zip(place.shared_modules, place.shared_param_names, strict=True),
-    ]
     smaller = record.post_forward_mesh_info
     return (
-        all(isinstance(module, Float8Linear) and name == "weight" for module, name in shares)
+        all(isinstance(module, Float8Linear) and name == "weight" for module, name in places_of(record))
         and record.mp_policy.param_dtype is not None
         and record.mesh_info.mesh.shape[-1] > 1
         and not record.is_dtensor

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from trainer.errors import ConfigError
-from trainer.strategies.fsdp.trainable import adopt_flags, own_gradient
+from trainer.strategies.fsdp.trainable import adopt_flags, own_gradient, was_gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -83,7 +83,7 @@ class Gradients:
         together = [self, *(one for one in models if one is not self)]
         for one in together:
             adopt_flags(one._records)
-            one._due.update(id(r) for r in one._records if _was_gathered(r) and r._unsharded_param.requires_grad)
+            one._due.update(id(r) for r in one._records if was_gathered(r) and r._unsharded_param.requires_grad)
             one._runs, one._reached = True, one is self
         try:
             yield
@@ -129,12 +129,12 @@ class Gradients:
         self._due.difference_update(map(id, records))
         for record in records:
             record.unsharded_accumulated_grad = None
-            if _was_gathered(record) and own_gradient(record) is not None:
+            if was_gathered(record) and own_gradient(record) is not None:
                 record._unsharded_param.grad = None
 
     def _full_gradients(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Return the gradients that wait at gathered parameters, and their versions, by record."""
-        full = ((id(record), own_gradient(record)) for record in self._records if _was_gathered(record))
+        full = ((id(record), own_gradient(record)) for record in self._records if was_gathered(record))
         return {key: (gradient, gradient._version) for key, gradient in full if gradient is not None}
 
     def _is_running(self) -> bool:
@@ -147,7 +147,7 @@ class Gradients:
             return
         if group.reduce_grads:
             self._fill(group)
-        if not any(map(_was_gathered, group.fsdp_params)):  # torch would look for its gradients
+        if not any(map(was_gathered, group.fsdp_params)):  # torch would look for its gradients
             group._training_state = TrainingState.POST_BACKWARD
             return
         before = group.reshard_after_backward
@@ -192,7 +192,7 @@ class Gradients:
 
     def _fill(self, group: Any) -> None:
         """Add zeros for the gradients that this process lacks, in the dtype of those that it has."""
-        records = [record for record in group.fsdp_params if _was_gathered(record)]
+        records = [record for record in group.fsdp_params if was_gathered(record)]
         if group._orig_dtype is None:  # all were frozen when FSDP2 looked for their dtype
             group._init_mp_dtypes()
         for record in records:
@@ -270,11 +270,7 @@ class Gradients:
         return bool(self._present[self._numbers[id(record)]])
 
 
-def _was_gathered(record: Any) -> bool:
-    return "_unsharded_param" in vars(record)
-
-
 def _gradient(record: Any) -> torch.Tensor | None:
     """Return a full gradient that waits for its reduction."""
     waiting: torch.Tensor | None = record.unsharded_accumulated_grad
-    return own_gradient(record) if waiting is None and _was_gathered(record) else waiting
+    return own_gradient(record) if waiting is None and was_gathered(record) else waiting

@@ -82,13 +82,8 @@ class ParallelMesh:
 
     def describe(self) -> str:
         """Return the sizes of the dimensions in words."""
-        *replicas, shards = self.shards.shape
-        if not self.layout:
-            return f"mesh: {replicas[0]} replicas of {shards} shards" if replicas else f"mesh: {shards} shards"
-        sizes = zip(self._ranks.shape, ("stages", "readers", "context", "tensor"), strict=True)
-        hybrid = f" ({replicas[0]} replicas of {shards} shards)" if replicas else ""
-        experts = f", experts split by {self.layout.expert}" if self.layout.expert > 1 else ""
-        return f"mesh: {' x '.join(f'{size} {name}' for size, name in sizes)}{hybrid}{experts}"
+        sizes = zip(self.mesh.shape, self.mesh.mesh_dim_names or (), strict=True)
+        return f"mesh: {' x '.join(f'{size} {name}' for size, name in sizes)}"
 
     @property
     def tensor(self) -> DeviceMesh:

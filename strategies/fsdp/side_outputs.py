@@ -41,8 +41,6 @@ class SideOutputs:
         """Other objects among the arguments."""
         self._held: set[int] = set()
         """The ids of the tensors in them."""
-        self._attributes: list[tuple[dict[str, Any], list[str]]] = []
-        """Those of the block's parts, and the names of the user's among them."""
         self._output: tuple[Any] | None = None
         self._structure: Any = None
         """Of the arguments of the call in progress, where FSDP2 has got them as a flat list."""
@@ -97,10 +95,8 @@ class SideOutputs:
 
     def _kept(self, block: nn.Module) -> list[torch.Tensor]:
         """Return the tensors with a gradient in attributes of the block's parts."""
-        if not self._attributes or any(len(owner) != len(names) + len(OF_TORCH) for owner, names in self._attributes):
-            owners = [vars(child) for child in block.modules()]
-            self._attributes = [(owner, [name for name in owner if name not in OF_TORCH]) for owner in owners]
-        values = (owner.get(name) for owner, names in self._attributes for name in names)
+        owners = [vars(child) for child in block.modules()]
+        values = (value for owner in owners for name, value in owner.items() if name not in OF_TORCH)
         return [one for value in values for one in tensors_of(value) if one.grad_fn is not None]
 
     def _bring_to_caller(self) -> list[Any]:

@@ -28,24 +28,21 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, raise_problems
 from trainer.float8.conversion import restore_odd_parts
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
-from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
+from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parameter_access import ExplainingShards
-from trainer.model.pipeline_stages import bubble
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
-from trainer.optimizers import copy_gradients, needs_closure
+from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision, has_statistics, multiplies_buffers
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.distributed import DistributedStrategy, StepForward
-from trainer.strategies.fsdp.context import AttentionExchange, ContextParallel
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh, forget_mesh, kept_mesh
-from trainer.strategies.fsdp.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
-from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
-from trainer.strategies.fsdp.refusals import refuse_collecting, refuse_unsplittable
 from trainer.strategies.fsdp.side_outputs import SideOutputs
-from trainer.strategies.fsdp.stage_checks import StageValues
-from trainer.strategies.optimizer_trials import mixes_parameters
+from trainer.strategies.parallel.context import AttentionExchange
+from trainer.strategies.parallel.pipeline import LeftStage
+from trainer.strategies.parallel.refusals import layout_problems
+from trainer.strategies.parallel.split_model import SplitModel
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
     has_compiled,
@@ -65,7 +62,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from trainer.strategies.fsdp.gradients import Gradients
-    from trainer.strategies.fsdp.plan_check import PlanCheck
     from trainer.strategies.fsdp.trainable import Places
 
 log = logging.getLogger("trainer")
@@ -94,7 +90,7 @@ class FSDPStrategy(DistributedStrategy):
             other processes without memory. "meta": without memory on all; then rank 0 calls `init_weights` or
             `reset_parameters` of one submodule after the other. All processes get rank 0's values.
         tensor_parallel: processes among which layers are split, as the module's `tensor_parallel_plan` says, or that
-            of a Hugging Face model in it; see `trainer.strategies.fsdp.plan.STYLES`.
+            of a Hugging Face model in it; see `trainer.strategies.parallel.plan.STYLES`.
         context_parallel: processes among which each sequence is split, within the blocks. Blocks mix tokens by
             `scaled_dot_product_attention` only.
         pipeline_parallel: stages, each with some of the blocks. The micro-batches are those of a window
@@ -119,10 +115,8 @@ class FSDPStrategy(DistributedStrategy):
     name: ClassVar[str] = "fsdp"
     shards_state = True
     collective_forward = True
-    _compares_gradients = False  # True until the first window has ended, if layers are split
-    _common_loss: CommonLoss | None = None  # of a model that is split
-    _stage_values: StageValues | None = None  # of a pipeline
-    _split_blocks: dict[str, nn.Module]  # the blocks, also those of other stages
+    _split: SplitModel
+    """The layers, sequences and blocks of the model that this process computes."""
     _will_load_checkpoint = False
     _reuses_memory = False
     _communicates = True
@@ -150,11 +144,6 @@ class FSDPStrategy(DistributedStrategy):
         self.layout = ModelSplit(tensor_parallel, context_parallel, pipeline_parallel, expert_parallel)
         self.context_exchange = context_exchange
         self.verify = verify
-        self.pipeline: Pipeline | None = None
-        """The stage of this process, with `pipeline_parallel`."""
-        self._context: ContextParallel | None = None
-        self.split_description = ""
-        """A description of what `layout` splits."""
         self.sharding_strategy = sharding_strategy
         self.auto_wrap_policy = auto_wrap_policy
         self.reshard_after_forward = reshard_after_forward
@@ -168,23 +157,23 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped_blocks = ""
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
-        self._experts: dict[str, nn.Module] = {}  # that are split
-        self._loss_parallel = False
-        self._plan_check: PlanCheck | None = None
         self._is_first_step = True
-        self._called, self._called_first = set[str](), set[str]()  # step methods, and those of this window
         self._order = CallOrder(self.processes, self.name, "block")
         self._gradients: Gradients
         self._of_models: dict[int, Gradients] = {}
         """The gradients of all models of a loop, which share this dict, by the `id` of their wrapper."""
         self._units: list[Any] = []
         """The module and its blocks, as FSDP2 wraps them."""
-        self._parameters: list[Any] = []  # torch's records of the sharded ones
-        self._gathered_in_evaluation: list[tuple[nn.Parameter, int]] | None = None
-        """The parameters that an evaluation inside `fit` has gathered, each with its version; None: no evaluation."""
-        self._gathered_at_start: list[tuple[Any, int, int]] = []
-        """The records of the parameters that had been gathered before a step, each with the state of its full parameter
-        when the step began; when the window began, if weights stay gathered within it."""
+        self._groups: list[Any] = []
+        """torch's groups of the parameters that are gathered together."""
+        self._parameters: list[Any] = []
+        """torch's records of the sharded parameters."""
+        self._places: dict[tuple[nn.Module, str], Any] = {}
+        """These records by the modules that hold the parameter, and its names there."""
+        self._gathered_in_evaluation: GatheredStates | None = None
+        """What an evaluation inside `fit` has gathered; None: no evaluation."""
+        self._gathered_at_start: GatheredStates = []
+        """What had been gathered before a step when it began; when its window began, if weights stay gathered in it."""
         self._hooks: list[RemovableHandle] | None = None
         """The hooks that gather weights, if a pipeline needs none between the first and the last micro-batch."""
 
@@ -201,83 +190,17 @@ class FSDPStrategy(DistributedStrategy):
         problems = super().problems(precision, device_type, num_processes, config, module)
         if device_type == "mps":
             problems.append("strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.")
-        own_loop = config is not None and config.own_loop
-        problems += self._layout_problems(precision, num_processes, module, own_loop)
         readers = max(1, num_processes // self.layout.processes)
-        reshard = self.reshard_after_forward
-        if isinstance(reshard, int) and not isinstance(reshard, bool):
-            shards = (self.device_mesh[-1] if self.device_mesh else readers) * self.layout.context
-            if not 1 < reshard < shards or shards % reshard:
-                problems.append(
-                    f"reshard_after_forward={reshard}: as a number it has to divide the {shards} processes that share "
-                    "a weight, and be between 1 and them. Give True, False or such a number."
-                )
-        if self.device_mesh is not None:
-            mesh = self.device_mesh
-            if self.sharding_strategy != "HYBRID_SHARD":
-                problems.append(f"device_mesh={mesh} has a meaning for sharding_strategy='HYBRID_SHARD' only.")
-            elif len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] != readers:
-                who = "processes" if self.layout.processes == 1 else f"readers ({self.layout})"
-                problems.append(
-                    f"device_mesh={mesh} is for {math.prod(mesh)} processes, but there are {readers} {who}: give "
-                    "(replicas, shards) whose product is that number."
-                )
-        return problems
-
-    def _layout_problems(
-        self, precision: Precision, num_processes: int, module: TrainModule | None, own_loop: bool
-    ) -> list[str]:
-        """Return the problems of a model that is split over processes."""
-        layout = self.layout
-        shards = max(1, num_processes // layout.processes) * layout.context
-        if self.device_mesh is not None:
-            shards = self.device_mesh[-1] * layout.context
-        plan = getattr(module, "tensor_parallel_plan", None)
-        styles = plan.values() if isinstance(plan, Mapping) else ()
-        by_sequence = [style for style in styles if isinstance(style, str) and "sequence" in style]
-        rules = [
-            (
-                num_processes % layout.processes,
-                f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
-                f"{num_processes}.",
-            ),
-            (
-                shards % layout.expert,
-                f"expert_parallel={layout.expert} does not divide the {shards} processes over which weights are "
-                "sharded: choose a number that does.",
-            ),
-            (
-                layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed",
-                "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on "
-                "over their processes. Use 'bf16-mixed'.",
-            ),
-            (
-                layout.tensor > 1 and precision.float8 == "mx",
-                f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
-                "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel.",
-            ),
-            (
-                layout.tensor > 1 and layout.context > 1 and by_sequence,
-                f"context_parallel={layout.context} with the style {next(iter(by_sequence), '')!r} in "
-                "tensor_parallel_plan: both split sequences, in different orders. Use 'colwise' and 'rowwise' in the "
-                "plan, and none for norms.",
-            ),
-        ]
-        own_backwards = [
-            (own_loop, "the loop is your own"),
-            (module is not None and not module.automatic_optimization, "automatic_optimization is False"),
-            (module is not None and module.overrides("backward"), f"{type(module).__name__} overrides backward"),
-        ]
-        rules += [
-            (
-                layout.pipeline > 1 and wrong,
-                f"pipeline_parallel runs the backward of each micro-batch itself, on several stages, and {why}: use a "
-                "Trainer, automatic optimization and the loss that training_step returns, or tensor_parallel or "
-                "context_parallel.",
+        shards = self.device_mesh[-1] if self.device_mesh else readers
+        own_loop = config is not None and config.own_loop
+        problems += layout_problems(self.layout, shards, num_processes, precision, module, own_loop)
+        mesh, is_hybrid = self.device_mesh, self.sharding_strategy == "HYBRID_SHARD"
+        if mesh is not None and (not is_hybrid or len(mesh) != 2 or min(mesh) < 1 or math.prod(mesh) != readers):
+            problems.append(
+                f"device_mesh={mesh}: give (replicas, shards) whose product is {readers}, the number of processes that "
+                "read different samples, and sharding_strategy='HYBRID_SHARD'."
             )
-            for wrong, why in own_backwards
-        ]
-        return [words for wrong, words in rules if wrong]
+        return problems
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
         from torch.distributed.tensor import DTensor
@@ -285,29 +208,18 @@ class FSDPStrategy(DistributedStrategy):
         self.setup_environment("cpu", precision)
         self._refuse(module)
         precision.convert_module(module)
-        self._shard(module, self._split_model(module))
         assert self._mesh is not None
-        shards = self._mesh.shards.shape[-1]
-        tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
-        own = sum(p.to_local().numel() for p in tensors)
-        few = sum(p.shape[0] < shards for p in tensors)
-        if not self.layout:
-            full = sum(p.numel() for p in tensors)
-            share = f"rank 0 holds {own:,} of {full:,} elements; an equal share is {full // shards:,}"
-        else:
-            full, world = sum(p.numel() for p in module.parameters()), self.processes.world_size
-            share = f"this process holds {own:,} of {full:,} elements; without copies each has {full // world:,}"
-        lines = [
+        self._split_model(module)
+        self._shard(module)
+        own = sum(p.to_local().numel() for p in module.parameters() if isinstance(p, DTensor))
+        full = sum(p.numel() for p in module.parameters())
+        share = full // self.processes.world_size
+        return [
             self._mesh.describe(),
-            *([self.split_description] if self.split_description else []),
+            *filter(None, [self._split.description]),
             f"gathered one at a time: {self.wrapped_blocks or 'nothing'}, and the rest",
-            share,
+            f"this process holds {own:,} of {full:,} elements; without copies each has {share:,}",
         ]
-        if few:
-            lines.append(
-                f"{few} of {len(tensors)} tensors: fewer rows than shards, some processes have nothing of them"
-            )
-        return lines
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -334,14 +246,12 @@ class FSDPStrategy(DistributedStrategy):
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
         from trainer.strategies.fsdp.dtensors import read_full_numbers, set_values
-        from trainer.strategies.fsdp.trainable import places_of
+        from trainer.strategies.fsdp.trainable import former_parameters
 
         if for_training:
             raise_problems(unsupported(module, self.name, "sparse"), f"strategy {self.name!r}")
         self.module, self._full, self._gathered_at_start = module, SwappedParameters(self, self._computing_full), []
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
-        self._called.clear()
-        self._called_first.clear()
         self._explaining.end()
         self._explaining = ExplainingShards(module, self.name)
         self._explaining.begin()
@@ -351,7 +261,7 @@ class FSDPStrategy(DistributedStrategy):
                 self._checkpoint(module, activation_checkpointing)
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one, maybe by another strategy object
-            self._take_over(self.wrapped.applied_split)
+            self._take_over(self.wrapped.applied)
             # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
             reshard_all(self.wrapped)
             if self.precision.float8 is None:
@@ -366,39 +276,25 @@ class FSDPStrategy(DistributedStrategy):
         # Names alone: the state_dict would keep the full tensors while their shards are made.
         loaded = list(module.state_dict(keep_vars=True)) if self._will_load_checkpoint else []
         values = initial_values(module, self.init_device, loaded, self.device)
-        formers = places_of(module)
-        units = self._split_model(module)
+        formers = former_parameters(module)
+        self._split_model(module)
         if self.precision.float8 is not None and self.layout.tensor > 1:
             restore_odd_parts(module)
         if activation_checkpointing is not None:
             self._checkpoint(module, activation_checkpointing)
-        self.wrapped = self._shard(module, units)
-        self.wrapped.applied_split = self._applied_split()
+        self.wrapped = self._shard(module)
+        fixed = {name: getattr(self, name) for name in _FIXED}
+        world_size = self.processes.world_size
+        self.wrapped.applied = Applied(self._split, world_size, self.precision, fixed, self.wrapped_blocks)
         keep_wrapper(module, self.wrapped, FSDPStrategy)
         self._allocate(module)
         self._list_units(formers)
         tensors = named_tensors(module)
         for name, value in values:
-            if self.pipeline is None or name not in self.pipeline.elsewhere:
+            if self._split.is_here(name):
                 set_values(tensors[name].detach(), value)
         if self.precision.float8 == "tensorwise":
             self._gather_in_float8()
-
-    def _applied_split(self) -> AppliedSplit:
-        return AppliedSplit(
-            self.layout,
-            self.processes.world_size,
-            self.pipeline,
-            self._context,
-            self._plan_check,
-            self._loss_parallel,
-            self.split_description,
-            self.precision,
-            {name: getattr(self, name) for name in _FIXED},
-            self.wrapped_blocks,
-            self._mesh,
-            self._split_blocks,
-        )
 
     def _checkpoint(self, module: TrainModule, policy: BlockPolicy) -> None:
         enable_activation_checkpointing(module, policy, around_graphs=self.layout.tensor * self.layout.expert > 1)
@@ -406,44 +302,50 @@ class FSDPStrategy(DistributedStrategy):
     def _gather_in_float8(self) -> None:
         from trainer.strategies.fsdp.float8_gather import gather_in_float8
 
-        if number := gather_in_float8(group.fsdp_params for unit in self._units for group in parameter_groups(unit)):
+        if number := gather_in_float8(group.fsdp_params for group in self._groups):
             log.info("fsdp gathers %d weights in 8 bits", number)
 
     def _list_units(self, formers: Places) -> None:
-        from trainer.strategies.fsdp.gradients import Gradients
-        from trainer.strategies.fsdp.trainable import share_flags, share_gradients
+        from trainer.strategies.fsdp.trainable import places_of, share_flags
 
         self._units = list(fsdp_units(self.wrapped))
-        self._parameters = list(fsdp_parameters(self.wrapped))
+        self._groups = [group for unit in self._units for group in parameter_groups(unit)]
+        self._parameters = [record for group in self._groups for record in group.fsdp_params]
+        self._places = {place: record for record in self._parameters for place in places_of(record)}
         share_flags(self._parameters, formers)
         wide = {id(layer) for layer in self.module.modules() if _computes_in_own_dtype(layer)}
         for record in self._parameters:
             if id(record._module_info.module) in wide or record.sharded_param.is_complex():
                 record.init_dtype_attrs = partial(_init_own_dtypes, record)
         self.wrapped.context = self._in_step
-        assert self._mesh is not None
-        groups = [group for unit in self._units for group in parameter_groups(unit)]
-        shards = self._mesh.shards
-        among = [shards.get_group(dim) for dim in range(shards.ndim) if shards.size(dim) > 1]
-        refusal = DIRECT_BACKWARD if self._steps_by_hand else UNSCALED_BACKWARD if self.scaler is not None else ""
-        self._gradients = Gradients(self.wrapped._get_fsdp_state(), self._units, groups, among, refusal)
-        self._of_models[id(self.wrapped)] = self._gradients
-        if self._steps_by_hand:
-            self._gradients.kept = parameter_groups(self.wrapped)
-            share_gradients([one for group in self._gradients.kept for one in group.fsdp_params])
-        if self.pipeline is None and self.processes.world_size > 1:  # a pipeline has an order of its own
+        self._make_gradients()
+        if self.layout.pipeline == 1 and self.processes.world_size > 1:  # a pipeline has an order of its own
             gathered = {id(unit) for unit in self._units}
             blocks = {name: one for name, one in self.module.named_modules() if id(one) in gathered}
             self._order = CallOrder(self.processes, self.name, "block", [*blocks])
             self._order.watch(blocks)
 
+    def _make_gradients(self) -> None:
+        from trainer.strategies.fsdp.gradients import Gradients
+        from trainer.strategies.fsdp.trainable import share_gradients
+
+        assert self._mesh is not None
+        shards = self._mesh.shards
+        among = [shards.get_group(dim) for dim in range(shards.ndim) if shards.size(dim) > 1]
+        refusal = DIRECT_BACKWARD if self._steps_by_hand else UNSCALED_BACKWARD if self.scaler is not None else ""
+        self._gradients = Gradients(self.wrapped._get_fsdp_state(), self._units, self._groups, among, refusal)
+        self._of_models[id(self.wrapped)] = self._gradients
+        if self._steps_by_hand:
+            self._gradients.kept = parameter_groups(self.wrapped)
+            share_gradients([one for group in self._gradients.kept for one in group.fsdp_params])
+
     def _refuse_other_mesh(self, module: TrainModule) -> None:
         """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had other processes or parts."""
         wrapper: Any = module._wrapper
-        before: AppliedSplit = wrapper.applied_split
+        before: Applied = wrapper.applied
         facts = [
             ("number of processes", before.processes, self.processes.world_size),
-            ("division of the model", before.layout, self.layout),
+            ("division of the model", before.split.layout, self.layout),
             ("number format of layers, of precision=", before.precision.float8, self.precision.float8),
         ]
         for what, then, now in facts:
@@ -463,14 +365,12 @@ class FSDPStrategy(DistributedStrategy):
                     "make a new one, for example with load_from_checkpoint."
                 )
 
-    def _take_over(self, before: AppliedSplit) -> None:
+    def _take_over(self, before: Applied) -> None:
         """Go on with what an earlier run has made of the module."""
-        self.pipeline, self._context, self._plan_check = before.pipeline, before.context, before.plan_check
-        self._loss_parallel = before.loss_parallel
-        self.split_description, self.wrapped_blocks = before.description, before.wrapped_blocks
-        if self.pipeline is not None and self._mesh is not None:
-            mesh = self._mesh
-            self.pipeline.connect(mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages)
+        assert self._mesh is not None
+        self._split, self.wrapped_blocks = before.split, before.wrapped_blocks
+        self._split.start_again(self._mesh, self.processes)
+        self._mesh = self._split.mesh
         others = {name: value for name, value in before.fixed.items() if getattr(self, name) != value}
         if "HYBRID_SHARD" not in (self.sharding_strategy, before.fixed["sharding_strategy"]):
             others.pop("sharding_strategy", None)  # the others differ in what is sharded after a forward
@@ -483,7 +383,6 @@ class FSDPStrategy(DistributedStrategy):
             )
         for name, value in others.items():
             setattr(self, name, value)
-        self._mesh, self._split_blocks = before.mesh, before.blocks
 
     def _set_policies(self) -> None:
         """Have the units of an earlier run gather and reduce in the dtypes of this run, and keep weights as it asks."""
@@ -492,9 +391,9 @@ class FSDPStrategy(DistributedStrategy):
             unit._get_fsdp_state()._mp_policy = policy
             if unit is not self.wrapped and isinstance(reshard, bool):
                 unit.set_reshard_after_forward(reshard, recurse=False)
-            for group in parameter_groups(unit):
-                group.mp_policy = policy
-                group._init_mp_dtypes()
+        for group in self._groups:
+            group.mp_policy = policy
+            group._init_mp_dtypes()
         for record in self._parameters:
             full = vars(record).get("_unsharded_param")
             if full is not None and full.dtype != (record.param_dtype or record.orig_dtype):
@@ -502,105 +401,37 @@ class FSDPStrategy(DistributedStrategy):
                 del record._unsharded_param
 
     def _refuse(self, module: TrainModule) -> None:
-        from trainer.strategies.fsdp.adapters import refuse_adapted_parameters
+        from trainer.strategies.parallel.adapters import refuse_adapted_parameters
 
         raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
         kinds = ("scalar", "empty", "script", "quantized", "hooked")
         raise_problems(unsupported(module, self.name, *kinds), f"strategy {self.name!r}")
         refuse_adapted_parameters(module)
 
-    def _split_model(self, module: TrainModule) -> dict[str, nn.Module]:
-        """Split layers, sequences and blocks over the processes of one model; return the blocks of this process."""
+    def _split_model(self, module: TrainModule) -> None:
         assert self._mesh is not None
-        blocks = self._split_blocks = self._find_blocks(module)
-        if not self.layout:
-            return blocks
-        if self.layout.pipeline * self.layout.context > 1:
-            blocks = self._split_blocks = main_stack(blocks)
-            refuse_collecting(f"{self.layout}", module)
-            refuse_unsplittable(module, blocks, self.layout)
-        lines, here = [], blocks
-        if self.layout.pipeline > 1:
-            assert self._mesh is not None
-            mesh = self._mesh
-            groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
-            self.pipeline = Pipeline(module, blocks, *groups, self.verify)
-            here = self.pipeline.blocks
-            lines.append(self.pipeline.describe())
-        of_machine = self.processes.world_size // self.processes.num_nodes
-        if of_machine % self.layout.tensor:
-            log.warning(
-                "tensor_parallel=%d does not divide the %d processes of a machine, so that each layer is summed "
-                "between machines: choose a number that does",
-                self.layout.tensor,
-                of_machine,
-            )
-        if self.layout.tensor * self.layout.expert > 1:
-            lines.append(self._split_layers(module))
-        if self.layout.context > 1:
-            group = self._mesh.group("context")
-            self._context = ContextParallel(blocks, here, group, self.context_exchange, self.verify)
-        if self._plan_check is not None:
-            self._plan_check.watch(blocks, here)
-        self.split_description = "; ".join(lines)
-        log.info("fsdp: %s", "; ".join(filter(None, (self._mesh.describe(), self.split_description))))
-        return here
+        blocks, exchange = find_blocks(module, self.auto_wrap_policy), self.context_exchange
+        self._split = SplitModel(module, self.layout, self._mesh, self.processes, blocks, exchange, self.verify)
 
-    def _split_layers(self, module: TrainModule) -> str:
-        from trainer.strategies.fsdp.experts import find_experts, split_experts
-        from trainer.strategies.fsdp.plan import (
-            apply_plan,
-            describe_plan,
-            find_plan,
-            is_here,
-            needs_loss_parallel,
-            resolve_plan,
-        )
-        from trainer.strategies.fsdp.plan_check import PlanCheck
-
-        assert self._mesh is not None
-        layout, plan = self.layout, find_plan(module)
-        experts = find_experts(module, plan, layout.tensor * layout.expert)
-        if layout.expert > 1 and not experts:
-            raise ConfigError(
-                f"expert_parallel={layout.expert}: the plan of {type(module).__name__} names no experts. Add them: "
-                'tensor_parallel_plan = {"net.blocks.*.experts": "experts"}.'
-            )
-        styles = resolve_plan(module, plan, layout.tensor)
-        if layout.tensor > 1:
-            self._plan_check = PlanCheck(module, styles, self._mesh.tensor.get_group(), self.verify)
-            apply_plan(module, self._mesh.tensor, styles)
-            self._loss_parallel = needs_loss_parallel(styles)
-        self._experts = {name: one for name, one in experts.items() if is_here(one)}
-        for one in self._experts.values():
-            split_experts(one, self._mesh.experts, self.verify)
-        return describe_plan(module, styles if layout.tensor > 1 else {}, self._experts)
-
-    def _find_blocks(self, module: TrainModule) -> dict[str, nn.Module]:
-        try:
-            return find_blocks(module, self.auto_wrap_policy)
-        except ConfigError as error:
-            raise ConfigError(f"auto_wrap_policy: {error}") from error.__cause__
-
-    def _shard(self, module: TrainModule, chosen: dict[str, nn.Module]) -> Any:
+    def _shard(self, module: TrainModule) -> Any:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         assert self._mesh is not None
         options: dict[str, Any] = {"mesh": self._mesh.shards, "mp_policy": self._mixed_precision()}
-        if self.pipeline is not None:
-            options["ignored_params"] = self.pipeline.stand_ins
+        if self._split.pipeline is not None:
+            options["ignored_params"] = self._split.pipeline.stand_ins
         # torch pins the memory by default, which needs an accelerator.
         options["offload_policy"] = (
             CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
         )
         reshard = self._reshards_blocks()
-        blocks = exclude_tied_weights(module, chosen)
-        tied = [name for name in chosen if name not in blocks]
+        blocks = exclude_tied_weights(module, self._split.here)
+        tied = [name for name in self._split.here if name not in blocks]
         if tied:
             log.info("fsdp gathers with the rest, because they share weights with it: %s", ", ".join(tied))
         self.wrapped_blocks = describe_blocks(blocks)
         apart = self._in_own_dtype(module, [module, *blocks.values()])
-        experts = [*self._experts.values()]
+        experts = [*self._split.experts.values()]
         root = _FSDPForward(module)
         for unit in (*blocks.values(), root):
             unit.register_forward_hook(copy_views)
@@ -626,7 +457,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def _reshards_blocks(self) -> bool | int:
         if self.reshard_after_forward is None:
-            return self.sharding_strategy != "SHARD_GRAD_OP" and self.pipeline is None
+            return self.sharding_strategy != "SHARD_GRAD_OP" and self.layout.pipeline == 1
         return self.reshard_after_forward
 
     def _in_own_dtype(self, module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
@@ -685,115 +516,20 @@ class FSDPStrategy(DistributedStrategy):
         if config.own_loop:  # which may call its modules in turns
             self._order.end()
         self._is_first_step = True
-        self._compares_gradients = self.verify and self.layout.tensor > 1
-        if self.verify and self.layout.processes > 1:
-            assert self._mesh is not None
-            blocks = self._split_blocks if self.pipeline is None else self.pipeline.blocks
-            experts = [self._mesh.experts.get_group("expert")] if self.layout.expert > 1 else []
-            self._common_loss = CommonLoss(blocks.values(), self._groups_of_parts(), experts)
-        if self.verify and self.pipeline is not None:
-            self._stage_values = StageValues(self.module)
+        self._split.start_training(self.precision, optimizers, config)
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
         self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else None
-        self._refuse_of_split_models(optimizers, config)
         for optimizer in optimizers if self._steps_by_hand else ():
             self._gradients.clear_with(optimizer)
-        window = config.accumulate_grad_batches or 1
-        if self.pipeline is not None:
-            stages, is_short = self.layout.pipeline, window < self.layout.pipeline
-            log.log(
-                logging.WARNING if is_short else logging.INFO,
-                "pipeline of %d stages, windows of %d micro-batches: %.0f %% of the time of each stage is waiting%s",
-                stages,
-                window,
-                100 * bubble(stages, window),
-                f"; accumulate_grad_batches={4 * stages} has less" if is_short else "",
-            )
         return optimizers
-
-    def _refuse_of_split_models(self, optimizers: list[Optimizer], config: StepConfig) -> None:
-        """Raise ConfigError for settings with which a model cannot be split over processes."""
-        if self.layout and config.compiles_module:
-            raise ConfigError(
-                "compile=True with a model that is split over processes: compile its blocks, which hooks of the "
-                'strategy separate: Trainer(compile={"blocks": "auto"}).'
-            )
-        mixing = [type(one).__name__ for one in optimizers if self.pipeline is not None and mixes_parameters(one)]
-        if mixing:
-            raise ConfigError(
-                f"{mixing[0]} with pipeline_parallel: its step depends on all parameters, as by a norm of them all, "
-                "and a process has those of its stage. Use an optimizer that steps each parameter alone, such as "
-                "torch.optim.AdamW, or leave out pipeline_parallel."
-            )
-        several = [type(one).__name__ for one in optimizers if self.layout and needs_closure(one)]
-        if several:
-            raise ConfigError(
-                f"{several[0]} with {self.layout}: it evaluates the loss several times a step, and reads all weights "
-                "as one vector, of which each process has a part. Use it on one process, or another optimizer."
-            )
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
-        verified = self._verifying() if step == "training_step" and torch.is_grad_enabled() else NULL_CONTEXT
-        eager = self._uncompiled_once(step)
-        with self._explaining.paused(), eager, self._order.of(step), verified:
-            if self.layout.processes > 1 and args[1:2] == (0,):
-                refuse_different_batches(step, args[0], self._groups_of_model(), self.device)
-            if self._context is not None:
-                self._context.begin()
-            outputs = self._call_step(step, *args)
-            if self._context is not None:
-                self._context.end(outputs)
-        return outputs
-
-    def _verifying(self) -> AbstractContextManager[None]:
-        """Begin a forward in training; return the context in which it runs."""
-        if self._common_loss is not None:
-            self._common_loss.begin()
-        if self._verifies_again:
-            for one in (self._context, self._plan_check, self.pipeline):
-                if one is not None:
-                    one.verification.restart()
-        return self._stage_values.step() if self._stage_values is not None else NULL_CONTEXT
-
-    @property
-    def _verifies_again(self) -> bool:
-        return self._common_loss is not None and self._common_loss.verifies
-
-    def _groups_of_model(self) -> Iterator[Any]:
-        """Yield the groups through this process that compute one model, along each way in which it is split."""
-        assert self._mesh is not None
-        yield self._mesh.group("stage")
-        yield from self._groups_of_parts()
-
-    def _groups_of_parts(self) -> list[Any]:
-        """Return the groups through this process that compute one stage."""
-        assert self._mesh is not None
-        of_layers = [self._mesh.tensor.get_group()] if self.layout.tensor > 1 else []
-        return [self._mesh.group("context"), *of_layers]
-
-    def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
-        """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call.
-
-        In training until its window ends, since a backward recomputes what was not compiled. So do blocks that are
-        verified again, or whose attributes cannot be read.
-        """
-        again = self._verifies_again or (self._stage_values is not None and self._stage_values.unread)
-        if not self.layout or (step in self._called and not again):
-            return NULL_CONTEXT
-        (self._called_first if torch.is_grad_enabled() else self._called).add(step)
-        return torch.compiler.set_stance("force_eager") if has_compiled(self.module) else NULL_CONTEXT
-
-    def _as_forward(self) -> AbstractContextManager[Any]:
-        """Return a context in which a backward recomputes as the forward has computed."""
-        return torch.compiler.set_stance("force_eager") if self._called_first else NULL_CONTEXT
-
-    def _end_first_window(self) -> None:
-        self._called |= self._called_first
-        self._called_first.clear()
+        with self._explaining.paused(), self._order.of(step):
+            return self._split.call(step, args, self.device, partial(self._call_step, step, *args))
 
     def _call_step(self, step: str, *args: Any) -> Any:
         between = step == "training_step" and self._is_between
@@ -801,20 +537,12 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_replaced_parameters()
         if step == "training_step" and not (self._keeps_gathered and self._gathered_at_start):
             self._gathered_at_start = self._gathered_states()
-        if self.pipeline is None:
+        pipeline = self._split.pipeline
+        if pipeline is None:
             return self._call_wrapped(step, args)
         with without_hooks(self._hooks) if between and self._hooks else NULL_CONTEXT:
-            try:
-                outputs = self.pipeline.forward(
-                    lambda: self._call_wrapped(step, args), step, self.device, self._communicates
-                )
-            except RuntimeError as error:
-                if "used in the graph" not in str(error):
-                    raise
-                raise ConfigError(
-                    "pipeline_parallel: torch.autograd.grad in a step, through blocks of other stages, which this "
-                    f"process has no graph of: use another strategy, or gradients of one stage.\ntorch said: {error}"
-                ) from error
+            call = partial(self._call_wrapped, step, args)
+            outputs = pipeline.forward(call, step, self.device, self._communicates)
         if step == "training_step" and not self._gathered_at_start:
             self._gathered_at_start = self._gathered_states()
         return outputs
@@ -829,11 +557,17 @@ class FSDPStrategy(DistributedStrategy):
         yield
         adopt_flags(self._parameters)
 
-    def _gathered_states(self) -> list[tuple[Any, int, int]]:
-        return [(p, *_state_of(vars(p)["_unsharded_param"])) for p in self._parameters if was_gathered(p)]
+    def _gathered_states(self) -> GatheredStates:
+        return [(record, _state_of(record._unsharded_param)) for record in self._parameters if _was_gathered(record)]
+
+    def _changed_since(self, before: GatheredStates) -> str:
+        """Return the names of the parameters whose full values have changed."""
+        with self._explaining.paused():
+            changed = [record for record, then in before if _state_of(record._unsharded_param) != then]
+        return ", ".join(self._name_of(record._module_info) for record in changed)
 
     def _call_wrapped(self, step: str, args: tuple[Any, ...]) -> Any:
-        with self.precision.forward_context(self.device), self._refusing_assignments(), self._loss_context():
+        with self.precision.forward_context(self.device), self._refusing_assignments(), self._split.losses():
             if not torch.is_inference_mode_enabled():
                 with self._unchanged(step):
                     outputs = self.wrapped(step, _Hidden(args))
@@ -842,7 +576,7 @@ class FSDPStrategy(DistributedStrategy):
                     self._gradients.release()
                     self.wrapped.reshard()
                 elif self._gathered_in_evaluation is None and not torch.is_grad_enabled():
-                    self._gathered_in_evaluation = [(parameter, parameter._version) for parameter in self._gathered()]
+                    self._gathered_in_evaluation = self._gathered_states()
                 return outputs
             # Weights that are gathered in inference mode could not be used for training afterwards.
             with torch.inference_mode(False), torch.no_grad():
@@ -863,16 +597,8 @@ class FSDPStrategy(DistributedStrategy):
         return [handle for s in states for handle in (s._pre_forward_hook_handle, s._post_forward_hook_handle)]
 
     def _gathered_by(self, unit: nn.Module) -> dict[str, torch.Tensor]:
-        records = [one for group in parameter_groups(unit) for one in group.fsdp_params if was_gathered(one)]
+        records = [one for group in parameter_groups(unit) for one in group.fsdp_params if _was_gathered(one)]
         return {self._name_of(one._module_info): one._unsharded_param for one in records}
-
-    def _loss_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which losses are computed from logits that are sharded over processes."""
-        if not self._loss_parallel:
-            return NULL_CONTEXT
-        from trainer.strategies.fsdp.plan import split_losses
-
-        return split_losses()
 
     def _refuse_replaced_parameters(self) -> None:
         """Raise ConfigError for parameters with other values than those that FSDP2 gathers.
@@ -882,25 +608,19 @@ class FSDPStrategy(DistributedStrategy):
         for parameter in self._parameters:
             place, sharded = parameter._module_info, parameter.sharded_param
             current = place.module._parameters.get(place.param_name)
-            if current is None:
-                raise ConfigError(
-                    f"{self._name_of(place)} of shape {list(sharded.shape)} was removed while training, as weight_norm "
-                    f"and register_parametrization do, and strategy {self.name!r} still has its shards: call them "
-                    "before fit or in configure_model, or use strategy 'ddp'."
-                )
             # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
-            if (current is sharded and not sharded.data_ptr()) or any(current is one for one in gathered_of(parameter)):
-                continue
-            raise self._replaced(parameter)
+            own = [*gathered_of(parameter), None if sharded.data_ptr() else sharded]
+            if current is None or all(current is not one for one in own):
+                raise self._replaced(parameter)
 
     def _replaced(self, parameter: Any) -> ConfigError:
         place = parameter._module_info
         return ConfigError(
             f"{self._name_of(place)} of shape {list(parameter.sharded_param.shape)} was replaced while training, by "
-            f"`module.{place.param_name} = ...`, by `p.data = ...` or by load_state_dict(assign=True), and "
-            f"strategy {self.name!r} goes on with the shards that it has. Change them in place, on all processes, "
-            "between two steps: with torch.no_grad(): p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) "
-            "(from torch.distributed.tensor); or use strategy 'ddp'."
+            f"`module.{place.param_name} = ...`, `p.data = ...`, load_state_dict(assign=True), weight_norm or "
+            f"register_parametrization, and strategy {self.name!r} still has its shards. Change values in place, on "
+            "all processes, between two steps: with torch.no_grad(): p.copy_(distribute_tensor(value, p.device_mesh, "
+            "p.placements)) (from torch.distributed.tensor); parametrize before fit; or use strategy 'ddp'."
         )
 
     def _refuse_changes_within_step(self) -> None:
@@ -909,19 +629,10 @@ class FSDPStrategy(DistributedStrategy):
         A gathered parameter is a copy of the shards, and its values are lost when it is freed.
         """
         self._refuse_replaced_parameters()
-        with self._explaining.paused():
-            changed = [
-                p._module_info
-                for p, *then in self._gathered_at_start
-                if [*_state_of(vars(p)["_unsharded_param"])] != then
-            ]
-        if changed:
-            within, hooks = "step", "on_train_step_end or on_train_batch_start"
-            if self._keeps_gathered:
-                within, hooks = "window", "on_train_step_end"
+        if changed := self._changed_since(self._gathered_at_start):
             raise ConfigError(
-                f"{', '.join(map(self._name_of, changed))} changed within a {within}, while gathered, and "
-                f"strategy {self.name!r} would lose that: change it in {hooks}."
+                f"{changed} changed within a step, while gathered (in a pipeline: within a window), and strategy "
+                f"{self.name!r} would lose that: change it in on_train_step_end."
             )
 
     @contextmanager
@@ -929,11 +640,9 @@ class FSDPStrategy(DistributedStrategy):
         """Refuse `module.weight = nn.Parameter(...)` in the block, which the next gathering would undo."""
 
         def check(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            for record in self._parameters:
-                place, own = record._module_info, (record.sharded_param, *gathered_of(record))
-                modules, names = (place.module, *place.shared_modules), (place.param_name, *place.shared_param_names)
-                if (module, name) in zip(modules, names, strict=True) and all(parameter is not one for one in own):
-                    raise self._replaced(record)
+            record = self._places.get((module, name))
+            if record is not None and all(parameter is not one for one in (record.sharded_param, *gathered_of(record))):
+                raise self._replaced(record)
 
         with register_module_parameter_registration_hook(check):
             yield
@@ -943,16 +652,6 @@ class FSDPStrategy(DistributedStrategy):
         names = (f"{name}.{place.param_name}" for name, one in self.module.named_modules() if one is place.module)
         return next(names, f"{type(place.module).__name__}.{place.param_name}").removeprefix(".")
 
-    def _gathered(self) -> Iterator[nn.Parameter]:
-        """Yield the full parameters that stand in place of their shards, from a forward without a backward."""
-        for parameter in self._parameters:
-            full = vars(parameter).get("_unsharded_param")
-            if (
-                full is not None
-                and parameter._module_info.module._parameters.get(parameter._module_info.param_name) is full
-            ):
-                yield full
-
     def release_gathered(self) -> None:
         """Free gathered parameters.
 
@@ -960,14 +659,12 @@ class FSDPStrategy(DistributedStrategy):
             ConfigError: a hook has changed them, or replaced parameters, which would be lost.
         """
         self._refuse_replaced_parameters()
-        if self.pipeline is not None:
-            self.pipeline.flush()
-        copies, self._gathered_in_evaluation = self._gathered_in_evaluation or [], None
-        changed = [id(copy) for copy, version in copies if copy._version != version]
-        if changed:
-            names = [name for name, parameter in self.module.named_parameters() if id(parameter) in changed]
+        if self._split.pipeline is not None:
+            self._split.pipeline.flush()
+        gathered, self._gathered_in_evaluation = self._gathered_in_evaluation or [], None
+        if changed := self._changed_since(gathered):
             raise ConfigError(
-                f"{', '.join(names)} changed between the batches of an evaluation, and strategy {self.name!r} would "
+                f"{changed} changed between the batches of an evaluation, and strategy {self.name!r} would "
                 "lose the change: change parameters before the first batch (on_validation_start) or after the last "
                 "(on_validation_epoch_end)."
             )
@@ -987,8 +684,7 @@ class FSDPStrategy(DistributedStrategy):
         """
         inside = {id(child) for child in module.modules()}
         units = [unit for unit in self._units if id(unit) in inside]
-        parameters = [one for unit in self._units for group in parameter_groups(unit) for one in group.fsdp_params]
-        handles = self._gathering_hooks(units) + [one._post_load_hook_handle for one in parameters]
+        handles = self._gathering_hooks(units) + [one._post_load_hook_handle for one in self._parameters]
         refusal = [module.register_forward_pre_hook(self._refuse_call)] if self.layout else []
         try:
             with without_hooks(handles):
@@ -1013,58 +709,40 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_changes_within_step()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        if self._common_loss is not None:
-            self._common_loss.compare(loss)
-        if self.pipeline is not None:
+        self._split.compare_loss(loss)
+        if self._split.pipeline is not None:
             with self._explaining.paused():
-                self.pipeline.backward(loss, self._backward_of)
+                self._split.pipeline.backward(loss, self._backward_of)
             return
         order = self._order.paused() if self._steps_by_hand else self._order.of(BACKWARD)
-        with self._loss_context(), order, self._as_forward(), self._gradients.of_step(self._of_models.values()):
+        with self._split.losses(), order, self._split.as_forward(), self._gradients.of_step(self._of_models.values()):
             self._run_backward(loss)
         if self._steps_by_hand:
             return
         for one in self._of_models.values():
             one.release()
         if self._reuses_memory and not self._communicates:
-            copy_gradients(unsharded_parameters(self.wrapped))
+            copy_gradients(record._unsharded_param for record in self._parameters if _was_gathered(record))
 
     def _backward_of(self, communicates: bool, backward: Callable[[], None]) -> None:
-        with self._communicating(communicates), self._loss_context(), self._as_forward(), self._gradients.of_step():
+        with (
+            self._communicating(communicates),
+            self._split.losses(),
+            self._split.as_forward(),
+            self._gradients.of_step(),
+        ):
             backward()
 
     def end_window(self) -> None:
-        if self.pipeline is not None:
+        if self._split.pipeline is not None:
             with self._explaining.paused():
-                self.pipeline.end_window(self._backward_of)
+                self._split.pipeline.end_window(self._backward_of)
             self._gathered_at_start = []
-            if self._stage_values is not None:
-                self._stage_values.exchange(self.processes)
-        if self._called_first:
-            self._end_first_window()
-        if self._compares_gradients:
-            self._compare_gradients()
-
-    def _compare_gradients(self) -> None:
-        """Raise ConfigError if the processes of a layer have different gradients of what they all have full."""
-        assert self._mesh is not None
-        self._compares_gradients = all(p.grad is None for p in self.module.parameters())
-        shards = self._mesh.shards
-        replicated = {
-            name: p
-            for name, p in self.module.named_parameters()
-            if p.requires_grad and "tensor" not in (getattr(p, "device_mesh", shards).mesh_dim_names or ())
-        }
-        if self.pipeline is not None:
-            replicated = {name: p for name, p in replicated.items() if name not in self.pipeline.elsewhere}
-        dtype = self.precision.autocast or self.precision.weights
-        refuse_partial_gradients(replicated, dtype, self._mesh.tensor.get_group())
+            self._split.exchange_values()
+        self._split.end_window()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
-        if self._called_first:
-            self._end_first_window()
-        if self._compares_gradients and closure is None:  # of a loop that has no windows
-            self._compare_gradients()
+        self._split.end_window()  # of a loop that has no windows
         with self._explaining.paused() if closure is None else NULL_CONTEXT:
             super().step(optimizer, closure, **options)
         if self._steps_by_hand:  # gather the new values
@@ -1081,15 +759,14 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def _switched_to(self, now: bool) -> Iterator[None]:
-        before = self._communicates
+        """Choose whether the next backward reduces the gradients over processes, and frees gathered weights."""
         self._communicate(now)
         try:
             yield
         finally:
-            self._communicate(before)
+            self._communicate(not now)
 
     def _communicate(self, now: bool) -> None:
-        """Choose whether the next backward reduces the gradients over processes, and frees gathered weights."""
         self._communicates = now
         for unit in self._units:
             unit.set_requires_gradient_sync(now, recurse=False)
@@ -1099,7 +776,7 @@ class FSDPStrategy(DistributedStrategy):
     @property
     def _keeps_gathered(self) -> bool:
         """True if the weights stay gathered from the first micro-batch of a window to its last one."""
-        return self.pipeline is not None and not self.reshard_after_forward
+        return self.layout.pipeline > 1 and not self.reshard_after_forward
 
     @property
     def _is_between(self) -> bool:
@@ -1114,11 +791,11 @@ class FSDPStrategy(DistributedStrategy):
             for together in by_mesh(parameters):
                 nn.utils.clip_grad_value_(together, value)
             return None
-        if self.pipeline is None or self._mesh is None:
+        if self._split.pipeline is None:
             return clip_by_norm(parameters, value)
         names = {id(p): name for name, p in self.module.named_parameters()}
-        counted = [p for p in parameters if self.pipeline.writes(names[id(p)])]
-        return clip_by_norm(parameters, value, counted, self._mesh.group("stage"))
+        counted = [p for p in parameters if self._split.pipeline.writes(names[id(p)])]
+        return clip_by_norm(parameters, value, counted, self._split.mesh.group("stage"))
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
         """Accept parameters that were frozen or unfrozen, but no added ones, which would not be sharded.
@@ -1138,35 +815,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
         known: dict[int, Shard] = {}
-        return {
-            name: self._shards(name, value, known) for name, value in self.module.state_dict(keep_vars=True).items()
-        }
-
-    def _shards(self, name: str, value: Any, known: dict[int, Shard]) -> Any:
-        """Return the shards in a value that belongs to a parameter or buffer."""
-        from trainer.strategies.fsdp.dtensors import absent, as_shards, full_shard
-
-        if self.layout.processes == 1:
-            return as_shards(value, lambda tensor: True, known)
-        if self.pipeline is not None and name in self.pipeline.elsewhere:
-            return known.setdefault(id(value), absent(value))
-        if self.pipeline is not None and name in self.pipeline.stage_of_buffer:
-            own = self.pipeline.stage_of_buffer[name] == self.pipeline.stage
-            return full_shard(value, writes=own and self._is_first_of_stage)
-        return as_shards(value, lambda tensor: self._writes(name, tensor), known)
-
-    @property
-    def _is_first_of_stage(self) -> bool:
-        assert self._mesh is not None
-        return not any(self._mesh.position(name) for name in ("readers", "context", "tensor"))
-
-    def _writes(self, name: str, tensor: Any) -> bool:
-        """Whether this process writes its part of a parameter, or of a tensor in its optimizer state."""
-        assert self._mesh is not None
-        if self.pipeline is not None and not self.pipeline.writes(name):
-            return False
-        # A parameter outside of the plan has copies along the dimension "tensor".
-        return "tensor" in tensor.device_mesh.mesh_dim_names or self._mesh.position("tensor") == 0
+        state = self.module.state_dict(keep_vars=True)
+        return {name: self._split.shards(name, value, known) for name, value in state.items()}
 
     def load_module_state(self, state: Mapping[str, Loadable | Shard], strict: bool = True, hooks: bool = True) -> None:
         from trainer.strategies.fsdp.dtensors import ShardedValues
@@ -1177,37 +827,26 @@ class FSDPStrategy(DistributedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = state_by_name(self.module, optimizer)
         known: dict[int, Shard] = {}
-        own = {name: self._shards(name, of_one, known) for name, of_one in state["state"].items()}
-        if self.pipeline is not None:
-            own = self._with_other_stages(own, state["param_groups"])
+        own = {name: self._split.shards(name, of_one, known) for name, of_one in state["state"].items()}
+        if self.layout.pipeline > 1:
+            own = self._split.with_other_stages(own, state["param_groups"])
             refuse_own_tensors(optimizer, state, "pipeline_parallel, whose stages hold other parameters,")
         keys: list[str] = [key for key in ("common", "extra", "parts") if key in state]
-        more = {key: self._shards("", state[key], known) for key in keys}
+        more = {key: self._split.shards("", state[key], known) for key in keys}
         return {**state, **more, "state": own}
-
-    def _with_other_stages(self, own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the optimizer's state with what other stages have of it, as shards without elements. Collective."""
-        from trainer.strategies.fsdp.dtensors import absent_like, description
-
-        everywhere: dict[str, Any] = {}
-        for of_rank in self.processes.all_gather_object({name: description(of_one) for name, of_one in own.items()}):
-            everywhere = {**of_rank, **everywhere}
-        names = [name for group in groups for name in group["params"] if name in everywhere]
-        return {name: own[name] if name in own else absent_like(everywhere[name]) for name in names}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         from trainer.strategies.fsdp.dtensors import part_as_dtensor
 
-        if self.pipeline is not None:
-            own = {name: of_one for name, of_one in state["state"].items() if name not in self.pipeline.elsewhere}
-            state = {**state, "state": own}
+        state = {**state, "state": self._split.own_of(state["state"])}
         load_by_position(optimizer, state_by_position(self.module, optimizer, state, part_as_dtensor))
 
     def teardown(self) -> None:
         self._explaining.end()
         self._order.end()
         self._of_models.clear()
-        if self._mesh is not None and self.pipeline is not None and self.pipeline.has_messages:
+        pipeline = self._split.pipeline if "_split" in vars(self) else None
+        if self._mesh is not None and pipeline is not None and pipeline.has_messages:
             forget_mesh(self._mesh)
         super().teardown()
 
@@ -1220,23 +859,19 @@ class FSDPStrategy(DistributedStrategy):
         return f"{self.name} ({self.sharding_strategy}{offload}{layout}; {units})"
 
 
-class AppliedSplit(NamedTuple):
-    """The split of a module by an earlier run, for later runs, which may have another strategy object."""
+class Applied(NamedTuple):
+    """What a run has made of a module, for later runs, which may have another strategy object."""
 
-    layout: ModelSplit
+    split: SplitModel
     processes: int
-    pipeline: Pipeline | None
-    context: ContextParallel | None
-    plan_check: PlanCheck | None
-    loss_parallel: bool
-    description: str
     precision: Precision
     fixed: dict[str, Any]
     """Options that cannot change."""
     wrapped_blocks: str
-    mesh: ParallelMesh | None
-    blocks: dict[str, nn.Module]
 
+
+GatheredStates = list[tuple[Any, tuple[int, int]]]
+"""torch's records of gathered parameters, each with what changes with its full values."""
 
 _FIXED = ("auto_wrap_policy", "cpu_offload", "sharding_strategy", "device_mesh", "reshard_after_forward")
 
@@ -1288,26 +923,12 @@ def fsdp_units(wrapped: nn.Module) -> Iterator[Any]:
     return (unit for unit in wrapped.modules() if isinstance(unit, FSDPModule))
 
 
-def fsdp_parameters(wrapped: nn.Module) -> Iterator[Any]:
-    """Yield torch's records of the parameters that FSDP2 shards."""
-    for unit in fsdp_units(wrapped):
-        for group in parameter_groups(unit):
-            yield from group.fsdp_params
-
-
 def parameter_groups(unit: Any) -> list[Any]:
     """Return torch's groups of the parameters that are gathered with a unit."""
     state = unit._get_fsdp_state()
     # torch 2.13 has several groups; before it there was one, or None.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
-
-
-def unsharded_parameters(wrapped: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield FSDP2's full parameters, whose gradients wait in them for the last micro-batch of a window."""
-    for parameter in fsdp_parameters(wrapped):
-        if was_gathered(parameter):
-            yield parameter._unsharded_param
 
 
 def _state_of(full: nn.Parameter) -> tuple[int, int]:
@@ -1318,9 +939,8 @@ def _state_of(full: nn.Parameter) -> tuple[int, int]:
     return full._version, full.untyped_storage()._cdata
 
 
-def was_gathered(parameter: Any) -> bool:
-    """Whether one of FSDP2's records has a full parameter, which is made in the first forward."""
-    return "_unsharded_param" in vars(parameter)
+def _was_gathered(record: Any) -> bool:
+    return "_unsharded_param" in vars(record)
 
 
 def gathered_of(record: Any) -> list[nn.Parameter | None]:

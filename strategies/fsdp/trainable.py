@@ -165,6 +165,11 @@ if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         one.__torch_dispatch__ = classmethod(_dispatch_as_torchs)  # type: ignore[assignment]
 
 
+def was_gathered(record: Any) -> bool:
+    """Whether one of FSDP2's records has a full parameter, which is made in the first forward."""
+    return "_unsharded_param" in vars(record)
+
+
 def own_gradient(record: Any) -> torch.Tensor | None:
     """Return the gradient that waits at a gathered parameter."""
     full: torch.Tensor | None = _GRADIENT.__get__(record._unsharded_param)
@@ -175,7 +180,7 @@ def share_gradients(records: list[Any]) -> None:
     """Have parameters that stay gathered in a step show the gradients of their shards outside of a backward."""
     for record in records:
         record.init_unsharded_param = partial(_init_gathered, record)
-        if "_unsharded_param" in vars(record):
+        if was_gathered(record):
             _init_gathered(record)
 
 
@@ -216,7 +221,14 @@ def _gathered(inputs: Any) -> list[torch.Tensor]:
     return [one if gathered is None else gathered for one, gathered in zip(inputs, full, strict=True)]
 
 
-def places_of(module: nn.Module) -> Places:
+def places_of(record: Any) -> list[tuple[nn.Module, str]]:
+    """Return the modules that hold the parameter of one of FSDP2's records, each with its name there."""
+    place = record._module_info
+    shared = zip(place.shared_modules, place.shared_param_names, strict=True)
+    return [(place.module, place.param_name), *shared]
+
+
+def former_parameters(module: nn.Module) -> Places:
     """Return the parameters of a module that is about to be sharded."""
     return {
         (id(owner), name): weakref.ref(parameter)

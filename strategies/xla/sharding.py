@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Spec = tuple[str | None, ...]
 """The axis of the mesh over which each dimension of a tensor is sharded; None: not sharded."""
@@ -72,9 +73,7 @@ class SpmdMesh:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a full copy on the CPU. A sharded tensor has to be materialized."""
         tensor = tensor.detach()
-        if tensor.device.type != "xla":
-            return tensor.cpu()
-        if not self.is_sharded(tensor):
+        if tensor.device.type != "xla" or not self.is_sharded(tensor):
             return tensor.cpu()
         # tensor.cpu() would compile a graph that puts the parts together, every time.
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -91,29 +90,10 @@ def _by_rows(tensor: torch.Tensor) -> Spec:
 
 def copied_to_host(values: Any, mesh: SpmdMesh) -> Any:
     """Copy the tensors in nested dicts and lists to the CPU. One tensor in several places stays one."""
-    tensors = {id(tensor): tensor for tensor in _tensors(values)}
+    tensors = {id(one): one for one in tree_leaves(values) if isinstance(one, torch.Tensor)}
     mesh.materialize([tensor for tensor in tensors.values() if tensor.device.type == "xla"])
     copies = {key: mesh.to_host(tensor) for key, tensor in tensors.items()}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return copies[id(value)]
-        if isinstance(value, dict):
-            return {key: copied(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(copied(item) for item in value)
-        return value
-
-    return copied(values)
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts and lists."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (dict, list, tuple)):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _tensors(value)
+    return tree_map_only(torch.Tensor, lambda tensor: copies[id(tensor)], values)
 
 
 def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.arguments import NonNegativeInt
 from trainer.checkpoint.optimizer_state import state_by_name
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_leaves
-from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_xla_problem
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import BlockPolicy, find_blocks
@@ -57,9 +57,6 @@ class XlaStrategy(Strategy):
             it; these samples count more than others then. To leave such a batch out: `DataLoader(drop_last=True)`.
         compile_warmup_steps: how many steps of a kind may be compiled before each new compilation brings a warning.
 
-    Raises:
-        ConfigError: `compile_warmup_steps` is negative.
-
     `recompilation_monitor` counts the compilations.
     """
 
@@ -68,10 +65,8 @@ class XlaStrategy(Strategy):
 
     mesh: SpmdMesh
 
-    def __init__(self, pad_last_batch: bool = False, compile_warmup_steps: int = 10) -> None:
+    def __init__(self, pad_last_batch: bool = False, compile_warmup_steps: NonNegativeInt = 10) -> None:
         self.pad_last_batch = pad_last_batch
-        if compile_warmup_steps < 0:
-            raise ConfigError(f"compile_warmup_steps={compile_warmup_steps}: give a number of steps, 0 or more.")
         self.recompilation_monitor = XlaRecompilationMonitor(compile_warmup_steps)
         self._lengths: list[int] = []
         """The largest first dimension so far of each tensor of a training batch."""
@@ -93,37 +88,23 @@ class XlaStrategy(Strategy):
         problem = torch_xla_problem()
         problems = [f"strategy {self.name!r}: {problem}"] if problem else []
         problems += override_problems(module, self.name)
-        if device_type == "tpu":
-            problems.append(
-                f"strategy {self.name!r} is made for torch_xla, and accelerator='tpu' is TorchTPU here: use "
-                "strategy='ddp' or 'fsdp'."
-            )
-        elif device_type != "xla":
+        if device_type != "xla":
             problems.append(
                 f"strategy {self.name!r} runs on torch_xla's devices, not on {device_type!r}: leave accelerator out, "
-                "or give accelerator='tpu'. To try it on a CPU, set the environment variables PJRT_DEVICE=CPU "
-                "CPU_NUM_DEVICES=4."
+                "or, where TorchTPU is installed, use strategy='ddp' or 'fsdp'. To try it on a CPU, set the "
+                "environment variables PJRT_DEVICE=CPU CPU_NUM_DEVICES=4."
             )
         if num_processes > 1:
             problems.append(
                 f"strategy {self.name!r} drives all devices from one process, and {num_processes} are asked for. "
                 "Several processes on CPU devices would not talk to each other at all: each would train alone. Use "
-                "devices='auto'" + self._how_started() + "."
+                "devices='auto', and start one process."
             )
-        if precision.float8 is not None:
-            problems.append(f"precision {precision.name!r} is one of GPUs: use precision='bf16-mixed'.")
-        if precision.loss_scaling or precision.weights is torch.float16:
-            problems.append(
-                f"strategy {self.name!r} has no float16, which TPUs do not compute in: use precision='bf16-mixed' or "
-                "'bf16-true'."
-            )
+        if precision.float8 is not None or precision.loss_scaling or precision.weights is torch.float16:
+            problems.append(f"TPUs do not compute in precision {precision.name!r}: use precision='bf16-mixed'.")
         if problem is None and _device_was_used_without_spmd():
             problems.append(DEVICE_USED)
         return problems
-
-    def _how_started(self) -> str:
-        source = detect_environment().source
-        return "" if source == "single process" else f", and start one process ({source} started several)"
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -321,7 +302,10 @@ class XlaFsdpStrategy(XlaStrategy):
     name: ClassVar[str] = "xla_fsdp"
 
     def __init__(
-        self, auto_wrap_policy: BlockPolicy = "auto", pad_last_batch: bool = False, compile_warmup_steps: int = 10
+        self,
+        auto_wrap_policy: BlockPolicy = "auto",
+        pad_last_batch: bool = False,
+        compile_warmup_steps: NonNegativeInt = 10,
     ) -> None:
         super().__init__(pad_last_batch, compile_warmup_steps)
         self.auto_wrap_policy = auto_wrap_policy

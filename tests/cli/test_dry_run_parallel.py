@@ -54,9 +54,9 @@ def expected(tensor: int, sharing: int, pipeline: int) -> int:
 @pytest.mark.parametrize(
     ("readers", "context", "tensor", "pipeline", "mesh"),
     [
-        (16, 1, 8, 8, "8 stages x 16 readers x 1 context x 8 tensor"),
-        (8, 8, 2, 8, "8 stages x 8 readers x 8 context x 2 tensor"),
-        (128, 1, 8, 1, "1 stages x 128 readers x 1 context x 8 tensor"),
+        (16, 1, 8, 8, "8 stage x 16 shard x 8 tensor"),
+        (8, 8, 2, 8, "8 stage x 64 shard x 2 tensor"),
+        (128, 1, 8, 1, "1 stage x 128 shard x 8 tensor"),
     ],
 )
 def test_a_thousand_processes(

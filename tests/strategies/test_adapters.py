@@ -25,8 +25,8 @@ from trainer.checkpoint.format import read_checkpoint
 from trainer.cli.main import main
 from trainer.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from trainer.strategies import FSDPStrategy
-from trainer.strategies.fsdp.adapters import refuse_adapted_parameters
-from trainer.strategies.fsdp.plan import find_plan, resolve_plan
+from trainer.strategies.parallel.adapters import refuse_adapted_parameters
+from trainer.strategies.parallel.plan import find_plan, resolve_plan
 
 pytestmark = [
     pytest.mark.timeout(900),

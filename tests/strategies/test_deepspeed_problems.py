@@ -23,10 +23,8 @@ from trainer.runs.preflight_checks import check_call
 from trainer.strategies import DDPStrategy, FSDPStrategy
 from trainer.strategies.deepspeed.problems import optimizer_problems
 from trainer.strategies.deepspeed.strategy import (
-    _WITHIN_A_STEP,
     DeepSpeedStage1Strategy,
     DeepSpeedStage2OffloadStrategy,
-    DeepSpeedStage3Strategy,
     DeepSpeedStrategy,
 )
 from trainer.strategy import StepConfig
@@ -257,14 +255,3 @@ def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str) 
     with raises_recorded(ConfigError):
         kind(**{option: 2})
     assert type(copy.deepcopy(kind())) is kind
-
-
-@pytest.mark.parametrize("said", ["mat2 must be a matrix", "You tried to vmap over PostBackwardFunctionModule, but"])
-def test_gradients_within_a_step_of_stage_3_are_explained(said: str) -> None:
-    strategy = DeepSpeedStage3Strategy()
-    with raises_recorded(ConfigError):
-        strategy._explain_freed_weights(RuntimeError(said), _WITHIN_A_STEP)
-    # A layer that does not fit its input is none of it.
-    strategy._explain_freed_weights(
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 16x8)"), _WITHIN_A_STEP
-    )

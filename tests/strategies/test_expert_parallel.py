@@ -44,7 +44,7 @@ def compute(experts: nn.Module, indices: torch.Tensor, seed: int) -> dict[str, t
 
 def split_experts() -> dict[str, Any]:
     """Compare experts that are split along a dimension of the mesh with full ones, on each route."""
-    from trainer.strategies.fsdp.experts import split_experts
+    from trainer.strategies.parallel.experts import split_experts
 
     torch.manual_seed(0)
     undivided = Experts(EXPERTS)
@@ -91,7 +91,7 @@ class For16Bits(Experts):
 
 
 def errors_of_kernels() -> str:
-    from trainer.strategies.fsdp.experts import split_experts
+    from trainer.strategies.parallel.experts import split_experts
 
     experts = For16Bits(EXPERTS)
     split_experts(experts, init_device_mesh("cpu", (2,), mesh_dim_names=("expert",)))
@@ -108,7 +108,7 @@ def test_an_error_of_a_kernel_is_raised_on_processes_without_tokens_too() -> Non
 def weights_in_a_rehearsal() -> list[tuple[torch.dtype, bool]]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from trainer.strategies.fsdp.verify import rehearsal
+    from trainer.strategies.parallel.verify import rehearsal
 
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))

@@ -328,18 +328,16 @@ def test_a_module_that_cannot_be_sharded(found: dict[str, Any], case: str, messa
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"device_mesh": (2, 2)}, "for sharding_strategy='HYBRID_SHARD' only"),
-        ({"device_mesh": (2, 1), "sharding_strategy": "HYBRID_SHARD"}, "is for 2 processes, but there are 4"),
-        ({"reshard_after_forward": 3}, "it has to divide the 4 processes"),
-        ({"reshard_after_forward": 4}, "be between 1 and them"),
-        ({"device_mesh": (2, 3), "sharding_strategy": "HYBRID_SHARD"}, "is for 6 processes, but there are 4"),
+        {"device_mesh": (2, 2)},
+        {"device_mesh": (2, 1), "sharding_strategy": "HYBRID_SHARD"},
+        {"device_mesh": (2, 3), "sharding_strategy": "HYBRID_SHARD"},
     ],
 )
-def test_a_mesh_that_does_not_fit_is_reported_before_the_start(options: dict[str, Any], message: str) -> None:
-    problems = STRATEGIES["fsdp"](**options).problems(PRECISIONS["32-true"], "cpu", 4)
-    assert message in " ".join(problems)
+def test_a_mesh_that_does_not_fit_is_reported_before_the_start(options: dict[str, Any]) -> None:
+    (problem,) = STRATEGIES["fsdp"](**options).problems(PRECISIONS["32-true"], "cpu", 4)
+    assert "give (replicas, shards) whose product is 4" in problem
 
 
 def test_unknown_names_are_reported() -> None:
@@ -473,7 +471,7 @@ def change_within() -> dict[str, str]:
 def test_changes_within_a_step_are_refused_and_other_errors_are_not_called_changes() -> None:
     for found in run_distributed(change_within):
         assert "parametrized" not in found
-        assert "layers.2.weight of shape [16, 16] was removed while training, as weight_norm" in found["weight_norm"]
+        assert "layers.2.weight of shape [16, 16] was replaced while training" in found["weight_norm"]
         for kind in ("in place", "data"):
             assert "norm.weight changed within a step, while gathered" in found[kind]
         assert "layers.2.weight of shape [16, 16] was replaced while training" in found["assigned"]

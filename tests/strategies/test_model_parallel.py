@@ -35,12 +35,12 @@ from trainer.callbacks.prediction_writer import read_predictions
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
-from trainer.strategies.fsdp.messages import Neighbour
-from trainer.strategies.fsdp.plan import find_plan, needs_newer_torch, resolve_plan
-from trainer.strategies.fsdp.plan_check import PlanCheck
-from trainer.strategies.fsdp.refusals import refuse_collecting
-from trainer.strategies.fsdp.stage_checks import StageChecks
-from trainer.strategies.fsdp.verify import difference_of
+from trainer.strategies.parallel.messages import Neighbour
+from trainer.strategies.parallel.plan import find_plan, needs_newer_torch, resolve_plan
+from trainer.strategies.parallel.plan_check import PlanCheck
+from trainer.strategies.parallel.refusals import refuse_collecting
+from trainer.strategies.parallel.stage_checks import StageChecks
+from trainer.strategies.parallel.verify import difference_of
 from trainer.strategy import StepConfig
 
 TWO = ("TP x2", "CP x2", "PP x2")
@@ -993,7 +993,7 @@ class Uneven(Small):
 
 CP, PP, TP = {"context_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}
 REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
-    "recurrent layers": (CP, Small, Recurrent, "blocks.0.gru is of class GRU, whose output depends on the tokens"),
+    "recurrent layers": (CP, Small, Recurrent, "blocks.0.gru is of class GRU, which mixes tokens in a way of its own"),
     "heads that cannot be exchanged": (
         {**CP, "context_exchange": "heads"},
         Small,
@@ -1022,8 +1022,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "what blocks keep in evaluation": (CP, ReadsKept, KeepsInEvaluation, "what it leaves in kept is wrong by"),
     "a last block that is skipped": (CP, SkippingLast, Attending, "has not called the last block"),
     "a skip connection": (PP, Skipping, Attending, "embed"),
-    "kept outputs, with tied ends": (PP, TiedKept, Attending, "depends on the outputs of blocks of earlier stages"),
-    "a head that is registered before the blocks": (PP, HeadFirst, Attending, "depends on head."),
+    "kept outputs, with tied ends": (
+        PP,
+        TiedKept,
+        Attending,
+        "what another stage has: the outputs of blocks of earlier stages",
+    ),
+    "a head that is registered before the blocks": (PP, HeadFirst, Attending, "what another stage has: head."),
     "one block in two places": (PP, SamePlace, Attending, "blocks.0 and blocks.1 are one block"),
     "two forwards": (PP, Twice, Attending, "called twice"),
     "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
@@ -1047,11 +1052,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "split layers that the module recomputes": (TP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
     "parts of sequences that it recomputes": (CP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
     "an input that is no argument": (CP, PutIntoBlocks, ReadsMean, "is none of its arguments: pass it as one"),
-    "a mask before the tokens": (CP, MaskFirst, TakesMask, "gets a tensor of torch.bool as its first argument"),
+    "a mask before the tokens": (CP, MaskFirst, TakesMask, "gets torch.bool as its first argument"),
     "a gradient penalty of split layers": (TP, Penalized, Attending, "second gradients, as of a gradient penalty, "),
     "a gradient penalty in a block": (TP, Planned, PenalizedWithin, "second gradients, as of a gradient penalty, "),
     "a gradient penalty of parts of sequences": (CP, Penalized, Attending, "second gradients, as of a gradient"),
-    "a gradient through several stages": (PP, Penalized, Attending, "torch.autograd.grad in a step, through blocks of"),
     "outputs that cannot be split": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
 }
 AT_THE_START = (
@@ -1217,9 +1221,9 @@ def refusal_by_one(kind: type[Small], block: type[nn.Module], options: dict[str,
 @pytest.mark.parametrize(
     ("options", "kind", "because"),
     [
-        (PP, LateBiasValidated, "or it depends on what another stage has (bias.weight)"),
-        ({**PP, **TP}, LateBias, "it depends on bias.weight, whose values"),
-        ({**PP, **CP}, LateBiasValidated, "or it depends on what another stage has (bias.weight)"),
+        (PP, LateBiasValidated, "what another stage has: bias.weight"),
+        ({**PP, **TP}, LateBias, "what another stage has: bias.weight"),
+        ({**PP, **CP}, LateBiasValidated, "what another stage has: bias.weight"),
     ],
     ids=["stages", "and layers", "and sequences"],
 )
@@ -1355,7 +1359,7 @@ NOT_SENT: dict[str, tuple[type[Small], type[nn.Module], str]] = {
     "tuples": (Unpacking, Tuples, "returns a tuple, and what a stage sends is one tensor"),
     "blocks in another order": (Backwards, Attending, "in the order in which they are registered"),
     "blocks that the module recomputes": (Checkpointed, Attending, "is called by torch.utils.checkpoint"),
-    "a mask before the tokens": (MaskFirst, TakesMask, "gets a tensor of torch.bool as its first argument"),
+    "a mask before the tokens": (MaskFirst, TakesMask, "gets torch.bool as its first argument"),
 }
 """Mistakes that one stage finds while another one waits for it."""
 
@@ -1404,7 +1408,7 @@ def test_settings_that_cannot_work_are_reported_before_anything_starts(
 def test_a_plan_that_splits_sequences_is_refused_with_context_parallel() -> None:
     strategy = FSDPStrategy(tensor_parallel=2, context_parallel=2)
     (problem,) = strategy.problems(PRECISIONS["32-true"], "cpu", 4, None, Sequences(Attending()))
-    assert "with the style 'embedding_to_sequence'" in problem
+    assert "a style of tensor_parallel_plan that splits sequences, too" in problem
 
 
 @pytest.mark.parametrize(("version", "refused"), [("2.9.1+cu128", True), ("2.13.0+cpu", False)])
@@ -1421,7 +1425,6 @@ def test_manual_optimization_is_refused_with_a_pipeline() -> None:
     module.automatic_optimization = False
     (problem,) = FSDPStrategy(pipeline_parallel=2).problems(PRECISIONS["32-true"], "cpu", 2, None, module)
     assert "pipeline_parallel runs the backward of each micro-batch itself" in problem
-    assert "automatic_optimization is False" in problem
 
 
 def test_an_override_of_backward_is_refused_with_a_pipeline() -> None:
@@ -1430,7 +1433,7 @@ def test_an_override_of_backward_is_refused_with_a_pipeline() -> None:
             (loss * 10).backward()
 
     (problem,) = FSDPStrategy(**PP).problems(PRECISIONS["32-true"], "cpu", 2, None, Scaled(Attending()))
-    assert "Scaled overrides backward: use a Trainer, automatic optimization and the loss that training_step" in problem
+    assert "without an override of backward" in problem
     assert FSDPStrategy(**TP).problems(PRECISIONS["32-true"], "cpu", 2, None, Scaled(Attending())) == []
 
 
@@ -1541,7 +1544,7 @@ def change_within_a_window() -> None:
 
 def test_a_weight_that_changes_while_a_stage_keeps_it_gathered_is_reported() -> None:
     with pytest.raises(
-        AssertionError, match=r"changed within a window, while gathered, .* change it in on_train_step_end"
+        AssertionError, match=r"changed within a step, while gathered .* change it in on_train_step_end"
     ):
         run_distributed(change_within_a_window, 2, timeout=90.0)
 

@@ -168,13 +168,10 @@ class PinnedStagingBuffer:
 
 
 def _copy_into(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    copy, non_blocking = target.view(tensor.dtype).reshape(tensor.shape), has_streams(tensor.device.type)
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        # As bytes: torch cannot copy some of the small dtypes.
-        target.copy_(flat_bytes(tensor), non_blocking=non_blocking)
-    else:
-        copy.copy_(tensor, non_blocking=non_blocking)
-    return copy
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # As bytes: torch cannot copy some of the small dtypes.
+    target.copy_(flat_bytes(plain), non_blocking=has_streams(tensor.device.type))
+    return target.view(tensor.dtype).reshape(tensor.shape)
 
 
 def _padded(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint.schema import require
+from trainer.checkpoint.schema import Array, Integer, Kind, require, wrong
 from trainer.errors import CheckpointError
 from trainer.seed import rng_state
 
@@ -45,8 +45,9 @@ def check_rng_state(state: Any, where: str, device: torch.device | None = None) 
         states += [next(iter(one.items()), ("", None)) for one in own.values()]
     for kind, value in states:
         _refuse(_problem(kind, value), where)
-    if device is not None and device.type in state:
-        _refuse(_device_problem(state[device.type], rng_state(device).get(device.type), device.type), where)
+    like = {} if device is None else rng_state(device)
+    if device is not None and {device.type} & state.keys() & like.keys():
+        _refuse(wrong(state[device.type], _kind_of(like[device.type]), repr(device.type)), where)
 
 
 def _refuse(problem: str | None, where: str) -> None:
@@ -100,27 +101,19 @@ def _numpy_problem(state: Any) -> str | None:
     if name not in _BIT_GENERATORS:
         return "'numpy' is not the state of one of numpy's generators"
     like = dict(getattr(np.random, name)(0).state)
-    return _difference({"gauss": 0.0, "has_gauss": 0, **state}, {"gauss": 0.0, "has_gauss": 0, **like}, "numpy")
+    odd = {"gauss": 0.0, "has_gauss": 0}  # of some generators
+    return wrong({**odd, **state}, _kind_of({**odd, **like}), "'numpy'")
 
 
-def _difference(state: Any, like: Any, path: str) -> str | None:
-    """Return how a state differs in structure from another one; None if it does not."""
+def _kind_of(like: Any, name: str = "") -> Kind:
+    """Return the kind of the states that have the structure of another one."""
     if isinstance(like, dict):
-        if not isinstance(state, dict) or state.keys() != like.keys():
-            return f"{path!r} does not have the entries {', '.join(like)}"
-        found = (_difference(state[key], one, f"{path}.{key}") for key, one in like.items())
-        return next((problem for problem in found if problem), None)
-    if isinstance(like, np.ndarray):
-        # `rng_state` writes words of 32 bits into a tensor of int64.
-        kind = torch.int64 if like.dtype == np.uint32 else like.dtype
-        array = isinstance(state, (torch.Tensor, np.ndarray))
-        fits = array and (state.dtype, tuple(state.shape)) == (kind, like.shape)
-        return None if fits else f"{path!r} is not {like.size} words"
-    if type(state) is not type(like):
-        return f"{path!r} is a {type(state).__name__}"
-    if isinstance(like, int) and not 0 <= state <= _MAXIMA[path.rpartition(".")[2]]:
-        return f"{path!r} is {state}, and not from 0 to {_MAXIMA[path.rpartition('.')[2]]}"
-    return None
+        return {key: _kind_of(one, key) for key, one in like.items()}
+    if isinstance(like, np.ndarray) and like.dtype == np.uint32:
+        return Array(torch.int64, like.shape)  # so `rng_state` writes words of 32 bits
+    if isinstance(like, (np.ndarray, torch.Tensor)):
+        return Array(like.dtype, tuple(like.shape))
+    return Integer(0, _MAXIMA[name]) if isinstance(like, int) else type(like)
 
 
 def _python_problem(given: Any) -> str | None:
@@ -131,14 +124,6 @@ def _python_problem(given: Any) -> str | None:
         random.Random().setstate((given["version"], words, given["gauss"]))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         return f"'python' is refused ({error})"
-    return None
-
-
-def _device_problem(state: Any, like: Any, kind: str) -> str | None:
-    if like is not None and type(state) is not type(like):
-        return f"{kind!r} is a {type(state).__name__}"
-    if isinstance(like, torch.Tensor) and (state.dtype, state.shape) != (like.dtype, like.shape):
-        return f"{kind!r} is not the state of this device's generator"
     return None
 
 

@@ -15,7 +15,7 @@ may keep more:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_onl
 from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, first_of
 from trainer.model.reachable import is_generator
 from trainer.optimizers import optimizers_inside
 
@@ -216,9 +216,10 @@ def state_by_position(
 
     order = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(order)}
-    unknown = next((name for name in state["state"] if name not in position), None)
-    if unknown is not None:
-        raise CheckpointError(f"the checkpoint has a state of the parameter {unknown!r}, which {state['kind']} has not")
+    if unknown := state["state"].keys() - position.keys():
+        raise CheckpointError(
+            f"the checkpoint has states of {first_of(sorted(unknown))}, which {state['kind']} has not"
+        )
     current = optimizer.state_dict()
     in_order = [parameters[name] for name in order]
 
@@ -299,14 +300,9 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     dtypes, parts = state["dtypes"], optimizers_inside(optimizer)
     groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
     optimizer.load_state_dict({key: value for key, value in state.items() if key not in ("dtypes", "parts")})
-    for one, _, before in groups:
-        for old, new in zip(before, one.param_groups, strict=False):
-            new.update({option: value for option, value in old.items() if is_generator(value)})
-    for part in parts.values():
-        if {"param_groups", "state"} <= vars(part).keys():
-            _take_ids_for_parameters(part)
-    if len(parts) > 1:
-        _keep_groups(groups)
+    for one, kept, before in groups:
+        _take_ids_for_parameters(one)
+        _keep_groups(one, kept, before)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _take_unrounded(optimizer, [*parts.values()], parameters, state)
     dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
@@ -325,32 +321,32 @@ def _take_unrounded(
 ) -> None:
     """Put the saved tensors where torch has rounded those with a dtype of their own."""
     loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
-    for position, values in state.get("state", {}).items():
-        if position not in loaded or type(position) is not int or position >= len(parameters):
-            continue
-        parameter, before = parameters[position], loaded[position]
-        now = _unrounded(before, values, parameter.dtype, state["dtypes"].get(position))
-        for part in parts:
-            if now is not before and hasattr(part, "state") and part.state.get(parameter) is before:
-                part.state[parameter] = now
+    saved = state.get("state", {})
+    for position, parameter in enumerate(parameters):
+        before, dtype = loaded.get(position), state["dtypes"].get(position)
+        for part in parts if before is not None and position in saved else ():
+            if vars(part).get("state", {}).get(parameter) is before:
+                part.state[parameter] = _unrounded(before, saved[position], parameter.dtype, dtype)
 
 
-def _keep_groups(before: list[tuple[Optimizer, list[Any], list[dict[str, Any]]]]) -> None:
-    """Give optimizers the lists and dicts of groups that they had: they share them, and torch has made new ones."""
-    for optimizer, kept, groups in before:
-        now = [*optimizer.param_groups]
-        for old, new in zip(groups, now, strict=False):
-            if old is not new:
-                old.clear()
-                old.update(new)
-        kept[:] = [*groups[: len(now)], *now[len(groups) :]]
-        optimizer.param_groups = kept
+def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer the list and dicts of groups that it had, and the generators in them.
+
+    Torch has made new ones, and optimizers in one another share them.
+    """
+    now = [*optimizer.param_groups]
+    for old, new in zip(groups, now, strict=False):
+        options = {**new, **{option: value for option, value in old.items() if is_generator(value)}}
+        old.clear()
+        old.update(options)
+    kept[:] = [*groups[: len(now)], *now[len(groups) :]]
+    optimizer.param_groups = kept
 
 
 def _take_ids_for_parameters(optimizer: Optimizer) -> None:
     """Give states that were loaded by `id(parameter)` to the parameters, whose hashes are the ids."""
     ids = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    state: dict[Any, Any] = optimizer.state
+    state: dict[Any, Any] = vars(optimizer).get("state", {})
     by_id = {key: state.pop(key) for key in [*state] if type(key) is int and key in ids}
     state.update({ids[key]: values for key, values in by_id.items()})
 
@@ -381,17 +377,17 @@ def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.d
         rounded: the dtype to which torch rounds.
         parameter: the dtype of the parameter when the state was saved.
     """
-    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
-        again = loaded.dtype == rounded != saved.dtype and has_own_dtype(saved, parameter)
-        return saved.to(loaded.device, copy=True) if again else loaded
-    if isinstance(loaded, dict) and isinstance(saved, dict):
-        for key in loaded.keys() & saved.keys():
-            loaded[key] = _unrounded(loaded[key], saved[key], rounded, parameter)
-        return loaded if type(loaded) is type(saved) else _with_items(saved, loaded)  # torch makes dicts of all
-    elif type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
-        pairs = zip(loaded, saved, strict=True)
-        return type(loaded)(_unrounded(one, its_saved, rounded, parameter) for one, its_saved in pairs)
-    return loaded
+    own = dict(tree_leaves_with_path(saved))
+
+    def kept(path: Any, value: Any) -> Any:
+        theirs = own.get(path)
+        if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+            return value
+        again = value.dtype == rounded != theirs.dtype and has_own_dtype(theirs, parameter)
+        return theirs.to(value.device, copy=True) if again else value
+
+    found = tree_map_with_path(kept, loaded)
+    return _with_items(saved, found) if isinstance(saved, dict) else found  # torch makes dicts of all
 
 
 def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -429,13 +425,12 @@ def with_names(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -
     }
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     by_name = {name_of[position]: values for position, values in state["state"].items()}
-    for name, values in by_name.items():
-        for value in values.values() if isinstance(values, dict) else ():
-            if isinstance(value, (torch.Tensor, StoredTensor)) and value.shape and tuple(value.shape) != shapes[name]:
-                raise CheckpointError(
-                    f"the imported optimizer's state of {name} has the shape {list(value.shape)}, and the parameter "
-                    f"{list(shapes[name])}: configure_optimizers has the parameters in another order than then."
-                )
+    for name, _, shape in _shapes(by_name):
+        if shape not in ((), shapes[name]):
+            raise CheckpointError(
+                f"the imported optimizer's state of {name} has the shape {list(shape)}, and the parameter "
+                f"{list(shapes[name])}: configure_optimizers has the parameters in another order than then."
+            )
     groups = [{**group, "params": ours} for group, ours in zip(state["param_groups"], names, strict=True)]
     return {**state, "state": by_name, "param_groups": groups, "by_position": False}
 
@@ -449,16 +444,24 @@ def check_shapes(module: nn.Module, state: dict[str, Any]) -> None:
     # A parameter that DeepSpeed has partitioned is empty, and keeps its full shape here.
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
     of_parts = [part.get("state", {}) for part in state.get("parts", {}).values()]
-    for name, values in chain.from_iterable(states.items() for states in (state["state"], *of_parts)):
-        for key, value in values.items() if name in shapes and isinstance(values, dict) else ():
-            shape = tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else None
-            if shape is None or key not in ("step", *_LIKE_PARAMETERS):
-                continue
-            if (math.prod(shape) != 1) if key == "step" else (shape != shapes[name]):
-                raise CheckpointError(
-                    f"the checkpoint's {key!r} of {name} has the shape {list(shape)}, and the parameter has "
-                    f"{list(shapes[name])}: the checkpoint is damaged, or belongs to another model."
-                )
+    for name, key, shape in chain.from_iterable(map(_shapes, [state["state"], *of_parts])):
+        if key == "step":
+            fits = math.prod(shape) == 1
+        else:
+            fits = key not in _LIKE_PARAMETERS or shape == shapes.get(name, shape)
+        if not fits:
+            raise CheckpointError(
+                f"the checkpoint's {key!r} of {name} has the shape {list(shape)}, and the parameter has "
+                f"{list(shapes.get(name, ()))}: the checkpoint is damaged, or belongs to another model."
+            )
+
+
+def _shapes(states: Mapping[str, Any]) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Yield the name of the parameter, the key and the shape of each tensor in the states of parameters."""
+    for name, values in states.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, (torch.Tensor, StoredTensor)):
+                yield name, key, tuple(value.shape)
 
 
 def matching_groups(
@@ -490,8 +493,7 @@ def matching_groups(
         )
     groups = []
     for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):
-        group = next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names))
-        group = {key: value.read() if isinstance(value, StoredTensor) else value for key, value in group.items()}
+        group = in_memory(next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names)))
         options = {name: value for name, value in now.items() if name != "params"}
         # An optimizer of another author may give an option another type as it trains.
         known = options if type(optimizer).__module__.startswith("torch.") else {}

@@ -35,7 +35,9 @@ _SAMPLED = 2**10
 def weights_problem(path: str | Path) -> str | None:
     """Return what is wrong with the argument `weights`; None if there is a file to read."""
     place = as_storage_path(path, "weights")
-    if any((place / name).exists() for name in (SINGLE, INDEX)) or (_is_file(place) and place.exists()):
+    if any((place / name).exists() for name in (SINGLE, INDEX)) or (
+        place.name.endswith(".safetensors") and place.exists()
+    ):
         return None
     return (
         f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a folder that save_pretrained has written, "
@@ -55,29 +57,20 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     if (problem := weights_problem(path)) is not None:
         raise ConfigError(problem)
     place = as_storage_path(path)
-    if _is_file(place):
+    if place.name.endswith(".safetensors"):
         return dict(_tensors_of(place))
     index = place / INDEX
     if (place / SINGLE).exists():  # before an index, as in transformers
         return dict(_tensors_of(place / SINGLE))
     where: Any = _read_index(index).get("weight_map")
-    files = {*where.values()} if isinstance(where, dict) and all(map(_is_text, where.values())) else {""}
-    names: list[str] = sorted(files)
-    if not names or any(not name.endswith(".safetensors") or "/" in name or "\\" in name for name in names):
+    files = {*where.values()} if isinstance(where, dict) and {*map(type, where.values())} == {str} else {""}
+    if not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
         raise CheckpointError(f"{index} has no weight_map of names and safetensors files of its own folder")
-    found = {name: dict(_tensors_of(place / name)) for name in names}
+    found = {name: dict(_tensors_of(place / name)) for name in files}
     missing = [name for name, file in where.items() if name not in found[file]]
     if missing:
         raise CheckpointError(f"{index} names {first_of(missing)}, which {where[missing[0]]} does not have")
     return {name: found[file][name] for name, file in where.items()}
-
-
-def _is_file(place: StoragePath) -> bool:
-    return place.name.endswith(".safetensors")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _read_index(path: StoragePath) -> dict[str, Any]:
@@ -194,7 +187,7 @@ def _misfits(own: Mapping[str, torch.Tensor], found: Mapping[str, FileTensor]) -
     problems = [
         f"{name} is {list(value.shape)} in the weights and {list(_shape(own[name]))} in the module"
         for name, value in found.items()
-        if tuple(value.shape) != tuple(_shape(own[name]))
+        if value.shape != _shape(own[name])
     ]
     return problems + [
         f"{name} is {value.dtype} in the weights and {own[name].dtype} in the module, which may not hold the same "
@@ -258,10 +251,10 @@ def _can_be_cast(stored: torch.dtype, own: torch.dtype) -> bool:
     """Whether numbers of one dtype mean the same in the other one: quantized ones have a scale somewhere else."""
     if stored == own:
         return True
-    if stored.is_complex or own.is_complex:
-        return stored.is_complex and own.is_complex
-    if stored.is_floating_point or own.is_floating_point:
-        return stored.is_floating_point and own.is_floating_point and stored.itemsize > 1
+    if stored.is_floating_point != own.is_floating_point or stored.is_complex != own.is_complex:
+        return False
+    if stored.is_floating_point or stored.is_complex:
+        return stored.itemsize > 1
     if torch.bool in (stored, own):
         return stored == torch.bool
     narrow, wide = torch.iinfo(stored), torch.iinfo(own)
@@ -280,7 +273,6 @@ def _renamed(name: str, key_mapping: Mapping[str, str]) -> str:
     return name
 
 
-def _shape(tensor: torch.Tensor) -> torch.Size:
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the full shape, also of a parameter that ZeRO-3 has sharded (locally empty)."""
-    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
-    return shape
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))

@@ -52,21 +52,15 @@ class Retention:
         """
         if self.top_k == -1:
             return []
-        if not kept:
-            return []
-        newest = next(reversed(list(kept)))
-        if nonfinite:
-            finite = {name: value for name, value in kept.items() if name not in nonfinite}
-            last_finite = next(reversed(list(finite)), None)
-            delete = {*self.to_delete(finite), *nonfinite} - {newest, last_finite if newest in nonfinite else None}
-            return [name for name in kept if name in delete]
-        newest_first = list(reversed(list(kept)))
-        if self.by_value:
-            wanted = self.best(kept)
-        else:
-            wanted = newest_first[: self.top_k]
+        finite = {name: value for name, value in kept.items() if name not in nonfinite}
+        newest_first, newest = [*reversed(finite)], [*kept][-1:]
+        wanted = self.best(finite) if self.by_value else newest_first[: self.top_k]
         if self.last:
-            wanted.append(newest_first[0])
+            wanted += newest_first[:1]
+        if nonfinite:
+            wanted += newest
+        if {*newest} & {*nonfinite}:
+            wanted += newest_first[:1]
         return [name for name in kept if name not in wanted]
 
     def _counts(self, value: float) -> bool:
@@ -97,23 +91,16 @@ def template_problems(template: str | None) -> list[str]:
     """Return the mistakes in a template, to be reported before the first checkpoint is written."""
     if not template:
         return []
-    rest = _FIELD.sub("", template)
-    if "{" in rest or "}" in rest:
-        return [f"filename={template!r}: a brace has no partner. Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
-    problems = []
-    for name, form in _FIELD.findall(template):
-        try:
-            format(0 if name in ("epoch", "step") else 0.0, form)
-        except (ValueError, OverflowError, MemoryError) as error:
-            problems.append(f"filename={template!r}: {name!r} cannot be written as {form!r} ({error}). Use '.2f'.")
-    if problems:
-        return problems
-    name = format_name(template, dict.fromkeys([name for name, _ in _FIELD.findall(template)], 0), with_names=True)
+    fields = {name: 0 if name in ("epoch", "step") else 0.0 for name, _ in _FIELD.findall(template)}
+    try:
+        name = format_name(template, fields, with_names=True)
+    except (ValueError, OverflowError, MemoryError) as error:
+        return [f"filename={template!r} cannot be filled in ({error}). Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
     size = len(name.encode("utf-8", "replace"))
-    if size > _MAX_NAME or not name.isprintable() or name.startswith(".") or not name.strip():
+    if size > _MAX_NAME or not name.isprintable() or name.startswith(".") or not name.strip() or {*"{}"} & {*name}:
         return [
             f"filename={template[:40]!r}: give a name of at most {_MAX_NAME} bytes, which does not begin with '.' and "
-            "has no control characters."
+            "has no control characters or single braces."
         ]
     return []
 

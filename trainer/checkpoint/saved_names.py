@@ -20,7 +20,7 @@ def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]
     earlier than others. What the model names in the same way stays as it is, and so do weights that need another
     change, such as a transposition, and all weights of a module with several models.
     """
-    models = _outermost_models(module)
+    models = outermost_models(module)
     if len(models) != 1:
         return dict(weights)
     ((prefix, model),) = models.items()
@@ -45,7 +45,8 @@ def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]
     return found
 
 
-def _outermost_models(module: nn.Module) -> dict[str, Any]:
+def outermost_models(module: nn.Module) -> dict[str, Any]:
+    """Return the Hugging Face models in a module that are in no other one, by the prefixes of their names."""
     transformers = sys.modules.get("transformers")
     found: dict[str, Any] = {}
     if transformers is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -22,13 +24,21 @@ class Integer:
     most: int = _MAX - 1
 
 
+@dataclass(frozen=True)
+class Array:
+    """A tensor, or an array of numpy, of this dtype and shape."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+
+
 NUMBER = object()
 """A number that fits a float."""
 
 Kind = Any
 """Describes the values that are allowed. One of:
 
-- a type, an `Integer`, or `NUMBER`
+- a type, an `Integer`, an `Array`, or `NUMBER`
 - a value, such as None or "mean": this value only
 - a tuple of kinds: any of them
 - `[kind]`: a list with items of a kind
@@ -74,13 +84,16 @@ def _fits(value: Any, kind: Kind) -> bool:
     """Return True if a value is of a kind, which is neither a tuple nor a list or dict of kinds."""
     if isinstance(kind, Integer):
         return type(value) is int and kind.least <= value <= kind.most
+    if isinstance(kind, Array):
+        array = isinstance(value, (torch.Tensor, np.ndarray))
+        return array and (value.dtype, tuple(value.shape)) == (kind.dtype, kind.shape)
     if kind is NUMBER:
         return type(value) is float or (type(value) is int and abs(value) < _MAX)
     if kind is str:
         return _is_text(value)
     if isinstance(kind, type):
         return isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
-    return type(value) is type(kind) and not isinstance(kind, (list, dict)) and bool(value == kind)
+    return type(value) is type(kind) and bool(value == kind)
 
 
 def _is_text(value: Any) -> bool:
@@ -110,15 +123,15 @@ def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -
         where: the name of the value, for the message.
         reserved: the class whose instance takes the keys as attributes; new keys may not be attributes of the class.
     """
-    if current is None or (saved is None and isinstance(current, bool)):
-        return None
-    if isinstance(current, bool):
-        return None if isinstance(saved, bool) else _found_value(saved, where)
-    if isinstance(current, (int, float)) or _is_number(current):
-        return None if _fits(saved, NUMBER) or _is_number(saved) else _found_value(saved, where)
     if isinstance(current, (list, tuple, dict)):
         return _unlike_inside(saved, current, where, reserved)
-    return None if isinstance(saved, type(current)) else _found_value(saved, where)
+    if isinstance(current, bool):
+        fits = isinstance(saved, (bool, NoneType))
+    elif isinstance(current, (int, float)) or _is_number(current):
+        fits = _fits(saved, NUMBER) or _is_number(saved)
+    else:
+        fits = current is None or isinstance(saved, type(current))
+    return None if fits else _found_value(saved, where)
 
 
 def _unlike_inside(saved: Any, current: Any, where: str, reserved: type | None) -> str | None:
@@ -131,13 +144,11 @@ def _unlike_inside(saved: Any, current: Any, where: str, reserved: type | None) 
         if taken is not None:
             return f"{where} has a {taken!r:.100}"
         parts = [(key, saved[key], one) for key, one in current.items() if key in saved]
-    elif isinstance(current, tuple):
-        if len(saved) != len(current):
-            return _found_value(saved, where)
-        parts = [(number, one, current[number]) for number, one in enumerate(saved)]
+    elif isinstance(current, tuple) and len(saved) != len(current):
+        return _found_value(saved, where)
     else:
-        like = next(iter(current), None)
-        parts = [(number, one, like) for number, one in enumerate(saved)]
+        likes = current if isinstance(current, tuple) else repeat(next(iter(current), None))
+        parts = [(number, one, like) for number, (one, like) in enumerate(zip(saved, likes, strict=False))]
     return _first(unlike(one, now, f"{where}[{key!r:.100}]", reserved) for key, one, now in parts)
 
 

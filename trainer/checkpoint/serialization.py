@@ -15,10 +15,8 @@ A user's dict with a key that begins with `$` is written as `$items`, so that it
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
-import os
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from itertools import repeat
@@ -42,18 +40,6 @@ _ALLOWED = (
     "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and numpy's numbers "
     "and arrays of numbers"
 )
-_ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
-    (enum.Enum, "store value.name"),
-    (os.PathLike, "store str(value)"),
-    ((set, frozenset), "store sorted(value)"),
-    ((bytes, bytearray), "store value.hex(), or a uint8 tensor"),
-    (torch.nn.Module, "store value.state_dict()"),
-    ((torch.dtype, torch.device), "store str(value)"),
-    ((bool, int, float, str, tuple, list), "store it as the plain type"),
-    (type, "store value.__name__"),
-)
-
-
 _AS_THEY_ARE = SCALARS - {int, float}
 """The classes of values that JSON holds whatever they are."""
 _MARKS = repeat("$")
@@ -164,7 +150,7 @@ class _Serializer:
         if kind is np.ndarray and value.dtype.name in NUMPY_NUMBERS:
             # A copy: torch wants an array that may be written to, in the machine's order of bytes.
             return {"$array": self._tensor(torch.from_numpy(np.array(value, NUMPY_NUMBERS[value.dtype.name])))}
-        return self._refuse(f"{_name(kind)}; {_advice(value)}")
+        return self._refuse(f"{_name(kind)}; store data from which it can be made again: a name, a list, a state_dict")
 
     def _container(self, value: Any, kind: type) -> Any:
         if id(value) in self._open:
@@ -276,23 +262,11 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
     kind = _name(type(tensor))
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"{kind}; store a plain tensor (of a DTensor: value.full_tensor())"
-    if tensor.is_nested or tensor.layout != torch.strided:
-        return f"{kind} that is sparse or nested; store value.to_dense(), or its parts"
-    if tensor.is_meta:
-        return f"{kind} on the meta device, which has no values; materialize it first"
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        return f"{kind} that is sparse, nested or on the meta device; store a dense one that has values"
     if tensor.is_quantized or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         return f"{kind} of {tensor.dtype}; convert it to another dtype"
     return None
-
-
-def _advice(value: Any) -> str:
-    module = type(value).__module__
-    if module == "numpy":
-        return "store its numbers, as an array of float64 or int64, or a text for each"
-    for kinds, advice in _ADVICE:
-        if isinstance(value, kinds):
-            return advice
-    return f"store the {'name' if callable(value) else 'data'} from which it can be made again"
 
 
 def _odd_float(value: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
+from trainer.checkpoint.saved_names import outermost_models
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
-from trainer.strategies.fsdp.adapters import styles_within, wrapped_layers
-from trainer.strategies.fsdp.experts import EXPERT_STYLES, add_up_gradients, takes_routing
-from trainer.strategies.fsdp.one_reader import differences_among
-from trainer.strategies.fsdp.refusals import hugging_face_models, without_graph
+from trainer.strategies.parallel.adapters import styles_within, wrapped_layers
+from trainer.strategies.parallel.experts import EXPERT_STYLES, add_up_gradients, takes_routing
+from trainer.strategies.parallel.one_reader import differences_among
+from trainer.strategies.parallel.refusals import hugging_face_models, without_graph
 
 Style = str | ParallelStyle | None
 """A word of `STYLES` or "experts", an object of torch, or None: replicated."""
@@ -113,18 +115,6 @@ class SharedByHeads(ParallelStyle):
         return module
 
 
-_OTHER_WORDS = {
-    "ep_router": "'experts' for the module of the experts",
-    "grouped_gemm": "'experts' for the module of the experts",
-    "packed_colwise": "separate layers for what is packed into one weight",
-    "packed_rowwise": "separate layers for what is packed into one weight",
-    "local_colwise": "'colwise'",
-    "local_rowwise": "'rowwise'",
-    "mla_kv_a_proj": "the plan of the Hugging Face model, which is found by itself",
-}
-"""Words of Hugging Face's plans that are not supported -> what to use instead."""
-
-
 def find_plan(module: nn.Module) -> dict[str, Style]:
     """Return the `tensor_parallel_plan` of the module, with that of each Hugging Face model in it; the module's counts.
 
@@ -148,22 +138,19 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
 
 def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """Yield the plans of the outermost Hugging Face models, by names from the root, without what they do not have."""
-    names, inside = [name for name, _ in module.named_modules()], set[int]()
-    for prefix, model in hugging_face_models(module):
-        if id(model) in inside:
-            continue
-        inside |= {id(child) for child in model.modules()}
+    names = [name for name, _ in module.named_modules()]
+    for prefix, model in outermost_models(module).items():
         config = model.config.get_text_config()
         for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
-            full = f"{prefix}.{pattern}".removeprefix(".")
+            full = f"{prefix}{pattern}"
             if style not in EXPERT_STYLES and any(fnmatchcase(name, full) for name in names):
                 yield full, SharedByHeads(config.qk_rope_head_dim) if style == "mla_kv_a_proj" else style
-        for plan in (config.base_model_tp_plan, config.base_model_ep_plan):
-            for pattern, style in (plan or {}).items():
-                full = f"{prefix}*{pattern}"  # of the base model, whose place in this one differs
-                matches = [name for name in names if fnmatchcase(name, full)]
-                if style in EXPERT_STYLES and matches and takes_routing(module.get_submodule(matches[0])):
-                    yield full, style
+        plans = config.base_model_tp_plan or {}, config.base_model_ep_plan or {}
+        for pattern, style in chain.from_iterable(plan.items() for plan in plans):
+            full = f"{prefix}*{pattern}"  # of the base model, whose place in this one differs
+            matches = [name for name in names if fnmatchcase(name, full)]
+            if style in EXPERT_STYLES and matches and takes_routing(module.get_submodule(matches[0])):
+                yield full, style
 
 
 def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, ParallelStyle]:
@@ -192,7 +179,7 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
         if style in EXPERT_STYLES:
             continue
         if isinstance(style, str) and style not in STYLES:
-            advice = did_you_mean(style, [*STYLES, "experts"], _OTHER_WORDS)
+            advice = did_you_mean(style, [*STYLES, "experts"])
             problems.append(
                 f"tensor_parallel_plan: {style!r} for {pattern!r} is no style.{advice} Styles: {', '.join(STYLES)}, "
                 "experts, or one of torch.distributed.tensor.parallel."
@@ -204,8 +191,8 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
     found = styles_within(names, found, wrapped)
-    raise_problems([*_no_layers(names, found), *_computed_weights(names, found)], type(module).__name__)
-    raise_problems([*_indivisible(names, found, parts), *_heads(module, parts)], type(module).__name__)
+    wrong = [_problem(name, names[name], style, parts) for name, style in found.items()]
+    raise_problems([*[*filter(None, wrong)][:3], *_heads(module, parts)], type(module).__name__)
     return found
 
 
@@ -220,56 +207,35 @@ def needs_newer_torch(styles: Collection[Style], version: str) -> list[str]:
     ]
 
 
-def _no_layers(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> list[str]:
-    """Return a problem for each class of modules that torch's styles cannot split."""
-    found = {
-        type(names[name]).__name__ + f" from {type(names[name]).__module__}": name
-        for name, style in styles.items()
-        if type(style) in (ColwiseParallel, RowwiseParallel)
-        and not isinstance(names[name], (nn.Linear, nn.Embedding))
-        and not hasattr(names[name], "_orig_mod")
-    }
-    return [
-        f"tensor_parallel_plan: {name} is of class {kind}, and its style splits nn.Linear and nn.Embedding, also with "
-        "adapters of LoRA (without DoRA and other variants; of embeddings with 'rowwise' only): leave it out with "
-        "None, or use another option than tensor_parallel."
-        for kind, name in found.items()
-    ]
-
-
-def _computed_weights(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> list[str]:
-    """Return a problem if layers have weights that are no parameters."""
-    found = [
-        name
-        for name, style in styles.items()
-        if isinstance(style, (ColwiseParallel, RowwiseParallel))
-        and isinstance(names[name], (nn.Linear, nn.Embedding))
-        and "weight" not in names[name]._parameters
-    ]
-    return [
-        f"tensor_parallel_plan: the weight of {name} is computed from others (weight_norm or another parametrization), "
-        "and its style splits a weight that is a parameter: leave it out with None, or remove the parametrization."
-        for name in ([first_of(found)] if found else [])
-    ]
-
-
-def _indivisible(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], parts: int) -> list[str]:
-    problems = []
-    for name, style in styles.items():
-        weight = getattr(names[name], "weight", None)
-        if weight is None or weight.dim() != 2 or not isinstance(style, (ColwiseParallel, RowwiseParallel)):
-            continue
-        embedding = isinstance(names[name], nn.Embedding)
-        if embedding:
-            continue  # a vocabulary may be split unevenly
-        size, what = (weight.shape[0], "outputs") if isinstance(style, ColwiseParallel) else (weight.shape[1], "inputs")
-        gathered = isinstance(style, ColwiseParallel) and any(isinstance(o, Replicate) for o in style.output_layouts)
-        if size % parts and not gathered:
-            problems.append(
-                f"tensor_parallel={parts} does not divide the {size} {what} of {name}: choose a number that divides "
-                "them, or leave the layer out of the plan."
-            )
-    return problems
+def _problem(name: str, layer: nn.Module, style: ParallelStyle, parts: int) -> str:
+    """Return why a style of torch cannot split a layer; "" if it can."""
+    layer = getattr(layer, "_orig_mod", layer)
+    if type(style) not in (ColwiseParallel, RowwiseParallel):
+        return ""
+    if not isinstance(layer, (nn.Linear, nn.Embedding)):
+        kind = type(layer)
+        return (
+            f"tensor_parallel_plan: {name} is of class {kind.__name__} from {kind.__module__}, and its style splits "
+            "nn.Linear and nn.Embedding, also with adapters of LoRA (without DoRA and other variants; of embeddings "
+            "with 'rowwise' only): leave it out with None, or use another option than tensor_parallel."
+        )
+    if "weight" not in layer._parameters:
+        return (
+            f"tensor_parallel_plan: the weight of {name} is computed from others (weight_norm or another "
+            "parametrization), and its style splits a weight that is a parameter: leave it out with None, or remove "
+            "the parametrization."
+        )
+    if isinstance(layer, nn.Embedding):  # a vocabulary may be split unevenly
+        return ""
+    size, what, gathered = layer.in_features, "inputs", False
+    if isinstance(style, ColwiseParallel):
+        size, what, gathered = layer.out_features, "outputs", style.output_layouts == (Replicate(),)
+    if size % parts and not gathered:
+        return (
+            f"tensor_parallel={parts} does not divide the {size} {what} of {name}: choose a number that divides them, "
+            "or leave the layer out of the plan."
+        )
+    return ""
 
 
 def _heads(module: nn.Module, parts: int) -> list[str]:

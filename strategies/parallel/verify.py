@@ -22,7 +22,7 @@ from trainer.float8.conversion import layers_in_8_bits
 from trainer.model.blocks import class_of, without_caches
 from trainer.model.reachable import Held, global_containers, objects_behind, places, tensors_in
 from trainer.seed import isolated_rng, rng_state
-from trainer.strategies.fsdp.one_reader import digest, is_dtensor
+from trainer.strategies.parallel.one_reader import digest, is_dtensor
 from trainer.strategies.swapped_parameters import without_hooks
 from trainer.strategy import eval_mode
 
@@ -178,24 +178,14 @@ def results_of(
         parameters: names and parameters of which there are gradients.
         of_arguments: return the gradients of arguments, too.
     """
-    leaves: dict[str, torch.Tensor] = {f"{GRADIENT}{name}": p for name, p in (parameters or {}).items()}
-    number, known = 0, list[Any]()
-
-    def as_leaf(one: Any) -> Any:
-        nonlocal number
-        if not isinstance(one, torch.Tensor):
-            return one
-        number += 1
-        leaf = one.detach().clone()
-        if of_arguments and (one.requires_grad or (number == 1 and leaf.is_floating_point())):
-            leaves[f"{IN_ARGUMENT}{number}"] = leaf.requires_grad_()
-        return leaf
+    leaf_args, leaf_kwargs, of_inputs = _with_leaves(inputs, of_arguments)
+    leaves = {**{f"{GRADIENT}{name}": p for name, p in (parameters or {}).items()}, **of_inputs}
+    known: list[Any] = []
 
     def as_copy(one: Any) -> Any:
         known.append(one.clone() if isinstance(one, torch.Tensor) else one)  # which can be changed in place
         return known[-1]
 
-    leaf_args, leaf_kwargs = map_leaves(inputs, as_leaf)
     found: Results = {}
     calls, total = list[Inputs](), torch.zeros((), device="cpu")
     for call in ("", " in a second call"):
@@ -214,6 +204,23 @@ def results_of(
         found |= dict(zip(leaves, full, strict=True))
     numbers = {key: _numbers(one).detach() for key, one in found.items() if one.device.type != "meta"}
     return {key: one.float() for key, one in numbers.items() if one.is_floating_point()}
+
+
+def _with_leaves(inputs: Inputs, with_gradients: bool) -> tuple[Any, Any, Results]:
+    """Return copies of the arguments of a block, and those of which there are gradients, also the first one."""
+    number, leaves = 0, dict[str, torch.Tensor]()
+
+    def as_leaf(one: Any) -> Any:
+        nonlocal number
+        if not isinstance(one, torch.Tensor):
+            return one
+        number += 1
+        leaf = one.detach().clone()
+        if with_gradients and (one.requires_grad or (number == 1 and leaf.is_floating_point())):
+            leaves[f"{IN_ARGUMENT}{number}"] = leaf.requires_grad_()
+        return leaf
+
+    return map_leaves(inputs[0], as_leaf), map_leaves(inputs[1], as_leaf), leaves
 
 
 def tensors_left(block: nn.Module, inputs: Any, known: list[Any]) -> Results:

@@ -21,8 +21,8 @@ from trainer.model.reachable import (
     same_content,
     tensors_in,
 )
-from trainer.strategies.fsdp.one_reader import Marks, marks_of
-from trainer.strategies.fsdp.verify import Inputs, Verification, rehearsal, tensors_left
+from trainer.strategies.parallel.one_reader import Marks, marks_of
+from trainer.strategies.parallel.verify import Inputs, Verification, rehearsal, tensors_left
 
 ADVICE = "Return it, or compute it outside of the blocks; or use another strategy."
 
@@ -126,12 +126,10 @@ class StageChecks:
             raise self._depends("the loss", loss)
 
     def _depends(self, what: str, output: torch.Tensor) -> ConfigError:
-        around = f" ({first_of(self._around)})" if self._around else ""
-        because = f"the batch or the block has made it so, or it depends on what another stage has{around}"
-        if names := self._names_behind(output):
-            because = f"it depends on {first_of(names)}, whose values another stage has"
+        names = self._names_behind(output) or self._around or ["a tensor"]
         return ConfigError(
-            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}: {because}. "
+            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. If neither the batch "
+            f"nor a block has made it so, it depends on what another stage has: {first_of(names)}. "
             "Between stages only the blocks' first argument travels: compute other inputs from the batch, in the block "
             "or without parameters; register what comes before the blocks before them in the module, and what comes "
             "after them after. In a model of somebody else, register it again, before fit: `last = decoder.norm; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -14,11 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of
-from trainer.strategies.fsdp.adapters import FullInputs
-from trainer.strategies.fsdp.context import gather
-from trainer.strategies.fsdp.one_reader import HOW_GRADIENTS
-from trainer.strategies.fsdp.plan import SharedByHeads
-from trainer.strategies.fsdp.verify import (
+from trainer.strategies.parallel.adapters import FullInputs
+from trainer.strategies.parallel.context import gather
+from trainer.strategies.parallel.one_reader import HOW_GRADIENTS
+from trainer.strategies.parallel.plan import SharedByHeads
+from trainer.strategies.parallel.verify import (
     OUTPUT,
     Inputs,
     Results,
@@ -30,8 +31,8 @@ from trainer.strategies.fsdp.verify import (
 
 log = logging.getLogger("trainer")
 
-Hooks = tuple[dict[int, Any], dict[int, Any]]
-"""The hooks of a layer before and after its forward."""
+Hooks = list[tuple[dict[int, Any], dict[int, Any]]]
+"""Tables of hooks of layers, each with what was in it at a moment."""
 
 
 class PlanCheck:
@@ -56,8 +57,7 @@ class PlanCheck:
     ) -> None:
         self._module, self._group, self._styles = module, group, styles
         self.verification = Verification("tensor_parallel", verify)
-        layers = {name: module.get_submodule(name) for name in styles}
-        self._hooks = {name: _hooks_of(layer) for name, layer in layers.items()}
+        self._hooks = {name: _hooks_of(module.get_submodule(name)) for name in styles}
         """The hooks of each layer without those that split it."""
 
     def watch(self, blocks: Mapping[str, nn.Module], here: Mapping[str, nn.Module]) -> None:
@@ -68,11 +68,10 @@ class PlanCheck:
             here: those of this process. Compared too are modules around a pair of layers outside of the blocks.
         """
         for name, block in {**here, **self._around_pairs(blocks)}.items():
-            own = {layer.removeprefix(f"{name}."): layer for layer in self._styles if layer.startswith(f"{name}.")}
-            split = {_splits_sequences(self._styles[layer]) for layer in own.values()}
+            own = [layer for layer in self._styles if layer.startswith(f"{name}.")]
+            split = {_splits_sequences(self._styles[layer]) for layer in own}
             if own and name not in self._styles and None not in split:
-                hooks = {inner: self._hooks[layer] for inner, layer in own.items()}
-                block.register_forward_pre_hook(self._comparer(name, hooks, True in split), with_kwargs=True)
+                block.register_forward_pre_hook(partial(self._verify, name, own, True in split), with_kwargs=True)
 
     def _around_pairs(self, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Return the modules that compute with split features outside of the blocks; warn where there is none."""
@@ -95,25 +94,24 @@ class PlanCheck:
             )
         return found
 
-    def _comparer(self, name: str, hooks: Mapping[str, Hooks], split: bool) -> Any:
-        def verify(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.verification.is_due(name, block, args, kwargs):
-                self._compare(name, block, hooks, split, (args, kwargs))
-
-        return verify
-
-    def _compare(self, name: str, block: nn.Module, hooks: Mapping[str, Hooks], split: bool, inputs: Inputs) -> None:
-        """Raise ConfigError if a block does not compute the same as with full layers.
+    def _verify(
+        self, name: str, names: list[str], split: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise ConfigError if a block does not compute the same as with full layers, in the first call of a kind.
 
         Args:
+            names: of its layers that are split.
             split: the block takes and returns this process's part of sequences, which full layers have full.
         """
-        layers = {block.get_submodule(inner): own for inner, own in hooks.items()}
+        if not self.verification.is_due(name, block, args, kwargs):
+            return
+        layers = [self._module.get_submodule(layer) for layer in names]
+        hooks = [table for layer in names for table in self._hooks[layer]]
         parts, part = dist.get_world_size(self._group), dist.get_rank(self._group)
 
         def in_full(inputs: Inputs) -> Results:
             whole = self._with_full_sequences(*inputs) if split else inputs
-            with _full_layers(block, layers):
+            with _full_layers(block, layers, hooks):
                 results = results_of(block, whole, block.forward, _trained(block), not split)
             if not split:
                 return results
@@ -124,7 +122,7 @@ class PlanCheck:
         def by_plan(inputs: Inputs) -> Results:
             return results_of(block, inputs, block.forward, _trained(block), not split)
 
-        difference = compare(name, block, inputs, in_full, by_plan, self._group)
+        difference = compare(name, block, (args, kwargs), in_full, by_plan, self._group)
         if difference:
             raise ConfigError(
                 f"tensor_parallel={parts}: with the layers that tensor_parallel_plan splits {name} "
@@ -149,7 +147,7 @@ def _trained(block: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _hooks_of(layer: nn.Module) -> Hooks:
-    return dict(layer._forward_pre_hooks), dict(layer._forward_hooks)
+    return [(table, dict(table)) for table in (layer._forward_pre_hooks, layer._forward_hooks)]
 
 
 def _returns_part(style: ParallelStyle) -> bool:
@@ -170,25 +168,25 @@ def _splits_sequences(style: ParallelStyle) -> bool | None:
 
 
 @contextmanager
-def _full_layers(block: nn.Module, layers: Mapping[nn.Module, Hooks]) -> Iterator[None]:
-    """Give layers of a block their full weights, and take away the hooks that split what they read and return."""
+def _full_layers(block: nn.Module, layers: list[nn.Module], hooks: Hooks) -> Iterator[None]:
+    """Give layers of a block their full weights, and these hooks, which split nothing."""
     planned = {id(p) for layer in layers for p in layer.parameters(recurse=False) if isinstance(p, DTensor)}
-    with_plan = {layer: _hooks_of(layer) for layer in layers}
+    with_plan = [(table, dict(table)) for table, _ in hooks]
 
     def full(parameter: Any) -> Any:
         if id(parameter) not in planned:
             return parameter
         return nn.Parameter(parameter.full_tensor().detach(), requires_grad=parameter.requires_grad)
 
-    def use(hooks: Mapping[nn.Module, Hooks]) -> None:
-        for layer, (before, after) in hooks.items():
-            for table, wanted in ((layer._forward_pre_hooks, before), (layer._forward_hooks, after)):
-                table.clear()
-                table.update(wanted)
-
-    use(layers)
+    _fill(hooks)
     try:
         with replaced_parameters(block, full):
             yield
     finally:
-        use(with_plan)
+        _fill(with_plan)
+
+
+def _fill(hooks: Hooks) -> None:
+    for table, wanted in hooks:
+        table.clear()
+        table.update(wanted)

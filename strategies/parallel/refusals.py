@@ -3,22 +3,96 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
+from trainer.module import TrainModule
+from trainer.optimizers import needs_closure
+from trainer.precision import Precision
 from trainer.strategies.fsdp.mesh import ModelSplit
+from trainer.strategies.optimizer_trials import mixes_parameters
+from trainer.strategy import StepConfig
 
-HOW = (
-    "Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only, so that each process may have some of "
-    "the tokens"
-)
+
+def layout_problems(
+    layout: ModelSplit,
+    shards: int,
+    num_processes: int,
+    precision: Precision,
+    module: TrainModule | None,
+    own_loop: bool,
+) -> list[str]:
+    """Return why a model cannot be split so.
+
+    Args:
+        shards: the number of processes with different samples over which weights are sharded.
+        own_loop: the user's program has the loop, as with an Engine.
+    """
+    problems = []
+    if num_processes % layout.processes:
+        problems.append(
+            f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
+            f"{num_processes}."
+        )
+    if shards * layout.context % layout.expert:
+        problems.append(
+            f"expert_parallel={layout.expert} does not divide the {shards * layout.context} processes over which "
+            "weights are sharded: choose a number that does."
+        )
+    if layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed":
+        problems.append(
+            "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on over "
+            "their processes. Use 'bf16-mixed'."
+        )
+    if layout.tensor > 1 and precision.float8 == "mx":
+        problems.append(
+            f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
+            "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel."
+        )
+    plan = getattr(module, "tensor_parallel_plan", None)
+    styles = [style for style in plan.values() if isinstance(style, str)] if isinstance(plan, Mapping) else []
+    if layout.tensor > 1 and layout.context > 1 and any("sequence" in style for style in styles):
+        problems.append(
+            f"context_parallel={layout.context} with a style of tensor_parallel_plan that splits sequences, too, in "
+            "another order: use 'colwise' and 'rowwise' in the plan, and none for norms."
+        )
+    own_backward = module is not None and (not module.automatic_optimization or module.overrides("backward"))
+    if layout.pipeline > 1 and (own_loop or own_backward):
+        problems.append(
+            "pipeline_parallel runs the backward of each micro-batch itself, on several stages: use a Trainer with "
+            "automatic_optimization and the loss that training_step returns, without an override of backward; or "
+            "tensor_parallel or context_parallel."
+        )
+    return problems
+
+
+def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: StepConfig) -> None:
+    """Raise ConfigError for settings of a training with which a model cannot be split so."""
+    if layout and config.compiles_module:
+        raise ConfigError(
+            "compile=True with a model that is split over processes: compile its blocks, which hooks of the strategy "
+            'separate: Trainer(compile={"blocks": "auto"}).'
+        )
+    for optimizer in optimizers:
+        if layout.pipeline > 1 and mixes_parameters(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, as by a norm "
+                "of them all, and a process has those of its stage. Use an optimizer that steps each parameter alone, "
+                "such as torch.optim.AdamW, or leave out pipeline_parallel."
+            )
+        if layout and needs_closure(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} with {layout}: it evaluates the loss several times a step, and reads all "
+                "weights as one vector, of which each process has a part. Use it on one process, or another optimizer."
+            )
 
 
 def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,26 +140,18 @@ def _repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list
     return problems
 
 
-def _mixing_layers(blocks: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield a problem for each class of layers that mixes tokens in a way of its own, wherever it is used."""
-    known: set[type] = set()
+def _mixing_layers(blocks: Mapping[str, nn.Module]) -> list[str]:
+    """Return a problem for each class of layers that mixes tokens in a way of its own."""
+    found: dict[str, str] = {}
     for name, block in blocks.items():
         for path, layer in block.named_modules():
-            what = _mixes(layer)
-            if what and class_of(layer) not in known:
-                known.add(class_of(layer))
-                place = ".".join(filter(None, (name, path)))
-                yield f"context_parallel: {place} is of class {class_of(layer).__name__}, {what}. {HOW}."
-
-
-def _mixes(layer: nn.Module) -> str:
-    if class_of(layer) is nn.MultiheadAttention:
-        return "whose attention is code of its own"
-    if isinstance(layer, nn.RNNBase):
-        return "whose output depends on the tokens before"
-    if isinstance(layer, _NormBase):
-        return "whose statistics are those of all tokens"
-    return ""
+            if class_of(layer) is nn.MultiheadAttention or isinstance(layer, (nn.RNNBase, _NormBase)):
+                found.setdefault(class_of(layer).__name__, f"{name}.{path}".strip("."))
+    return [
+        f"context_parallel: {place} is of class {kind}, which mixes tokens in a way of its own. Blocks mix them by "
+        "torch.nn.functional.scaled_dot_product_attention only, so that each process may have some of the tokens."
+        for kind, place in found.items()
+    ]
 
 
 _COLLECTED = {

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
-from trainer.strategies.fsdp.refusals import without_graph
-from trainer.strategies.fsdp.verify import Inputs, Results, compare, results_of
+from trainer.strategies.parallel.refusals import without_graph
+from trainer.strategies.parallel.verify import Inputs, Results, compare, replaced_parameters, results_of
 
 EXPERT_STYLES = ("experts", "moe_tp_experts", "ep_dispatch_experts")
 """The word of a plan for a module of experts, and Hugging Face's words for it."""
@@ -203,21 +203,19 @@ class _SplitExperts:
     @contextmanager
     def _local_parameters(self) -> Iterator[None]:
         """Give the module its part of the parameters as plain tensors, and the number of experts in it."""
-        kept = [(owner, dict(owner._parameters)) for owner in self._experts.modules()]
         count = getattr(self._experts, "num_experts", None)
-        for owner, parameters in kept:
-            for name, parameter in parameters.items():
-                if isinstance(parameter, DTensor):
-                    owner._parameters[name] = parameter.to_local()
         if isinstance(count, int):
             self._experts.num_experts = self._own  # type: ignore[assignment]
         try:
-            yield
+            with replaced_parameters(self._experts, _local):
+                yield
         finally:
-            for owner, parameters in kept:
-                owner._parameters.update(parameters)
             if isinstance(count, int):
                 self._experts.num_experts = count  # type: ignore[assignment]
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 # -- collectives with gradients ----------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
 from trainer.model.reachable import nodes_behind, tensors_in
-from trainer.strategies.fsdp.refusals import without_graph
-from trainer.strategies.fsdp.verify import Inputs, Results, Verification, compare, results_of, tensors_left
+from trainer.strategies.parallel.refusals import without_graph
+from trainer.strategies.parallel.verify import Inputs, Results, Verification, compare, results_of, tensors_left
 
 AttentionExchange = Literal["auto", "heads", "keys"]
 """The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a
@@ -268,20 +268,13 @@ class ContextParallel:
             differences.append(compare(name, block, inputs, in_full, partial(in_parts, guess), self.group))
             if not differences[-1]:
                 return
-        raise ConfigError(f"{self._cannot_split(name, block)} In this step: {differences[0]}.")
-
-    def _cannot_split(self, name: str, block: nn.Module) -> str:
-        return (
+        raise ConfigError(
             f"context_parallel: {name} ({class_of(block).__name__}) does not compute the same for a part of a "
             "sequence. Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face "
             'model: attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), and get '
-            "positions as arguments from outside of the blocks, and nothing that each process keeps of its tokens."
-            + (
-                f" The batch has as many samples as tokens ({self.length}), so that it is not clear which arguments "
-                "belong to tokens: try another batch size."
-                if self.batch == self.length
-                else ""
-            )
+            "positions as arguments from outside of the blocks, and nothing that each process keeps of its tokens. "
+            "With as many samples as tokens in a batch it is not clear which arguments belong to tokens. In this step: "
+            f"{differences[0]}."
         )
 
 
@@ -311,9 +304,9 @@ def split_hidden(
     rest = dict(kwargs)
     hidden = args[0] if args else rest.pop(next(iter(rest), ""), None)
     if not isinstance(hidden, torch.Tensor) or not (hidden.is_floating_point() or hidden.is_complex()):
-        what = f"a tensor of {hidden.dtype}" if isinstance(hidden, torch.Tensor) else f"a {type(hidden).__name__}"
+        given = getattr(hidden, "dtype", type(hidden).__name__)
         raise ConfigError(
-            f"{class_of(block).__name__} gets {what} as its first argument: blocks that are split over processes take "
+            f"{class_of(block).__name__} gets {given} as its first argument: blocks that are split over processes take "
             "what the block before has returned first, a tensor (batch, length, features), also by name: masks and "
             "others come after it."
         )
@@ -396,16 +389,10 @@ class SplitAttention(TorchFunctionMode):
     def _full_mask(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor | None:
         """Return the mask for all tokens, also of one that the block has made from a part of a tensor of tokens."""
         if mask is not None and mask.shape[-1] == keys:
-            mask = self._gathered(mask, mask.dim() - 1)
+            mask = _GatherKeys.apply(mask, mask.dim() - 1, self.group)
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == queries:
-            mask = self._gathered(mask, mask.dim() - 2)
+            mask = _GatherKeys.apply(mask, mask.dim() - 2, self.group)
         return mask
-
-    def _gathered(self, mask: torch.Tensor, dim: int) -> torch.Tensor:
-        if not mask.requires_grad:
-            return gather(mask, dim, self.group)
-        gathered: torch.Tensor = _GatherKeys.apply(mask, dim, self.group)
-        return gathered
 
     def _by_heads(
         self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, is_causal: bool, options: dict[str, Any]

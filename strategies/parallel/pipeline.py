@@ -17,11 +17,11 @@ from trainer.model.blocks import class_of, describe_blocks
 from trainer.model.reachable import shared_objects
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
-from trainer.strategies.fsdp.context import split_hidden
-from trainer.strategies.fsdp.messages import Neighbour
-from trainer.strategies.fsdp.stage_checks import StageChecks
-from trainer.strategies.fsdp.stages import split_blocks, stages_of_parameters
-from trainer.strategies.fsdp.verify import Verification
+from trainer.strategies.parallel.context import split_hidden
+from trainer.strategies.parallel.messages import Neighbour
+from trainer.strategies.parallel.stage_checks import StageChecks
+from trainer.strategies.parallel.stages import split_blocks, stages_of_parameters
+from trainer.strategies.parallel.verify import Verification
 
 
 class LeftStage(BaseException):
