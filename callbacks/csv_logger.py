@@ -78,8 +78,7 @@ class CSVLogger(FileLogger):
         return {"step": self._file.step, "rows": rows, "columns": columns, **self.place.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rows = {"rows?": [{str: str}], "row?": {str: str}}  # checkpoints of earlier versions have one row
-        kind = {"step?": Integer(-1), **rows, "columns?": [str], "version?": Integer()}
+        kind = {"step?": Integer(-1), "rows?": [{str: str}], "columns?": [str], "version?": Integer()}
         require(state_dict, kind, "CSVLogger")
         self.place.restore(state_dict)
         self._resumed = state_dict
@@ -120,7 +119,7 @@ class CSVLogger(FileLogger):
             last = self._resumed.get("step", continue_from)
             columns = self._resumed.get("columns", columns)
             rows = [(step, row) for step, row in rows if step <= last]
-            if newest := self._resumed.get("rows") or [row for row in [self._resumed.get("row")] if row]:
+            if newest := self._resumed.get("rows"):
                 # As they were then: cells that came later come again.
                 rows = [*(one for one in rows if one[0] < last), *((last, row) for row in newest)]
         return _File(path, columns, rows, closes=self._trainer is not None and self._trainer.stage != "fit")

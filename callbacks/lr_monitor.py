@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
-log = logging.getLogger("trainer")
-
 
 class LearningRateMonitor(Callback):
     """Log the learning rates with which a step or an epoch is made.
@@ -29,7 +26,7 @@ class LearningRateMonitor(Callback):
     numbered, those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"`
     (`lr-Adam/body`), or its number if there are several (`lr-Adam/pg1`).
 
-    Without a logger, the rates are in `trainer.callback_metrics` only; a warning says so.
+    Without a logger, the rates are in `trainer.callback_metrics` only.
 
     Args:
         logging_interval: "step": every `log_every_n_steps`; "epoch": every epoch, the rate at its start; None: as often
@@ -63,8 +60,6 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._noted, self._logged = {}, set()
-        if not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
-            log.warning("LearningRateMonitor has no logger: the rates are in trainer.callback_metrics only")
         for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
             twice = [one for one, times in Counter(group_names(optimizer)).items() if times > 1]
             if twice:

@@ -162,18 +162,16 @@ class SimpleProfiler(Profiler):
 
 def faster_loading(loader: BatchLoader) -> str:
     """Return a sentence that says how a loader may become faster."""
-    workers, cores = loader.num_workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    cores = cores or os.cpu_count() or 1
-    machine = f"this machine has {cores} core{'' if cores == 1 else 's'}"
+    workers, cores = loader.num_workers, os.cpu_count() or 1
     if workers is None:
         return "It comes from an iterable of your own: load ahead in it, or give a DataLoader with num_workers=4."
     if workers == 0:
         return (
             f"The DataLoader has num_workers=0, so that training stands still while a batch is loaded: try num_workers="
-            f"{min(4, max(1, cores - 1))} or more ({machine}), with persistent_workers=True."
+            f"{min(4, max(1, cores - 1))} or more (this machine has {cores} cores), with persistent_workers=True."
         )
     return (
-        f"The DataLoader has num_workers={workers}: try more of them ({machine}), a larger prefetch_factor, "
-        "persistent_workers=True if epochs are short, or less work in the dataset's __getitem__ (decode and resize "
-        "once, beforehand)."
+        f"The DataLoader has num_workers={workers}: try more of them (this machine has {cores} cores), a larger "
+        "prefetch_factor, persistent_workers=True if epochs are short, or less work in the dataset's __getitem__ "
+        "(decode and resize once, beforehand)."
     )

@@ -31,9 +31,9 @@ class ProgressBar(Callback):
 
     On a terminal it is a bar (of tqdm) on stderr, in a notebook with ipywidgets a widget; elsewhere plain lines: one at
     the end of each epoch and evaluation, and every 10 seconds in between. A narrow terminal shows fewer values, never a
-    part of a number. With `max_steps` the time left is that of the run, otherwise that of the epoch. It shows only
-    values that the trainer has read already, and costs well under a microsecond per batch between two refreshes. An
-    error of the terminal switches it off and never ends a run.
+    part of a number. The time left is that of the epoch. It shows only values that the trainer has read already, and
+    costs well under a microsecond per batch between two refreshes. An error of the terminal switches it off and never
+    ends a run.
 
     Args:
         refresh_rate: batches between two refreshes, of which there are at most ten in a second; 0: show nothing.
@@ -51,10 +51,6 @@ class ProgressBar(Callback):
         self._next = math.inf
         """The time of the next update, by `time.monotonic`; infinity: never."""
         self._evaluated = 0
-        self._compiled: set[str] = set()
-        """The kinds of steps, training or evaluation, that have begun: the first ones compile."""
-        self._compiling = False
-        """True: a step that compiles has begun."""
         self._values: Mapping[str, float] = {}
         """The values as of the last flush, which the trainer has read from the device."""
         self._run: tuple[Trainer, TrainModule] | None = None
@@ -76,7 +72,6 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._switch_off()
-        self._compiled = set()
         self._values = trainer.flushed_progress_bar_metrics
         self._run = trainer, pl_module
         if not trainer.is_global_zero:
@@ -106,15 +101,11 @@ class ProgressBar(Callback):
         self._switch_off()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        done, steps, epochs = trainer.progress.batch, trainer.config.max_steps, trainer.config.max_epochs
-        steps_left = steps - trainer.global_step if steps is not None and steps >= 0 else None
-        epochs_left = epochs - trainer.current_epoch - 1 if epochs is not None and epochs >= 0 else None
-        total, beyond = batches_left(
-            _finite(trainer.num_training_batches), done, trainer.accumulate_grad_batches, steps_left, epochs_left
-        )
+        done, total, max_steps = trainer.progress.batch, trainer.num_training_batches, trainer.config.max_steps
+        if max_steps is not None and max_steps >= 0:
+            total = min(total, done + (max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
         title = _epoch(trainer.current_epoch, trainer.config.max_epochs)
-        self._draw(lambda display: display.start(title, total, done, keep=True, beyond=beyond))
-        self._show_compiling(trainer, done)
+        self._draw(lambda display: display.start(title, _finite(total), done, keep=True))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -183,24 +174,12 @@ class ProgressBar(Callback):
         self._evaluated = 0
         total = sum(counts)
         self._draw(lambda display: display.start(title, _finite(total), 0, keep))
-        self._show_compiling(trainer, 0)
-
-    def _show_compiling(self, trainer: Trainer, done: int) -> None:
-        kind = "evaluation" if trainer.evaluating else "training"
-        if trainer.settings.compile and kind not in self._compiled:
-            self._compiling = True
-            self._draw(lambda display: display.update(done, ["compiling ..."]))
-        self._compiled.add(kind)
 
     def _end_evaluation(self, report: bool = True) -> None:
-        self._compiling = False
         metrics = self._metrics()
         self._draw(lambda display: display.finish(self._evaluated, metrics, report))
 
     def _update(self, done: int) -> None:
-        if self._compiling:
-            self._compiling = False
-            self._draw(lambda display: display.count_from(done))
         if done % self.refresh_rate == 0:
             metrics = self._metrics()
             self._draw(lambda display: display.update(done, metrics))
@@ -239,27 +218,6 @@ def _epoch(epoch: int, max_epochs: int | None) -> str:
     return f"epoch {epoch}" + (f"/{max_epochs - 1}" if max_epochs is not None and max_epochs > 0 else "")
 
 
-def batches_left(
-    batches: int | None, done: int, window: int, steps: int | None, epochs: int | None
-) -> tuple[int | None, int]:
-    """Return the number of an epoch's batches, of which the end of the run may leave some out, and the run's batches
-    after these, as far as the steps left say it (0 without them).
-
-    Args:
-        batches, done: all batches of the epoch, and those done.
-        window: batches of a step.
-        steps, epochs: left in the run; without a limit None. `epochs` is without this one.
-    """
-    if steps is None:
-        return batches, 0
-    if batches is None or steps * window <= batches - done:
-        return done + steps * window, 0
-    steps -= math.ceil((batches - done) / window)
-    rounds, steps = divmod(steps, math.ceil(batches / window))
-    beyond = rounds * batches + steps * window
-    return batches, beyond if epochs is None else min(beyond, epochs * batches)
-
-
 def _finite(batches: float) -> int | None:
     return None if batches == math.inf else int(batches)
 
@@ -289,12 +247,8 @@ class Display(Protocol):
     """Time between two updates."""
     stream: TextIO
 
-    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
-        """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended; `beyond`: batches after
-        these, for the time left."""
-
-    def count_from(self, done: int) -> None:
-        """Leave the time of the innermost task's first `done` batches, which have compiled, out of its rate."""
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
+        """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended."""
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         """Show the progress of the innermost task."""
@@ -344,16 +298,6 @@ class _Bars:
         class Bar(kind):  # type: ignore[misc]
             monitor_interval = 0
             """No monitor thread: updates are timed here."""
-            counted_from: tuple[int, float] | None = None
-            """Batches and the seconds that they took, which are left out of the rate."""
-
-            @property
-            def format_dict(self) -> dict[str, Any]:
-                shown: dict[str, Any] = super().format_dict
-                if self.counted_from is None:
-                    return shown
-                batches, seconds = self.n - self.counted_from[0], shown["elapsed"] - self.counted_from[1]
-                return {**shown, "rate": batches / seconds if seconds > 0 else 0}
 
             def __del__(self) -> None:
                 with suppress(Exception):  # before 4.70 there is one where the terminal was gone when the bar was made
@@ -365,12 +309,10 @@ class _Bars:
         self._running: list[Any] = []
         self._started: list[float] = []
         """Times at which the running tasks started."""
-        self._beyond: list[int] = []
-        """Numbers of batches after each running bar."""
         self._ended: Any = None
         """The bar of the last epoch, which stays until the next one starts."""
 
-    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
         self._started.append(time.monotonic())
         if keep and self._ended is not None:
             self._ended.leave = self.leave
@@ -389,13 +331,8 @@ class _Bars:
             miniters=1,
         )
         self._running.append(bar)
-        self._beyond.append(beyond)
         self._lay_out(bar, done, [])
         bar.refresh()
-
-    def count_from(self, done: int) -> None:
-        bar = self._running[-1]
-        bar.counted_from = done, bar.format_dict["elapsed"]
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         bar = self._running[-1]
@@ -406,16 +343,12 @@ class _Bars:
             bar.refresh()
 
     def _lay_out(self, bar: tqdm[Any], done: int, metrics: Sequence[str]) -> None:
-        """Set the parts of a bar's line to those for which the terminal has room, and the time left to the run's."""
+        """Set the parts of a bar's line to those for which the terminal has room."""
         from tqdm.utils import disp_len
 
         shown = bar.format_dict
-        columns, rate = shown["ncols"], shown["rate"]
-        left = "{remaining}"
-        if self._beyond[-1] and bar.total is not None:
-            rate = (done - bar.initial) / max(shown["elapsed"], 1e-9) if rate is None else rate
-            left = bar.format_interval((bar.total - done + self._beyond[-1]) / rate) if rate else "?"
-        times = f"[{{elapsed}}<{left}, {{rate_fmt}}" if bar.total is not None else "[{elapsed}, {rate_fmt}"
+        columns = shown["ncols"]
+        times = "[{elapsed}<{remaining}, {rate_fmt}" if bar.total is not None else "[{elapsed}, {rate_fmt}"
         count = "{n_fmt}/{total_fmt} " if bar.total is not None else "{n_fmt}it "
         layouts = [("{desc}: ", 0)] if bar.total is None else [("{l_bar}{bar}| ", LEAST_BAR), ("{desc}: ", 0)]
         for number in range(len(metrics), -1, -1):
@@ -431,7 +364,6 @@ class _Bars:
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)
         bar, started = self._running.pop(), self._started.pop()
-        self._beyond.pop()
         if bar.leave:
             self._ended = bar
         else:
@@ -471,8 +403,7 @@ class _Task:
     title: str
     total: int | None
     counted_from: int
-    """Batches that do not count in the rate: those of a resumed epoch that were done before, and the first one where it
-    compiles."""
+    """Batches that do not count in the rate: those of a resumed epoch that were done before."""
     started: float = field(default_factory=time.monotonic)
 
 
@@ -487,11 +418,8 @@ class _Lines:
         self._running: list[_Task] = []
         self._due = time.monotonic() + self.PAUSE
 
-    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
         self._running.append(_Task(title, total, done))
-
-    def count_from(self, done: int) -> None:
-        self._running[-1].counted_from, self._running[-1].started = done, time.monotonic()
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         if time.monotonic() >= self._due:

@@ -100,32 +100,27 @@ class _RichBars:
         )
         self._running: list[tuple[Any, bool]] = []
         """Each task's number, and whether its bar stays."""
-        self._counted_from: dict[Any, tuple[int, float]] = {}
-        """Batches and seconds that do not count in the rate, by the task's number."""
+        self._counted_from: dict[Any, int] = {}
+        """Batches that do not count in the rate, by the task's number."""
         self._ended: Any = None
         self._progress.start()
 
-    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
         if keep and self._ended is not None:
             if not self.leave:
                 self._progress.remove_task(self._ended)
             self._ended = None
         task = self._progress.add_task(title, total=total, completed=done, rate="", metrics="")
         self._running.append((task, keep))
-        self._counted_from[task] = done, 0.0
+        self._counted_from[task] = done
         self._progress.refresh()
-
-    def count_from(self, done: int) -> None:
-        number = self._running[-1][0]
-        self._counted_from[number] = done, self._elapsed(number)
 
     def _elapsed(self, number: Any) -> float:
         return self._progress.tasks[self._progress.task_ids.index(number)].elapsed or 0.0
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         number = self._running[-1][0]
-        before, passed = self._counted_from[number]
-        seconds = self._elapsed(number) - passed
+        before, seconds = self._counted_from[number], self._elapsed(number)
         rate = f"{(done - before) / seconds:.2f}/s" if done > before and seconds > 0 else ""
         self._progress.update(number, completed=done, rate=rate, metrics=self._fitting(metrics), refresh=True)
 

@@ -78,24 +78,9 @@ class AveragingCallback(Callback):
             self._load_stored()
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        if not self._averaged.count and trainer.is_global_zero and not trainer.settings.fast_dev_run:
+            log.warning("%s: no weights were averaged: the run ended before its average began", type(self).__name__)
         self._averaged.swap_in()
-
-    def ends_before(self, trainer: Trainer, epoch: int) -> bool:
-        """Whether the run ends before an epoch, counted from 0, as far as that is known."""
-        config, batches = trainer.config, trainer.run.num_training_batches
-        if config.max_epochs is not None and epoch >= config.max_epochs:
-            return True
-        if config.max_steps is None or batches is None:
-            return False
-        return epoch * -(-batches // trainer.accumulate_grad_batches) >= config.max_steps
-
-    def _warn_if_late(self, trainer: Trainer, begins: str, late: bool) -> None:
-        """Warn if the average begins after the end of the run, as far as that is known at its start."""
-        if late and trainer.is_global_zero and not trainer.settings.fast_dev_run:
-            log.warning(
-                "%s(%s) begins after the end of the run: no weights are averaged. Begin earlier, or train longer.",
-                *(type(self).__name__, begins),
-            )
 
     @property
     def _averaged(self) -> AveragedWeights:
@@ -280,13 +265,6 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = update_starting_at_epoch
         self._change = exponential(decay)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        step, epoch = self.update_starting_at_step or 0, self.update_starting_at_epoch
-        first = -(-step // self.update_every_n_steps) * self.update_every_n_steps
-        late = first >= trainer.estimated_stepping_batches and (epoch is None or self.ends_before(trainer, epoch))
-        self._warn_if_late(trainer, f"update_starting_at_step={step}, update_starting_at_epoch={epoch}", late)
-
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None:
             return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
@@ -298,15 +276,10 @@ def _update_of(name: str, avg_fn: Callable[..., Any] | None, multi_avg_fn: Calla
     """Return the update of the averages by the user's function, if there is one.
 
     Raises:
-        ConfigError: there are two, or one is no function.
+        ConfigError: there are two.
     """
     if avg_fn is not None and multi_avg_fn is not None:
         raise ConfigError(f"{name} got avg_fn and multi_avg_fn, which do the same: give one of them.")
-    for argument, value in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
-        if value is not None and not callable(value):
-            raise ConfigError(
-                f"{name}: {argument}={shown(value)} is no function: give one as torch.optim.swa_utils has."
-            )
     if multi_avg_fn is not None:
         return from_multi_avg_fn(multi_avg_fn)
     return equal_weights if avg_fn is None else from_avg_fn(avg_fn)
