@@ -15,7 +15,7 @@ from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
 from trainer.logger import FileLogger, LogFile
 from trainer.metrics.logger_folder import LoggerFolder
-from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
+from trainer.metrics.media import Images, Media, png
 
 log = logging.getLogger("trainer")
 
@@ -70,15 +70,8 @@ class JSONLLogger(FileLogger):
         self._write({"step": step, **metrics})
 
     def log_media(self, key: str, media: Media, step: int) -> None:
-        if isinstance(media, Images):
-            self._write({"step": step, "key": key, "kind": "images", **self._saved(key, media, step)})
-        elif isinstance(media, Text):
-            self._write({"step": step, "key": key, "kind": "text", "text": media.text})
-        elif isinstance(media, Histogram):
-            counts, edges = media.counts()
-            self._write({"step": step, "key": key, "kind": "histogram", "counts": counts, "edges": edges})
-        elif isinstance(media, Table):
-            self._write({"step": step, "key": key, "kind": "table", "columns": media.columns, "data": media.rows})
+        values = self._saved(key, media, step) if isinstance(media, Images) else media.record()
+        self._write({"step": step, "key": key, "kind": type(media).__name__.lower(), **values})
 
     # -- the file ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from trainer.arguments import kept_path
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
 from trainer.logger import Tracker, flat_hyperparameters
-from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
+from trainer.metrics.media import Images, Media, Text, png
 
 log = logging.getLogger("trainer")
 
@@ -79,8 +79,6 @@ class MLFlowLogger(Tracker):
         self._run_id: str | None = None
         self._stored: dict[str, list[tuple[int, float]]] | None = None
         """Values that the store has of a resumed run, by name, read when the name is logged first. None: a new run."""
-        self._renamed: set[str] = set()
-        """Names that MLflow does not take, which the user has been told."""
 
     @property
     def tracking_uri(self) -> str:
@@ -207,11 +205,8 @@ class MLFlowLogger(Tracker):
                 self._log_json(start, {"captions": media.captions})
         elif isinstance(media, Text):
             self._log_file(start, ".txt", media.text.encode(errors="replace"))
-        elif isinstance(media, Histogram):
-            counts, edges = media.counts()
-            self._log_json(start, {"counts": counts, "edges": edges})
-        elif isinstance(media, Table):
-            self._log_json(start, {"columns": media.columns, "data": media.rows})
+        else:
+            self._log_json(start, media.record())
 
     def _log_json(self, start: str, values: dict[str, Any]) -> None:
         self._log_file(start, ".json", json.dumps(values, indent=2, default=str).encode())
@@ -234,7 +229,4 @@ class MLFlowLogger(Tracker):
         allowed = re.sub(r"[^\w/. -]", "_", name, flags=re.ASCII)
         if allowed != name:
             allowed = f"{allowed}-{zlib.crc32(name.encode()):08x}"
-            if name not in self._renamed:
-                log.warning("MLFlowLogger: MLflow does not take the name %r: it is %r there", name, allowed)
-            self._renamed.add(name)
         return allowed

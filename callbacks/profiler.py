@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.arguments import check_clock
+from trainer.arguments import number_of
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.metrics.phases import DATA
 
@@ -58,7 +58,7 @@ class SimpleProfiler(Profiler):
         synchronize: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_clock("SimpleProfiler(clock", clock)
+        number_of("SimpleProfiler(clock", clock)  # raises where it is not a clock
         self.seconds: dict[str, float] = {}
         """Seconds by part."""
         self.calls: dict[str, int] = {}

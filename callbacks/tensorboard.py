@@ -16,7 +16,7 @@ import torch
 
 from trainer.arguments import NonNegativeFloat, make_folder
 from trainer.checkpoint.disk import without_links
-from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.checkpoint.schema import Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.hyperparameters import flat_names
@@ -137,9 +137,7 @@ class TensorBoardLogger(FolderLogger):
         return {"files": {**(self._kept or {}), **own}, **self.place.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        of_earlier_versions = {"step?": Integer(), "values?": {str: NUMBER}}
-        kind = {"files?": {str: Integer()}, "version?": Integer(), **of_earlier_versions}
-        require(state_dict, kind, "TensorBoardLogger")
+        require(state_dict, {"files?": {str: Integer()}, "version?": Integer()}, "TensorBoardLogger")
         self._kept = state_dict.get("files")
         self.place.restore(state_dict)
 

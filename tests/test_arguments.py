@@ -36,7 +36,6 @@ from trainer.callbacks import (
     OnExceptionCheckpoint,
     PredictionWriter,
     SimpleProfiler,
-    StragglerMonitor,
     ThroughputMonitor,
 )
 from trainer.strategies import STRATEGIES, DDPStrategy, DeepSpeedStrategy, FSDPStrategy
@@ -260,11 +259,10 @@ def not_a_clock() -> Any:
     [
         (lambda: SimpleProfiler(clock=not_a_clock), "SimpleProfiler(clock=...) returned a str"),
         (lambda: SimpleProfiler(clock=len), "SimpleProfiler(clock=...) raised TypeError"),  # type: ignore[arg-type]
-        (lambda: StragglerMonitor(clock=not_a_clock), "StragglerMonitor(clock=...) returned a str"),
         (lambda: DDPStrategy(comm_hook=print), "give a function (state, bucket) -> Future"),
         (lambda: DDPStrategy(comm_hook=int), "give a function (state, bucket) -> Future"),
     ],
-    ids=["profiler", "profiler-raises", "straggler", "print", "class"],
+    ids=["profiler", "profiler-raises", "print", "class"],
 )
 def test_functions_that_cannot_be_what_they_are_given_for(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -122,7 +122,7 @@ def _checked_arguments(cls: type, init: Any, args: tuple[Any, ...], options: dic
                 raise ArgumentError(f"{kind}() got an unexpected keyword argument {name!r}.{hint}")
         given[name] = value = with_python_numbers(value)
         if name in parameters and name in hints and not fits(value, hints[name]):
-            allowed = f"give {describe_annotation(hints[name])}.{_suggestion(value, hints[name])}"
+            allowed = f"give {describe_annotation(hints[name])}."
             problems.append(f"{kind}({name}={value!r}): {allowed}")
     raise_problems(problems, f"{kind}'s arguments")
     return given
@@ -141,13 +141,6 @@ def _by_position(
     if twice := set(known[: len(args)]) & options.keys():
         raise ArgumentError(f"{kind}() got {', '.join(twice)} twice, by position and by name: give it once.")
     return zip(known, args, strict=False)
-
-
-def _suggestion(value: Any, annotation: Any) -> str:
-    if not isinstance(value, str):
-        return ""
-    literals = [option for option in options_of(annotation) if get_origin(option) is Literal]
-    return did_you_mean(value, [choice for one in literals for choice in get_args(one) if isinstance(choice, str)])
 
 
 def given_arguments(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,27 +221,23 @@ def with_python_numbers(value: Any) -> Any:
     return bool(value) if is_numpy_bool else value
 
 
-def failed_function(argument: str, returns: str, error: Exception) -> ConfigError:
-    """Return the error for a user's function that raised `error`.
+def number_of(argument: str, function: Callable[..., object], *args: Any) -> float:
+    """Return the number that a user's function returns.
 
     Args:
-        argument: the beginning of the call that gave the function, such as "Timer(clock".
-        returns: the words for the values that the function has to return.
+        argument: the beginning of the call that gave the function, such as "SimpleProfiler(clock".
+
+    Raises:
+        ConfigError: the function raises an error, or returns something else.
     """
-    message = f"{argument}=...) raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    found = ConfigError(f"{message}. Give a function that returns {returns}.")
-    found.__cause__ = error
-    return found
-
-
-def check_clock(argument: str, clock: Callable[[], float]) -> None:
-    """Raise a ConfigError if a function does not return a number."""
     try:
-        now: object = clock()
+        number: Any = with_python_numbers(function(*args))
     except Exception as error:
-        raise failed_function(argument, "seconds", error) from error
-    if not fits(now, float):
-        raise ConfigError(f"{argument}=...) returned a {type(now).__name__}: give a function that returns seconds.")
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(f"{argument}=...) raised {words}. Give a function that returns a number.") from error
+    if not fits(number, float):
+        raise ConfigError(f"{argument}=...) returned a {type(number).__name__}: give a function that returns a number.")
+    return float(number)
 
 
 @functools.cache

@@ -71,9 +71,7 @@ def restoring(what: str) -> Iterator[None]:
     except TrainerError:
         raise
     except Exception as error:
-        reason = str(error)
-        if len(reason) > 500:
-            reason = f"{reason[:500]} ..."
+        reason = shortened(str(error), 500)
         raise CheckpointError(
             f"{what} cannot be restored from the checkpoint ({type(error).__name__}: {reason}). Either it was written "
             "by other code, or it is damaged."
@@ -123,9 +121,7 @@ def missing_package_advice(error: BaseException) -> str:
         return ""
     if name in OPTIONAL_PACKAGES:
         return f" Install it with: {install_command(name)}"
-    if name in OTHER_NAMES:
-        return f" Install it with: pip install {OTHER_NAMES[name]}"
-    return f" If it is a package, install it: pip install {name}"
+    return f" If it is a package, install it: pip install {OTHER_NAMES.get(name, name)}"
 
 
 class MissingPackageError(TrainerError, ImportError):

@@ -205,8 +205,6 @@ class Logger(Callback):
         columns: Sequence[str] | None = None,
     ) -> None:
         """Log a text, which may have Markdown; or, with `columns` and `data`, a table of texts as `log_table` does."""
-        if isinstance(data, int) and dataframe is None and step is None:
-            data, step = None, data  # log_text("note", "all is well", 5)
         if columns is not None or data is not None or dataframe is not None:
             columns = columns if columns is not None or text is None else list(text)
             self.log_table(key, columns, data, dataframe, step)
@@ -243,15 +241,8 @@ class Logger(Callback):
         self._log_media(key, step, as_table, columns, data, dataframe)
 
     def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:
-        if not isinstance(key, str) or not key:
-            raise ConfigError(f"{type(self).__name__} got the name {key!r}: give a text, such as 'val/samples'.")
-        if not self._writes:
-            return
-        if step is None:
-            step = self._step
-        elif type(step) is not int or step < 0:
-            raise ConfigError(f"{key!r}: step={step!r}: give the number of completed steps, an integer from 0.")
-        self.log_media(key, make(*args), step)
+        if self._writes:
+            self.log_media(key, make(*args), self._step if step is None else step)
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -493,11 +484,11 @@ class Tracker(Logger):
     def state_dict(self) -> dict[str, Any]:
         if self._client is None or self._calls is None:
             return {}
-        unsent = self._calls.unfinished()
-        if any("media" in one for one in unsent):
-            from trainer.checkpoint.media_state import state_of
+        from trainer.checkpoint.media_state import state_of
 
-            unsent = [{**one, "media": state_of(one["media"])} if "media" in one else one for one in unsent]
+        unsent = [
+            {**one, "media": state_of(one["media"])} if "media" in one else one for one in self._calls.unfinished()
+        ]
         return {"run": self.opened_run_id(), "unsent": unsent}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

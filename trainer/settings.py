@@ -319,10 +319,9 @@ def _wrong_numbers(settings: Settings) -> list[str]:
     for name in ("gradient_clip_val", "watchdog_seconds", "deadline_margin"):
         if getattr(settings, name) == math.inf:
             problems.append(f"{name}=inf: give a finite number, or None.")
-    if settings.val_check_interval == 0:
-        problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
-    if settings.watchdog_seconds == 0:
-        problems.append("watchdog_seconds=0: give seconds above 0, or None.")
+    for name, off in (("val_check_interval", "limit_val_batches=0"), ("watchdog_seconds", "None")):
+        if getattr(settings, name) == 0:
+            problems.append(f"{name}=0: give a number above 0; {off} turns it off.")
     return problems
 
 
@@ -352,8 +351,8 @@ def _refuse_late_deadline(deadline: datetime | None) -> None:
 def _contradictions(settings: Settings) -> list[str]:
     problems = []
     for unit in ("epochs", "steps"):
-        minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
-        if minimum is not None and maximum is not None and 0 <= maximum < minimum:
+        minimum, maximum = getattr(settings, f"min_{unit}") or 0, getattr(settings, f"max_{unit}")
+        if maximum is not None and 0 <= maximum < minimum:
             problems.append(f"min_{unit}={minimum} is more than max_{unit}={maximum}.")
     if settings.overfit_batches and settings.fast_dev_run:
         problems.append("overfit_batches and fast_dev_run both limit the batches: choose one.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import logging
 import math
 import re
 import sys
@@ -84,14 +83,12 @@ def test_a_second_fit_is_another_run_and_a_test_adds() -> None:
     assert Path("elsewhere").is_dir()
 
 
-def test_odd_names_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
+def test_odd_names_and_numbers() -> None:
     logger = MLFlowLogger(run_id=None)
-    with caplog.at_level(logging.WARNING):
-        for step in (1, 2):
-            logger.log_metrics({"acc (top 5)": 1.0, "nan": math.nan}, step)
+    for step in (1, 2):
+        logger.log_metrics({"acc (top 5)": 1.0, "nan": math.nan}, step)
     assert logger._calls is not None
     assert logger._calls.wait(60)
-    assert caplog.text.count("MLflow does not take the name 'acc (top 5)': it is 'acc _top 5_-98e7fc46' there") == 1
     assert logger.experiment.get_run(logger.run_id).data.metrics["acc _top 5_-98e7fc46"] == 1.0
 
 

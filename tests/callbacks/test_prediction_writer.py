@@ -149,7 +149,7 @@ def test_wrong_arguments_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         PredictionWriter(max_shard_size=0, format="json")
     assert "max_shard_size=0" in str(caught.value)
-    assert "Did you mean 'jsonl'" in str(caught.value)
+    assert "give 'safetensors' or 'jsonl'" in str(caught.value)
 
 
 def test_nothing_or_only_a_part_to_read() -> None:

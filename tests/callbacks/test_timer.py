@@ -100,5 +100,5 @@ def test_wrong_duration() -> None:
 
 
 def test_wrong_interval() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'step'"):
+    with pytest.raises(ConfigError, match="give 'step' or 'epoch'"):
         Timer(interval="steps")

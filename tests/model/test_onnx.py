@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer import TrainModule
-from trainer.errors import ConfigError, MissingPackageError
+from trainer.errors import ConfigError
 
 
 class Dropped(TrainModule):
@@ -26,14 +25,6 @@ class Dropped(TrainModule):
 def test_without_a_sample_it_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"give input_sample=, or set self\.example_input_array"):
         Dropped().to_onnx("model.onnx")
-
-
-@pytest.mark.skipif(find_spec("onnxscript") is not None, reason="onnxscript is installed")
-def test_the_missing_package_is_named(tmp_path: Path) -> None:
-    module = Dropped()
-    with pytest.raises(MissingPackageError, match=r'to_onnx needs the package .* pip install "onnxscript>=0\.5"'):
-        module.to_onnx(tmp_path / "model.onnx", torch.ones(3, 4))
-    assert module.training
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # by torch's exporter itself

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import resource
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from trainer import Callback, ConfigError, DataModule, Tuner
 from trainer.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from trainer.model.memory_limit import is_out_of_memory, limited_memory
 from trainer.tuner.batch_size import BatchSizes, Stopwatch, search
-from trainer.tuner.throughput import Setting, fused, search_settings, settings_to_try, with_options
+from trainer.tuner.throughput import Setting, fused, settings_to_try, with_options
 from trainer.tuner.trial import run_trial
 
 
@@ -286,27 +285,9 @@ def test_two_processes_find_the_same_curve_and_train_afterwards(strategy: str) -
     assert len(one[0]) == 20
 
 
-def little_memory_on_rank_1() -> Any:
-    """Search where only the second process has little memory."""
-    limit = 150 * 2**20 if os.environ["RANK"] == "1" else None
-    module, data = Wide(), loader(256, 4)
-    before = copy.deepcopy(module.state_dict())
-    trainer = quiet(devices=2, strategy="ddp", max_steps=2)
-    tuner = Tuner(trainer)
-    size = tuner.scale_batch_size(module, data, mode="binsearch", memory_limit=limit, margin=0.0, init_val=4)
-    assert same(module.state_dict(), before)
-    trainer.fit(module, data)
-    assert tuner.batch_sizes is not None
-    return size, tuner.batch_sizes.throughput, tuner.batch_sizes.too_large, trainer.global_step
-
-
-def test_two_processes_agree_on_a_batch_size_that_fits_on_both() -> None:
-    one, other = run_distributed(little_memory_on_rank_1)
-    assert one == other
-    size, throughput, too_large, steps = one
-    assert size == max(throughput) < min(too_large)
-    assert 4 <= size < 64  # 64 samples take 256 MB
-    assert steps == 2
+def test_a_batch_size_is_searched_on_one_process() -> None:
+    with pytest.raises(ConfigError, match="use devices=1"):
+        Tuner(quiet(devices=2, strategy="ddp")).scale_batch_size(Wide(), loader(256, 4))
 
 
 def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,18 +319,6 @@ def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.Mo
     names = [one.name for one in settings_to_try(quiet(compile=True).settings, "cpu")]
     assert "num_workers=0" in names
     assert "compile=True" not in names
-
-
-def test_settings_that_train_alone_may_not_train_together() -> None:
-    def attempt(settings: list[Setting]) -> float:
-        if len(settings) > 1:
-            raise ConfigError("a stream that worker processes begin anew has no batch")
-        return 10.0 * (1 + len(settings))
-
-    settings = [Setting("num_workers=2", loader={"num_workers": 2}), Setting("fused", fused=True)]
-    found = search_settings(attempt, iter(settings), combine=True)
-    assert found.pays == settings
-    assert "has no batch" in found.table()
 
 
 def test_steps_that_compile_are_not_measured() -> None:

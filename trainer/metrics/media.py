@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,10 @@ class Text:
 
     text: str
 
+    def record(self) -> dict[str, Any]:
+        """Return what JSON holds of it."""
+        return {"text": self.text}
+
 
 @dataclass(frozen=True)
 class Histogram:
@@ -43,6 +46,11 @@ class Histogram:
 
     values: np.ndarray[Any, Any]
     bins: int = 64
+
+    def record(self) -> dict[str, Any]:
+        """Return what JSON holds of it: the counts and the edges of the bins."""
+        counts, edges = self.counts()
+        return {"counts": counts, "edges": edges}
 
     def counts(self) -> tuple[list[int], list[float]]:
         """Return the counts and the edges of the bins: one edge more than counts."""
@@ -58,6 +66,10 @@ class Table:
 
     columns: list[str]
     rows: list[list[Any]]
+
+    def record(self) -> dict[str, Any]:
+        """Return what JSON holds of it."""
+        return {"columns": self.columns, "data": self.rows}
 
     def markdown(self) -> str:
         """Return the table as Markdown."""
@@ -78,7 +90,7 @@ def as_images(images: Any, caption: str | Sequence[str] | None, options: dict[st
     Args:
         images: one picture or a list of them. A tensor is (channels, height, width) or (height, width), or a batch of
             the former; an array is (height, width, channels) or (height, width), as in PIL. Floating
-            numbers are from 0 to 1, integers from 0 to 255. A PIL image, or the path of a file, is taken as it is.
+            numbers are from 0 to 1, integers from 0 to 255. A PIL image is taken as it is.
         caption: one for all pictures, or a list with one for each.
 
     Raises:
@@ -99,8 +111,8 @@ def as_images(images: Any, caption: str | Sequence[str] | None, options: dict[st
 def _arrays(image: Any) -> list[np.ndarray[Any, Any]]:
     import numpy as np
 
-    if isinstance(image, (str, Path)) or hasattr(image, "convert"):
-        return [_opened(image)]
+    if hasattr(image, "convert"):
+        return [_of_pillow(image)]
     if not isinstance(image, torch.Tensor):
         return [_bytes(np.asarray(image), image)]
     array = on_cpu(image, "log_image").numpy()
@@ -109,18 +121,10 @@ def _arrays(image: Any) -> list[np.ndarray[Any, Any]]:
     return [_bytes(one, image) for one in (array if array.ndim == 4 else [array])]
 
 
-def _opened(image: Any) -> np.ndarray[Any, Any]:
+def _of_pillow(image: Any) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    if isinstance(image, (str, Path)):
-        from PIL import Image
-
-        try:
-            image = Image.open(image)
-        except OSError as error:
-            raise ConfigError(f"log_image cannot read the picture {str(image)!r}: {error}.") from error
-    mode = image.mode if image.mode in ("L", "RGB", "RGBA") else "RGB"
-    array = np.asarray(image.convert(mode))
+    array = np.asarray(image.convert(image.mode if image.mode in ("L", "RGB", "RGBA") else "RGB"))
     return array[..., None] if array.ndim == 2 else array
 
 
@@ -133,7 +137,7 @@ def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
         raise ConfigError(
             f"log_image got a {type(given).__name__} of shape {tuple(np.shape(given))}: give a tensor of (channels, "
             "height, width), an array of (height, width, channels), with 1, 3 or 4 channels, or either of (height, "
-            "width); or a picture of PIL, or a path."
+            "width); or a picture of PIL."
         )
     if array.dtype == np.uint8:
         return array.copy()
@@ -181,7 +185,7 @@ def figure_images(figure: Any) -> Images:
     file = BytesIO()
     figure.savefig(file, format="png")
     file.seek(0)
-    return Images([_opened(Image.open(file))])
+    return Images([_of_pillow(Image.open(file))])
 
 
 def close_figure(figure: Any) -> None:

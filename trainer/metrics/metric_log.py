@@ -598,24 +598,20 @@ def with_suffix(name: str, suffix: str, loader: str = "") -> str:
 
 def _check_reductions(name: str | tuple[str, bool], one: LogOptions, other: LogOptions) -> None:
     """Check that a name's values of two processes can be reduced together."""
-    if (one.reduction, one.metric) == (other.reduction, other.metric):
-        return
-    kinds = [repr(o.reduction) if o.metric is None else f"a torchmetrics object, {o.metric}" for o in (one, other)]
-    raise ConfigError(
-        f"self.log({(name if isinstance(name, str) else name[0])!r}): the processes do not agree on the reduction: "
-        f"{kinds[0]} on one, and {kinds[1]} on another. Log a name in the same way on all of them."
-    )
+    if (one.reduction, one.metric) != (other.reduction, other.metric):
+        raise ConfigError(
+            f"self.log({name!r}): the processes do not agree on the reduction: reduce_fx={one.reduction!r} and the "
+            f"torchmetrics object {one.metric} on one, reduce_fx={other.reduction!r} and {other.metric} on another. "
+            "Log a name in the same way on all of them."
+        )
 
 
 def _warn_of_sizes(sizes: Collection[int]) -> None:
-    found = ", ".join(map(str, sizes))
-    why = (
-        f"the tensors of a batch have several first dimensions ({found}): the first is taken for the number of "
-        "samples, by which means over the epoch are weighted."
-        if sizes
-        else "the number of samples of a batch is unknown, so every batch has the same weight in means over the epoch."
+    warnings.warn(
+        f"the first dimensions of a batch's tensors are {[*sizes]}: the first, or else 1, is taken for the number of "
+        "samples, by which means over the epoch are weighted. Pass batch_size=... to self.log.",
+        stacklevel=6,
     )
-    warnings.warn(f"{why} Pass batch_size=... to self.log.", stacklevel=6)
 
 
 def _several_numbers(name: str, what: str) -> ConfigError:

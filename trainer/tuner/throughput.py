@@ -1,4 +1,4 @@
-"""Search for settings with more samples per second: each by itself, then together those that pay."""
+"""Search for settings with more samples per second, each by itself."""
 
 from __future__ import annotations
 
@@ -44,19 +44,11 @@ class Throughput:
     """Samples per second of the settings as they are: the better of two trials, before and after the others."""
     found: dict[Setting, float] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
-    together: float | str | None = None
-    """Samples per second with all settings that pay, or why they do not go together; None: fewer than two pay."""
 
     @property
     def pays(self) -> list[Setting]:
-        """The settings with at least 5 % more samples per second, of each argument the best one."""
-        best: dict[tuple[str, ...], Setting] = {}
-        for setting, speed in self.found.items():
-            argument = (*setting.arguments, *(name for name in setting.loader if name != "persistent_workers"))
-            known = best.get(argument)
-            if speed >= LEAST_GROWTH * self.baseline and (known is None or speed > self.found[known]):
-                best[argument] = setting
-        return list(best.values())
+        """The settings with at least 5 % more samples per second."""
+        return [setting for setting, speed in self.found.items() if speed >= LEAST_GROWTH * self.baseline]
 
     def table(self) -> str:
         """Return a line for each setting, the fastest first."""
@@ -65,13 +57,6 @@ class Throughput:
             note = f"   ({setting.note})" if setting.note else ""
             lines.append(f"{setting.name:<34}{speed:>12,.0f} samples/s  {speed / self.baseline - 1:>+5.0%}{note}")
         lines += [f"{setting.name:<34}{'-':>12}            {why}" for setting, why in self.failed.items()]
-        if self.together is not None:
-            names = " + ".join(setting.name for setting in self.pays)
-            lines.append(f"together: {names}")
-            if isinstance(self.together, str):
-                lines.append(f"{'':<34}{'-':>12}            {self.together}")
-            else:
-                lines.append(f"{'':<34}{self.together:>12,.0f} samples/s")
         return "\n".join(lines)
 
 
@@ -94,33 +79,21 @@ def settings_to_try(present: Settings, device_type: str) -> Iterator[Setting]:
         yield Setting('precision="bf16-mixed"', arguments={"precision": "bf16-mixed"}, note="other numbers")
 
 
-def search_settings(
-    attempt: Callable[[list[Setting]], float], settings: Iterator[Setting], combine: bool
-) -> Throughput:
-    """Measure each setting by itself, and those that pay together, by `attempt`, which returns samples per second."""
+def search_settings(attempt: Callable[[list[Setting]], float], settings: Iterator[Setting]) -> Throughput:
+    """Measure each setting by itself, by `attempt`, which returns samples per second."""
     found = Throughput(attempt([]))
     for setting in settings:
-        speed = _speed_or_reason(attempt, [setting])
-        if isinstance(speed, str):
-            found.failed[setting] = speed
-        else:
-            found.found[setting] = speed
+        try:
+            found.found[setting] = attempt([setting])
+            continue
+        except Exception as error:
+            if not isinstance(error, TrainerError) and not is_out_of_memory(error):
+                raise
+            why = str(error).splitlines()[0] if isinstance(error, TrainerError) else "out of memory"
+            found.failed[setting] = why[:100]
+        release_memory()
     found.baseline = max(found.baseline, attempt([]))
-    if combine and len(found.pays) > 1:
-        found.together = _speed_or_reason(attempt, found.pays)
     return found
-
-
-def _speed_or_reason(attempt: Callable[[list[Setting]], float], settings: list[Setting]) -> float | str:
-    """Return the samples per second, or why there is no training with the settings."""
-    try:
-        return attempt(settings)
-    except Exception as error:
-        if not isinstance(error, TrainerError) and not is_out_of_memory(error):
-            raise
-        why = str(error).splitlines()[0] if isinstance(error, TrainerError) else "out of memory"
-    release_memory()
-    return why[:100]
 
 
 def apply(settings: list[Setting], module: TrainModule, datamodule: DataModule | None) -> None:
