@@ -131,8 +131,6 @@ class MLFlowLogger(Tracker):
                 warnings.simplefilter("ignore", FutureWarning)
                 client = MlflowClient(self.tracking_uri)
                 self._run_id = self._begin(client) if run_id is None else self._resume(client, run_id)
-        except ConfigError:
-            raise
         except Exception as error:  # also plain ones, of the store of files
             raise ConfigError(f"MLFlowLogger cannot use {self.tracking_uri!r}: {error}") from error
         self._stored = None if run_id is None else {}
@@ -142,15 +140,10 @@ class MLFlowLogger(Tracker):
         from mlflow.tracking.context.registry import resolve_tags
 
         experiment = client.get_experiment_by_name(self.experiment_name)
-        if experiment is not None and experiment.lifecycle_stage == "deleted":
-            raise ConfigError(
-                f"MLFlowLogger: the experiment {self.experiment_name!r} was deleted: restore it with "
-                f"`mlflow experiments restore -x {experiment.experiment_id}`, or give another experiment_name."
-            )
-        if experiment is not None:
-            number = experiment.experiment_id
-        else:
+        if experiment is None:
             number = client.create_experiment(self.experiment_name, artifact_location=self.artifact_location)
+        else:
+            number = experiment.experiment_id
         tags = {name: str(value) for name, value in (self.tags or {}).items()}
         return str(client.create_run(number, tags=resolve_tags(tags), run_name=self.run_name).info.run_id)
 

@@ -113,15 +113,12 @@ OTHER_NAMES = {
 
 def missing_package_advice(error: BaseException) -> str:
     """Return a sentence with what to install if a user's import failed because a package is not; else nothing."""
-    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    try:
-        if not name or find_spec(name) is not None:
-            return ""
-    except ValueError:  # a module without a spec
+    # Of a module that is missing in an installed package, the name has a dot.
+    if not isinstance(error, ModuleNotFoundError) or not error.name or "." in error.name:
         return ""
-    if name in OPTIONAL_PACKAGES:
-        return f" Install it with: {install_command(name)}"
-    return f" If it is a package, install it: pip install {OTHER_NAMES.get(name, name)}"
+    if error.name in OPTIONAL_PACKAGES:
+        return f" Install it with: {install_command(error.name)}"
+    return f" If it is a package, install it: pip install {OTHER_NAMES.get(error.name, error.name)}"
 
 
 class MissingPackageError(TrainerError, ImportError):

@@ -416,9 +416,8 @@ def inherits(strategy: Strategy, method: str) -> bool:
 
 def without_cast(strategy: Strategy) -> Callable[[Any], Any]:
     """Return `to_device` without a cast to 16 bits, which would round labels."""
-    return (
-        strategy._move if strategy._moves_batches and strategy.precision.weights.itemsize == 2 else strategy.to_device
-    )
+    rounds = strategy._moves_batches and strategy.precision.weights.itemsize == 2
+    return strategy._move if rounds else strategy.to_device
 
 
 def keeps_batches(strategy: Strategy) -> bool:
@@ -603,11 +602,13 @@ def own_parameters(strategy: Strategy) -> list[OwnParameter]:
     state = strategy.module_state()
     found = []
     for name, parameter in strategy.module.named_parameters():
-        if parameter.requires_grad:
-            value = state[name]
-            is_shard = isinstance(value, Shard)
-            local = value.local if isinstance(value, Shard) else value
-            found.append(OwnParameter(name, local, is_shard, not isinstance(value, Shard) or value.extent.numel > 0))
+        value = state[name]
+        if not parameter.requires_grad:
+            continue
+        if isinstance(value, Shard):
+            found.append(OwnParameter(name, value.local, is_shard=True, counts=value.extent.numel > 0))
+        else:
+            found.append(OwnParameter(name, value, is_shard=False, counts=True))
     return found
 
 

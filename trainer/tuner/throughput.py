@@ -52,7 +52,7 @@ class Throughput:
 
     def table(self) -> str:
         """Return a line for each setting, the fastest first."""
-        lines = [f"{'as it is':<34}{self.baseline:>12,.0f} samples/s"]
+        lines = [f"{PRESENT.name:<34}{self.baseline:>12,.0f} samples/s"]
         for setting, speed in sorted(self.found.items(), key=lambda item: -item[1]):
             note = f"   ({setting.note})" if setting.note else ""
             lines.append(f"{setting.name:<34}{speed:>12,.0f} samples/s  {speed / self.baseline - 1:>+5.0%}{note}")
@@ -79,31 +79,35 @@ def settings_to_try(present: Settings, device_type: str) -> Iterator[Setting]:
         yield Setting('precision="bf16-mixed"', arguments={"precision": "bf16-mixed"}, note="other numbers")
 
 
-def search_settings(attempt: Callable[[list[Setting]], float], settings: Iterator[Setting]) -> Throughput:
+PRESENT = Setting("as it is")
+"""The settings as they are."""
+
+
+def search_settings(attempt: Callable[[Setting], float], settings: Iterator[Setting]) -> Throughput:
     """Measure each setting by itself, by `attempt`, which returns samples per second."""
-    found = Throughput(attempt([]))
+    found = Throughput(attempt(PRESENT))
     for setting in settings:
         try:
-            found.found[setting] = attempt([setting])
+            found.found[setting] = attempt(setting)
             continue
+        except TrainerError as error:
+            found.failed[setting] = str(error).splitlines()[0][:100]
         except Exception as error:
-            if not isinstance(error, TrainerError) and not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            why = str(error).splitlines()[0] if isinstance(error, TrainerError) else "out of memory"
-            found.failed[setting] = why[:100]
+            found.failed[setting] = "out of memory"
         release_memory()
-    found.baseline = max(found.baseline, attempt([]))
+    found.baseline = max(found.baseline, attempt(PRESENT))
     return found
 
 
-def apply(settings: list[Setting], module: TrainModule, datamodule: DataModule | None) -> None:
-    """Have the module and the data module of a trial make their loader and optimizers with the settings."""
-    changes = {name: value for setting in settings for name, value in setting.loader.items()}
+def apply(setting: Setting, module: TrainModule, datamodule: DataModule | None) -> None:
+    """Have the module and the data module of a trial make their loader and optimizers with the setting."""
     owner: Any = datamodule if datamodule is not None and datamodule.overrides("train_dataloader") else module
-    if changes and owner.overrides("train_dataloader"):
+    if setting.loader and owner.overrides("train_dataloader"):
         make = owner.train_dataloader
-        owner.train_dataloader = lambda: with_options(make(), changes)
-    if any(setting.fused for setting in settings):
+        owner.train_dataloader = lambda: with_options(make(), setting.loader)
+    if setting.fused:
         configure = module.configure_optimizers
         module.configure_optimizers = lambda: fused(configure())  # type: ignore[method-assign]
 
@@ -114,10 +118,10 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
     Raises:
         ConfigError: the loader is no plain DataLoader, has the options already, or has no batch size to change.
     """
-    if "batch_size" not in changes and all(getattr(loader, name, None) == value for name, value in changes.items()):
-        raise ConfigError("the loader has it already")
     if "batch_size" in changes:
         changes = {**changes, "batch_size": changes["batch_size"] * (getattr(loader, "batch_size", None) or 1)}
+    elif all(getattr(loader, name, None) == value for name, value in changes.items()):
+        raise ConfigError("the loader has it already")
     return loader_like(loader, **changes)
 
 

@@ -195,13 +195,11 @@ class Tuner:
             raise ConfigError(f"throughput(steps_per_trial={steps_per_trial!r}): give an integer from 2.")
         settings, config = self._trainer.settings, self._trainer.config
 
-        def attempt(tried: list[Setting]) -> float:
+        def attempt(tried: Setting) -> float:
             watch, loader = Stopwatch(), train_dataloaders
-            changes = {name: value for setting in tried for name, value in setting.loader.items()}
-            if loader is not None and changes:
-                loader = with_options(loader, changes)
-            given = {name: value for setting in tried for name, value in setting.arguments.items()}
-            prepare = partial(apply, tried)
+            if loader is not None and tried.loader:
+                loader = with_options(loader, tried.loader)
+            prepare, given = partial(apply, tried), tried.arguments
             run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
             if not watch.seconds:
                 raise ConfigError("no step is left without compilation: give more steps_per_trial (--steps)")
