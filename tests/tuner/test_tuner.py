@@ -140,7 +140,8 @@ def test_batches_that_the_module_skips(skips: Any) -> None:
 
     finder = Tuner(quiet()).lr_find(Skips(), loader(20), num_training=40)
     if skips(0):
-        assert (finder.suggestion(), finder.stopped) == (None, "no descent seen: all steps skip their batches")
+        assert finder.suggestion() is None
+        assert "the loss of step 40 is None before any learning rate has acted" in finder.stopped
     else:
         assert 0.01 < (finder.suggestion() or 0) < 1
 
@@ -251,10 +252,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "size": (lambda: Tuner(quiet()).scale_batch_size(Toy()), "neither the module nor the data module"),
     "search": (lambda: Tuner(quiet()).scale_batch_size(Toy(), mode="bin"), "'power' or 'binsearch'"),  # type: ignore[arg-type]
     "loader": (lambda: Tuner(quiet()).scale_batch_size(Toy(), [1]), "the loader is a list"),
-    "shards": (
-        lambda: Tuner(quiet(devices=2, strategy="fsdp")).scale_batch_size(Toy(), loader(2)),
-        "by itself, which strategy 'fsdp' cannot",
-    ),
 }
 
 

@@ -149,8 +149,8 @@ class LRFinder:
         if known and math.isfinite(known[-1]):
             return True
         self.stopped = (
-            f"no descent seen: before any learning rate has acted, {len(known)} of {len(start)} steps have a loss, the "
-            f"last {known[-1:]}: look at data and module with Trainer(detect_anomaly=True)"
+            f"no descent seen: the loss of step {len(start)} is {start[-1]} before any learning rate has acted: look "
+            "at data and module with Trainer(detect_anomaly=True)"
         )
         return False
 
