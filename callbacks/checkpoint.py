@@ -136,7 +136,7 @@ class ModelCheckpoint(Checkpoint):
         triggers = (every_n_train_steps, every_n_epochs, train_time_interval)
         problems = _problems(monitor, mode, save_top_k, triggers)
         raise_problems([*problems, *template_problems(filename)], "ModelCheckpoint's arguments")
-        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath))
+        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath, "dirpath"))
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor

@@ -252,7 +252,7 @@ def test_what_was_not_logged_is_named_with_what_was() -> None:
         ({"async_save": 1}, r"async_save=1\): give True or False"),
         ({"on_write_error": "warning"}, r"on_write_error='warning'\): give 'raise' or 'warn'"),
         ({"dirpath": 3}, r"dirpath=3\): give text, a path or None"),
-        ({"dirpath": "nosuch://x"}, "dirpath: 'nosuch://x': fsspec cannot open it"),
+        ({"dirpath": "nosuch://x"}, "dirpath='nosuch://x': fsspec cannot open it"),
         ({"filename": 3}, r"filename=3\): give text or None"),
         ({"filename": "{epoch"}, "a brace has no partner"),
         ({"filename": "{val_loss:.2q}"}, r"'val_loss' cannot be written as '\.2q'"),
