@@ -127,13 +127,13 @@ class ProgressBar(Callback):
         if trainer.sanity_checking:
             few = trainer.settings.num_sanity_val_steps
             counts = [min(count, few) for count in counts] if few >= 0 else counts
-            self._start_evaluation(trainer, "sanity check", counts, keep=False)
+            self._start_evaluation("sanity check", counts, keep=False)
         elif trainer.stage == "fit":
             self._start_evaluation(
-                trainer, f"{_epoch(trainer.current_epoch, trainer.config.max_epochs)} validation", counts, keep=False
+                f"{_epoch(trainer.current_epoch, trainer.config.max_epochs)} validation", counts, keep=False
             )
         else:
-            self._start_evaluation(trainer, "validate", counts)
+            self._start_evaluation("validate", counts)
 
     def on_validation_batch_end(
         self,
@@ -157,20 +157,20 @@ class ProgressBar(Callback):
         self._end_evaluation(report)
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._start_evaluation(trainer, "test", trainer.num_test_batches)
+        self._start_evaluation("test", trainer.num_test_batches)
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end_evaluation()
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._start_evaluation(trainer, "predict", trainer.num_predict_batches)
+        self._start_evaluation("predict", trainer.num_predict_batches)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end_evaluation()
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def _start_evaluation(self, trainer: Trainer, title: str, counts: Sequence[int | float], keep: bool = True) -> None:
+    def _start_evaluation(self, title: str, counts: Sequence[int | float], keep: bool = True) -> None:
         self._evaluated = 0
         total = sum(counts)
         self._draw(lambda display: display.start(title, _finite(total), 0, keep))
