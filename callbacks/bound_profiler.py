@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,6 +15,7 @@ from trainer.callback import Checkpoint
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.callbacks.profiler import faster_loading
 from trainer.checkpoint.manifest import read_manifest
+from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError
 from trainer.guards.host_times import CALLBACKS, PROFILER, REST, SAVING, VALIDATION
 from trainer.metrics.phases import DATA, LOGGING, TRANSFER
@@ -24,10 +27,23 @@ if TYPE_CHECKING:
 COMPUTE = "compute"
 COMMUNICATION = "communication"
 IDLE = "idle device"
+MUCH = 0.05
+"""Share of the time by which a process has to exceed the median to count as slow."""
 SLOW_WRITE_S, SLOW_WRITE = 0.5, 100e6
 """Storage is called slow if a checkpoint takes longer, and is written with fewer bytes per second."""
 ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
 """The work of a device by growing priority: time with several kinds at once counts as the last of them."""
+
+
+@sendable
+class Shares(NamedTuple):
+    """The shares of a process."""
+
+    machine: str
+    parts: dict[str, float]
+    """The share of each part, largest first."""
+    update: float
+    """The share of the compute time that the optimizers' updates take in the profiled steps."""
 
 
 class BoundProfiler(Profiler):
@@ -37,10 +53,11 @@ class BoundProfiler(Profiler):
     the host's clock. The rest is split into transfer, compute, communication and an idle device as torch.profiler
     measures them in a few steps; all other steps pay one comparison. On a CPU the rest is compute and communication.
 
-    Of several processes the shares are those of rank 0, where waiting for a slower process counts as communication;
-    `StragglerMonitor` names that process.
+    Of several processes the shares are those of rank 0, unless it waits for another one: the time that a collective
+    waits for the last process counts as communication of all others, so the process with the least of it bounds all.
 
-    The printed gain is an upper bound: the speed if the largest share took no time at all.
+    The printed gain is an upper bound: the speed if the largest share took no time at all. Where computing is the
+    largest, it is that of a fused optimizer: the speed if the updates took no time.
 
     Args:
         first_step: number of steps before torch.profiler starts.
@@ -52,6 +69,8 @@ class BoundProfiler(Profiler):
         self._left = 0
         self._profile: Any = None
         self._device: dict[str, float] = {}
+        self._update_share = 0.0
+        """The share of the compute time that the optimizers' updates take in the profiled steps."""
         self._begun = self._host_before = 0.0
         self._report = ""
 
@@ -60,6 +79,7 @@ class BoundProfiler(Profiler):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._left, self._profile, self._device, self._report = self.first_step, None, {}, ""
+        self._update_share = 0.0
 
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._left -= 1
@@ -73,17 +93,21 @@ class BoundProfiler(Profiler):
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._leave()
-        shares = self.shares(trainer.run.times.shares())
-        if not shares:
+        own = Shares(socket.gethostname(), self.shares(trainer.run.times.shares()), self._update_share)
+        every = trainer.strategy.processes.all_gather_object(own)
+        if not own.parts or not trainer.is_global_zero:
             return
+        rank = slowest(every)
+        shares, self._update_share = every[rank].parts, every[rank].update
         lines = [f"{part:<{len(REST)}}{share:>8.1%}" for part, share in shares.items() if share >= 0.001]
+        if rank:
+            lines.insert(0, f"rank {rank} ({every[rank].machine}), for which the others wait:")
+        bound, share = next(iter(shares.items()))
         if not self._device:
             lines.append(f"(no steps were profiled: the run had fewer than {self.first_step + self.steps})")
-        bound, share = next(iter(shares.items()))
-        # Computing cannot take no time, and the rest has several parts.
-        bounded = bound not in (COMPUTE, REST)
-        gain = f", at most {1 / max(1 - share, 0.01):.3g} times the speed" if bounded else ""
+        gain = f", {_at_most(share)}" if share < 0.95 and bound not in (COMPUTE, REST) else ""
         lines.append(f"Bound by {bound}{gain}. {self._advice(trainer, bound, share)}")
+        lines.extend(stragglers(every))
         self._report = "\n".join(lines)
         trainer.print(self._report)
 
@@ -118,10 +142,14 @@ class BoundProfiler(Profiler):
         wall = time.perf_counter() - self._begun
         of_host = _seconds(trainer.run.times.seconds) - self._host_before
         self._leave()
-        spans = device_spans(self._profile.events(), trainer.strategy.device.type)
+        events = self._profile.events()
+        spans = device_spans(events, trainer.strategy.device.type)
         self._device = exclusive_seconds(spans)
         left = max(0.0, wall - of_host - sum(self._device.values()))
         self._device[IDLE if trainer.strategy.device.type == "cuda" else COMPUTE] = left
+        if self._device[COMPUTE]:
+            update = update_seconds(events, trainer.strategy.device.type)
+            self._update_share = min(1.0, update / self._device[COMPUTE])
         self._left = -1
 
     def _leave(self) -> None:
@@ -133,30 +161,78 @@ class BoundProfiler(Profiler):
 
     def _advice(self, trainer: Trainer, bound: str, share: float) -> str:
         """Return the first setting to change, given the current ones and the share of the time that it concerns."""
-        advice = {
+        loader = trainer.train_loader
+        if bound == DATA:
+            return "" if loader is None else faster_loading(loader)
+        if bound == SAVING:
+            asynchronous = any(getattr(callback, "async_save", False) for callback in trainer.callbacks)
+            rarer = "Save less often (every_n_train_steps), or to faster storage."
+            advice = rarer if asynchronous else "ModelCheckpoint(async_save=True) writes while training goes on."
+            return advice + "".join(f" {words}" for words in newest_writes(trainer.checkpoint_callbacks))
+        if bound == TRANSFER:
+            if trainer.run.times.shares()[TRANSFER] > share / 2:
+                return (
+                    "The module's or data module's hooks of a transfer take it: do their work in the dataset or in "
+                    "collate_fn, where DataLoader workers do it during the training."
+                )
+            pinned = loader is not None and loader.pinned is False
+            return "DataLoader(pin_memory=True)." if pinned else "Send smaller batches: integers, and fewer tensors."
+        if bound == COMPUTE:
+            return self._faster_compute(trainer, share)
+        return {
             REST: "BoundProfiler(first_step=1, steps=1) among the callbacks splits them in a short run.",
             CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook, of the callbacks and of the module.',
             LOGGING: f"A larger log_every_n_steps (it is {trainer.settings.log_every_n_steps}), or fewer loggers.",
             VALIDATION: "A larger val_check_interval or check_val_every_n_epoch, or limit_val_batches.",
-            SAVING: "ModelCheckpoint(async_save=True) writes while training goes on; or save less often.",
-            TRANSFER: "DataLoader(pin_memory=True); or send smaller batches: integers, and fewer tensors.",
             COMMUNICATION: "A larger accumulate_grad_batches or micro-batch; with ddp, a larger bucket_cap_mb. "
             "StragglerMonitor() shows whether processes wait for a slow one.",
-            COMPUTE: 'precision="bf16-mixed" where the card has it, an optimizer with fused=True, compile=True: '
-            "`trainer tune throughput` measures their gain. Beyond that a smaller model or more devices.",
             IDLE: "The host is too slow for its device: compile=True, a larger micro-batch, and an optimizer with "
             "fused=True.",
-        }
-        if bound == DATA and trainer.train_loader is not None:
-            return faster_loading(trainer.train_loader)
-        if bound == SAVING:
-            return " ".join([advice[SAVING], *newest_writes(trainer.checkpoint_callbacks)])
-        if bound == TRANSFER and trainer.run.times.shares()[TRANSFER] > share / 2:
-            return (
-                "The module's or data module's hooks of a transfer take it: do their work in the dataset or in "
-                "collate_fn, where DataLoader workers do it during the training."
-            )
-        return advice.get(bound, "")
+        }.get(bound, "")
+
+    def _faster_compute(self, trainer: Trainer, share: float) -> str:
+        full = trainer.precision.weights is torch.float32 and trainer.precision.autocast is None
+        if full and trainer.strategy.device.type == "cuda":
+            return 'precision="bf16-mixed", where the card has it.'
+        fused = any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups)
+        if self._update_share >= MUCH and not fused:
+            gain = _at_most(share * self._update_share)
+            return f"The optimizer's updates are {self._update_share:.0%} of it: fused=True, {gain}; then compile=True."
+        if trainer.settings.compile:
+            return "It is compiled: what is left is a smaller model or more devices."
+        return "compile=True; `trainer tune throughput` measures its gain. Beyond that a smaller model or more devices."
+
+
+def _at_most(share: float) -> str:
+    """Return the speed if what takes this share of the time took none."""
+    return f"at most {1 / max(1 - share, 0.01):.3g} times the speed"
+
+
+def slowest(every: Sequence[Shares]) -> int:
+    """Return the rank that the others wait for: that with the least communication; 0 if they differ little."""
+    waits = [shares.parts.get(COMMUNICATION, 0.0) for shares in every]
+    rank = waits.index(min(waits))
+    return rank if waits[0] > 2 * waits[rank] and waits[0] > waits[rank] + MUCH else 0
+
+
+def stragglers(every: Sequence[Shares]) -> list[str]:
+    """Return a line for each process that spends much more time than the others in a part that is not a wait for them.
+
+    Args:
+        every: the shares of each rank.
+    """
+    lines = []
+    much = {DATA: MUCH, TRANSFER: MUCH, COMPUTE: 4 * MUCH, CALLBACKS: MUCH, LOGGING: MUCH}  # compute: of a few steps
+    for part, more in much.items():
+        of_ranks = [shares.parts.get(part, 0.0) for shares in every]
+        usual = median_low(of_ranks)
+        for rank, share in enumerate(of_ranks):
+            if share > 2 * usual and share > usual + more:
+                lines.append(
+                    f"rank {rank} ({every[rank].machine}) spends {share:.0%} in {part}, the median rank {usual:.0%}: "
+                    "the others wait for it in every step."
+                )
+    return lines
 
 
 def newest_writes(callbacks: Iterable[Checkpoint]) -> list[str]:
@@ -164,12 +240,12 @@ def newest_writes(callbacks: Iterable[Checkpoint]) -> list[str]:
     texts = []
     for callback in callbacks:
         seconds = callback.write_seconds
-        if seconds is None:
-            continue
         try:
             size = sum(entry.bytes for entry in read_manifest(callback.newest_on_disk()).files.values())
         except CheckpointError:
             continue  # it may have been deleted, or none is finite
+        if seconds is None:
+            continue
         text = f"The newest checkpoint took {seconds:.2g} s for {size / 1e6:,.3g} MB."
         if seconds > SLOW_WRITE_S and size < SLOW_WRITE * seconds:
             text += " The storage is slow: `trainer doctor` measures it."
@@ -182,20 +258,27 @@ def _seconds(times: dict[str, float]) -> float:
     return sum(seconds for part, seconds in times.items() if part != PROFILER)
 
 
+def update_seconds(events: Iterable[Any], device: str) -> float:
+    """Return the seconds of the optimizers' updates: of the kernels that they started, or on a CPU of their calls."""
+    updates = [event for event in events if event.name.startswith("Optimizer.step#")]
+    microseconds: float = sum(u.device_time_total if device == "cuda" else u.cpu_time_total for u in updates)
+    return microseconds / 1e6
+
+
 def device_spans(events: Iterable[Any], device: str) -> dict[str, list[tuple[float, float]]]:
     """Return the spans of each part in `ORDER`, in seconds, by the names of kernels; on a CPU, of collectives alone."""
     spans: dict[str, list[tuple[float, float]]] = {part: [] for part in ORDER}
     on_device = device == "cuda"
     for event in events:
-        name = event.name.lower()
         if event.device_type.name.endswith("CPU") == on_device:
             continue
+        name = event.name.lower()
         if any(word in name for word in ("nccl", "gloo:", "c10d::")):
             part = COMMUNICATION
-        elif on_device:
-            part = TRANSFER if "memcpy" in name else COMPUTE
-        else:
+        elif not on_device:
             continue
+        else:
+            part = TRANSFER if "memcpy" in name else COMPUTE
         spans[part].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
     return spans
 

@@ -134,9 +134,9 @@ class ModelCheckpoint(Checkpoint):
         trainable_only: bool = False,
     ) -> None:
         triggers = (every_n_train_steps, every_n_epochs, train_time_interval)
-        problems = _problems(monitor, mode, save_top_k, triggers)
+        problems = _problems(monitor, mode, save_top_k, triggers, train_time_interval, dirpath)
         raise_problems([*problems, *template_problems(filename)], "ModelCheckpoint's arguments")
-        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath, "dirpath"))
+        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath))
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor
@@ -146,11 +146,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_last = save_last is not False
         self.every_n_train_steps = every_n_train_steps or None
         self.every_n_epochs = 1 if triggers == (None, None, None) else every_n_epochs or None
-        self.seconds = (
-            None if train_time_interval is None else read_duration(train_time_interval, "train_time_interval")
-        )
-        if self.seconds == 0:
-            raise ConfigError("ModelCheckpoint(train_time_interval=0): give a time above 0.")
+        self.seconds = None if train_time_interval is None else read_duration(train_time_interval)
         self.async_save = async_save
         self.on_write_error = on_write_error
         self.save_on_exception = save_on_exception
@@ -292,17 +288,17 @@ class ModelCheckpoint(Checkpoint):
             return
         folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
         self._start_afresh(folder, self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state))
-        argument = f"ModelCheckpoint(dirpath={str(self.dirpath)!r})"
         try:
-            if folder.is_file():
-                raise ConfigError(f"{argument} is a file: give a folder.")
+            is_file = folder.is_file()
         except OSError as error:
-            raise ConfigError(f"{argument} cannot be reached: {error}") from error
+            raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) cannot be reached: {error}") from error
+        if is_file:
+            raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
         if not trainer.is_global_zero:
             return
         if self.monitor is not None and self._unclear_mode:
             log_assumed_mode(self.monitor, "ModelCheckpoint")
-        require_writable(folder, argument)
+        require_writable(folder, f"ModelCheckpoint(dirpath={str(self.dirpath)!r})")
         try:
             CheckpointDirectory(folder).clean()
         except CheckpointError as error:
@@ -311,13 +307,10 @@ class ModelCheckpoint(Checkpoint):
     @property
     def state_key(self) -> str:
         """The monitored value, the triggers and the file name: another ModelCheckpoint's list is not for this one."""
-        triggers = {
-            "every_n_train_steps": self.every_n_train_steps,
-            "every_n_epochs": self.every_n_epochs,
-            "train_time_interval": self.seconds and f"{self.seconds:g}",
-        }
         what = [] if self.monitor is None else [self.monitor, self.mode]
-        what += [f"{name}={value}" for name, value in triggers.items() if value]
+        what += [f"every_n_train_steps={self.every_n_train_steps}"] if self.every_n_train_steps else []
+        what += [f"every_n_epochs={self.every_n_epochs}"] if self.every_n_epochs else []
+        what += [f"train_time_interval={self.seconds:g}"] if self.seconds else []
         return f"{type(self).__qualname__}({', '.join([*what, self.filename])})"
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
@@ -640,18 +633,33 @@ def _place(progress: Progress) -> tuple[int, int]:
     return progress.validated_step, progress.epoch + progress.epoch_ended
 
 
-def _problems(monitor: str | None, mode: str | None, save_top_k: int, triggers: Collection[Any]) -> list[str]:
-    """Return what contradicts itself in the arguments."""
-    contradictions = {
-        "give one of every_n_train_steps, every_n_epochs, train_time_interval; for several give several callbacks.": (
-            sum(trigger not in (None, 0) for trigger in triggers) > 1
-        ),
-        "mode without monitor has no meaning: give monitor='val_loss' or the like.": (
-            monitor is None and mode is not None and save_top_k > 1
-        ),
-        "monitor='': give the name of a logged value, such as 'val_loss'.": monitor == "",
-    }
-    return [problem for problem, holds in contradictions.items() if holds]
+def _problems(
+    monitor: str | None,
+    mode: str | None,
+    save_top_k: int,
+    triggers: Collection[Any],
+    interval: Any,
+    dirpath: str | Path | None,
+) -> list[str]:
+    problems = []
+    if sum(trigger not in (None, 0) for trigger in triggers) > 1:
+        problems.append(
+            "give one of every_n_train_steps, every_n_epochs, train_time_interval; for several give several callbacks."
+        )
+    if monitor is None and save_top_k > 1 and mode is not None:
+        problems.append("mode without monitor has no meaning: give monitor='val_loss' or the like.")
+    if monitor == "":
+        problems.append("monitor='': give the name of a logged value, such as 'val_loss'.")
+    try:
+        if interval is not None and read_duration(interval, "train_time_interval") == 0:
+            problems.append(f"train_time_interval={interval!r}: give a time above 0.")
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        as_storage_path(dirpath or ".")
+    except ConfigError as error:
+        problems.append(f"dirpath: {error}")
+    return problems
 
 
 def _as_tensor(value: float | None) -> torch.Tensor | None:

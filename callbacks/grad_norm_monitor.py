@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from itertools import compress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.callback import Callback
-from trainer.callbacks.lr_monitor import named_optimizers, require_own_name
+from trainer.callbacks.lr_monitor import group_names, named_optimizers, require_own_name
 from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.strategy import own_parameters, total_norm
 
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
 
     from trainer.module import TrainModule
     from trainer.settings import Settings
-    from trainer.strategy import Strategy
     from trainer.trainer import Trainer
 
 
@@ -31,6 +33,10 @@ class GradNormMonitor(Callback):
     `weight_norm` and `update_norm` are logged in the first step and every `log_every_n_steps`. Under sharding they
     take a sum over the processes; `update_norm` takes, in such a step, a copy of the weights that this process holds.
 
+    With several parameter groups these steps also have the three norms of each group, named as its learning rate is:
+    `grad_norm/AdamW/pg1`, or with the group's `"name"` `grad_norm/AdamW/body`. DeepSpeed's engine holds the gradients,
+    so that a group has no `grad_norm` there.
+
     Args:
         weight_norm: log the norm of the trained parameters after the step.
         update_norm: log the norm of the difference that the step has made to them.
@@ -42,15 +48,21 @@ class GradNormMonitor(Callback):
         self.weight_norm = weight_norm
         self.update_norm = update_norm
         self._norms: dict[int, torch.Tensor] = {}
+        self._of_groups: dict[str, torch.Tensor] = {}
+        """Norms of the gradients of each parameter group in this step."""
         self._before: list[torch.Tensor] | None = None
+        self._groups: dict[tuple[int, int], list[list[str]]] = {}
+        """The parameters of each group, by the `id` of the optimizer and the number of its groups."""
         self._logged: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        self._norms, self._before, self._logged = {}, None, set()
+        self._norms, self._of_groups, self._before, self._groups, self._logged = {}, {}, None, {}, set()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainModule, optimizer: Optimizer) -> None:
-        if self.update_norm and self._before is None and measured(trainer.settings, trainer.global_step + 1):
-            self._before = [weight.local.clone() for weight in own_parameters(trainer.strategy)]
+        if measured(trainer.settings, trainer.global_step + 1):
+            if self.update_norm and self._before is None:
+                self._before = [weight.local.clone() for weight in own_parameters(trainer.strategy)]
+            self._measure_groups(trainer, optimizer)
         if not clipping_finds_it(trainer.settings, pl_module):
             norm = trainer.gradient_norm(optimizer)
             if norm is not None:
@@ -59,7 +71,8 @@ class GradNormMonitor(Callback):
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         norms = self._gradient_norms(trainer)
         if measured(trainer.settings, trainer.global_step):
-            norms |= self._weight_norms(trainer.strategy)
+            norms |= self._of_groups | self._weight_norms(trainer)
+        self._of_groups = {}
         for name, norm in norms.items():
             if name not in self._logged:
                 require_own_name(self, name, trainer.run.metrics.train.entries)
@@ -80,18 +93,46 @@ class GradNormMonitor(Callback):
         total = torch.linalg.vector_norm(torch.stack([*norms.values()]))
         return {**(norms if len(trainer.optimizers) > 1 else {}), "grad_norm": total}
 
-    def _weight_norms(self, strategy: Strategy) -> dict[str, torch.Tensor]:
+    def _weight_norms(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         """Return the norms of the weights and of their update, and free the copy of before."""
-        norms = {}
+        strategy, norms = trainer.strategy, {}
         before, self._before = self._before, None
-        if self.weight_norm:
-            norms["weight_norm"] = total_norm(strategy, own_parameters(strategy))
+        weights = own_parameters(strategy) if self.weight_norm or before is not None else []
+        tensors = {"weight_norm": weights} if self.weight_norm else {}
         if before is not None:
-            weights = own_parameters(strategy)
             changes = torch._foreach_sub([weight.local for weight in weights], before)
             updates = [weight._replace(local=change) for weight, change in zip(weights, changes, strict=True)]
-            norms["update_norm"] = total_norm(strategy, updates)
+            tensors["update_norm"] = updates
+        groups = self._named_groups(trainer) if tensors else {}
+        for key, of_all in tensors.items():
+            norms[key] = total_norm(strategy, of_all)
+            for name, members in groups.items():
+                norms[f"{key}/{name}"] = total_norm(strategy, [one for one in of_all if one.name in members])
         return norms
+
+    def _measure_groups(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Keep the norms of the gradients of the optimizer's groups, if there are several."""
+        for name, one, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
+            if one is optimizer and len(optimizer.param_groups) > 1:
+                for suffix in dict.fromkeys(suffixes := group_names(optimizer)):
+                    groups = compress(optimizer.param_groups, [other == suffix for other in suffixes])
+                    alone: Any = SimpleNamespace(param_groups=[*groups])
+                    norm = trainer.strategy.clip_gradients(alone, math.inf, "norm")
+                    if norm is not None:
+                        self._of_groups[f"grad_norm/{name.removeprefix('lr-')}/{suffix}"] = norm
+
+    def _named_groups(self, trainer: Trainer) -> dict[str, list[str]]:
+        """Return the names of the parameters of each group, by the group's name; empty if there is one group alone."""
+        found: dict[str, list[str]] = {}
+        for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
+            key = (id(optimizer), len(optimizer.param_groups))
+            if key not in self._groups:
+                # From the state, since a strategy may have put other tensors in place of the groups' parameters.
+                saved = trainer.strategy.optimizer_state(optimizer)["param_groups"]
+                self._groups[key] = [group["params"] for group in saved]
+            for suffix, members in zip(group_names(optimizer), self._groups[key], strict=True):
+                found.setdefault("/".join(filter(None, (name.removeprefix("lr-"), suffix))), []).extend(members)
+        return found if len(found) > 1 else {}
 
 
 def measured(settings: Settings, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
 
 
 class GradientAccumulationScheduler(AccumulationSchedule):
@@ -64,6 +67,14 @@ class GradientAccumulationScheduler(AccumulationSchedule):
             raise ConfigError(
                 f"accumulate_grad_batches={constant} and GradientAccumulationScheduler({self.scheduling}) both say how "
                 "the run begins. Remove accumulate_grad_batches, or epoch 0 from the schedule."
+            )
+        first = min(self.scheduling)
+        if first > 0 and constant != 1 and trainer.is_global_zero:
+            log.warning(
+                "accumulate_grad_batches=%d holds until epoch %d, and from there on GradientAccumulationScheduler(%s)",
+                constant,
+                first,
+                self.scheduling,
             )
         self._apply(trainer)
 

@@ -24,81 +24,14 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class PredictionWriter(Callback):
-    """Write what `predict_step` returns, batch by batch; memory holds one part at most.
-
-    Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts,
-    `predictions-rank<r>-of-<processes>.json`, with the checkpoint that made them. Files of an earlier prediction in the
-    same folder are replaced. The samples of batch `b` are spread over the processes in the order of ranks, so the order
-    of the data is (loader, batch, rank, row); `read_predictions` gives the rows in this order. Processes that hold one
-    model together count as one.
-
-    `predict_step` returns a tensor, or a dict or tuple of tensors, whose first dimension is that of the batch; with
-    "jsonl" lists with one item per sample too, and anything else that JSON can hold, which is then one row.
-
-    To write something else, derive from `BasePredictionWriter`.
-
-    Args:
-        dirpath: folder of the files. Default: `predictions` in the run directory.
-        format: "safetensors" or "jsonl".
-        max_shard_size: bytes after which a new part is started.
-
-    Raises:
-        ConfigError: an argument is something else, or `predict_step` returns what the format cannot hold.
-    """
-
-    agree_on = ("format",)
-    takes_predictions = True
-
-    def __init__(
-        self,
-        dirpath: str | Path | None = None,
-        format: Literal["safetensors", "jsonl"] = "safetensors",
-        max_shard_size: PositiveInt = 64 * 2**20,
-    ) -> None:
-        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
-        self.format = format
-        self.max_shard_size = max_shard_size
-        self._parts: _Parts | None = None
-        """The files of this process; None on a process that does not write."""
-
-    def output_location(self) -> tuple[str, Path] | None:
-        return None if self._parts is None else ("predictions:", self._parts.folder)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._parts = None
-        folder = self.dirpath
-        if folder is None:
-            folder = trainer.run_dir / "predictions"
-            refuse_link(folder)
-        processes = trainer.strategy.processes
-        if processes.reports:
-            origin = None if trainer.run.resumed_from is None else str(trainer.run.resumed_from)
-            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size, origin)
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self._parts is not None:
-            self._parts.add(outputs, batch_idx, dataloader_idx)
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if self._parts is not None:
-            self._parts.finish()
-
-
 class BasePredictionWriter(Callback):
     """Base class of Lightning's prediction writers: subclasses write in `write_on_batch_end` or `write_on_epoch_end`.
 
+    Both are called on every process, with its own predictions.
+
     Args:
-        write_interval: "batch": call `write_on_batch_end` after every batch; "epoch": keep the predictions in memory,
-            and call `write_on_epoch_end`; "batch_and_epoch": both.
+        write_interval: "batch": call `write_on_batch_end` after every batch; "epoch": keep the predictions in memory
+            (on the CPU), and call `write_on_epoch_end`; "batch_and_epoch": both.
     """
 
     takes_predictions = True
@@ -148,7 +81,7 @@ class BasePredictionWriter(Callback):
         if "batch" in self.write_interval:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
         if "epoch" in self.write_interval:
-            self._kept[dataloader_idx].append(outputs)
+            self._kept[dataloader_idx].append(_on_cpu(outputs))
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
@@ -157,6 +90,87 @@ class BasePredictionWriter(Callback):
             predictions, indices = (self._kept[0], self._indices) if one else (self._kept, self._indices)
             self.write_on_epoch_end(trainer, pl_module, predictions, indices)
             self._kept, self._indices = [], []
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Write what `predict_step` returns, batch by batch; memory holds one part at most.
+
+    Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts,
+    `predictions-rank<r>-of-<processes>.json`, with the checkpoint that made them. Files of an earlier prediction in the
+    same folder are replaced. The samples of batch `b` are spread over the processes in the order of ranks, so the order
+    of the data is (loader, batch, rank, row); `read_predictions` gives the rows in this order. Processes that hold one
+    model together count as one.
+
+    `predict_step` returns a tensor, or a dict or tuple of tensors, whose first dimension is that of the batch; with
+    "jsonl" lists with one item per sample too, and anything else that JSON can hold, which is then one row.
+
+    Args:
+        dirpath: folder of the files. Default: `predictions` in the run directory.
+        write_interval: "batch": write after every batch; "epoch": keep the predictions in memory (on the CPU) until the
+            last batch.
+        format: "safetensors" or "jsonl".
+        max_shard_size: bytes after which a new part is started.
+
+    Raises:
+        ConfigError: an argument is something else, or `predict_step` returns what the format cannot hold.
+    """
+
+    agree_on = ("write_interval", "format")
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        write_interval: Literal["batch", "epoch"] = "batch",
+        format: Literal["safetensors", "jsonl"] = "safetensors",
+        max_shard_size: PositiveInt = 64 * 2**20,
+    ) -> None:
+        super().__init__(write_interval)
+        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
+        self.format = format
+        self.max_shard_size = max_shard_size
+        self._parts: _Parts | None = None
+        """The files of this process; None on a process that does not write."""
+
+    def output_location(self) -> tuple[str, Path] | None:
+        return None if self._parts is None else ("predictions:", self._parts.folder)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        super().on_predict_start(trainer, pl_module)
+        self._parts = None
+        folder = self.dirpath
+        if folder is None:
+            folder = trainer.run_dir / "predictions"
+            refuse_link(folder)
+        processes = trainer.strategy.processes
+        if processes.reports:
+            origin = None if trainer.run.resumed_from is None else str(trainer.run.resumed_from)
+            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size, origin)
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainModule,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        if self._parts is not None:
+            self._parts.add(prediction, batch_idx, dataloader_idx)
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: TrainModule, predictions: Any, batch_indices: Any
+    ) -> None:
+        of_loaders = [predictions] if len(trainer.predict_loaders) == 1 else predictions
+        for dataloader_idx, of_loader in enumerate(of_loaders):
+            for batch_idx, prediction in enumerate(of_loader):
+                self.write_on_batch_end(trainer, pl_module, prediction, [], None, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        super().on_predict_epoch_end(trainer, pl_module)
+        if self._parts is not None:
+            self._parts.finish()
 
 
 class _Parts:

@@ -63,13 +63,14 @@ class StragglerMonitor(Callback):
 
     A process is slow when its local work takes more than `factor` times the (lower) median of all, and more than the
     median by a twentieth of the step. After `patience` slow comparisons in a row one warning names the process, its
-    machine, and its times for data and forward. `total` has the times of all processes since the start of `fit`. The
-    first step is left out.
+    machine, and whether the data or the forward is slow. At the end of `fit` rank 0 prints the table of the slowest
+    processes. The first step is left out.
 
     Args:
         every_n_steps: steps between two comparisons; the end of an epoch brings one, too.
         factor: multiple of the median above which a process counts as slow.
         patience: slow comparisons in a row before the warning.
+        max_rows: rows of the table.
         clock: function that returns the time, in seconds.
     """
 
@@ -80,10 +81,11 @@ class StragglerMonitor(Callback):
         every_n_steps: PositiveInt = 500,
         factor: Annotated[float, Limit("above", 1)] = 1.5,
         patience: PositiveInt = 3,
+        max_rows: PositiveInt = 8,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         number_of("StragglerMonitor(clock", clock)  # raises where it is not a clock
-        self.every_n_steps, self.factor, self.patience = every_n_steps, factor, patience
+        self.every_n_steps, self.factor, self.patience, self.max_rows = every_n_steps, factor, patience, max_rows
         self.total: dict[int, Times] = {}
         """The times since the start of `fit` by rank, as of the last comparison."""
         self._clock = clock
@@ -152,8 +154,27 @@ class StragglerMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._steps > 0:
             self._gather_times(trainer.strategy.processes)
+        if self.total:
+            trainer.print(self.table())
 
     # -- the comparison ------------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """Return the milliseconds per step, with the processes that have most local work first."""
+        rows = sorted(self.total.values(), key=lambda times: -times.own)
+        shown = rows[: self.max_rows]
+        width = max([7, *(len(times.host) for times in shown)])
+        heads = "".join(f"{name:>10}" for name in ("data", "forward", "the rest", "step", "own"))
+        lines = [f"{'ms of a step':<14}{'machine':<{width}}{heads}"]
+        for times in shown:
+            parts = (times.data, times.forward, times.rest)
+            cells = [1000 * part / max(times.steps, 1) for part in parts] + [1000 * times.step, 1000 * times.own]
+            lines.append(f"rank {times.rank:<9}{times.host:<{width}}{''.join(f'{cell:>10.3f}' for cell in cells)}")
+        if len(rows) > len(shown):
+            lines.append(f"and {len(rows) - len(shown)} faster ones")
+        middle = _median(times.own for times in rows)
+        lines.append(f"own: data and forward, before a process waits for the others; the median is {1000 * middle:.3f}")
+        return "\n".join(lines)
 
     def _gather_times(self, processes: SingleProcess) -> None:
         """Gather the times since the last comparison, on every process, and compare them."""
@@ -166,7 +187,8 @@ class StragglerMonitor(Callback):
                 sums = [mine + former for mine, former in zip(times[2:], before[2:], strict=True)]
                 times = Times(times.rank, times.host, int(sums[0]), *sums[1:])
             self.total[times.rank] = times
-        self._compare(every)
+        if len(every) > 1:
+            self._compare(every)
         if processes.is_global_zero:
             for text in self._warnings(every):
                 log.warning("%s", text)
@@ -194,18 +216,26 @@ class StragglerMonitor(Callback):
 
     def _warnings(self, every: list[Times]) -> list[str]:
         """Return one for each process that has been slow for long enough, and was not named before."""
+        middle = _median(times.own for times in every)
+        data = _median(times.data / max(times.steps, 1) for times in every)
+        forward = _median(times.forward / max(times.steps, 1) for times in every)
         texts = []
         for times in every:
-            if self._slow[times.rank] < self.patience or times.rank in self._reported:
+            if self._slow.get(times.rank, 0) < self.patience or times.rank in self._reported:
                 continue
             self._reported.add(times.rank)
-            data, forward = (1000 * seconds / max(times.steps, 1) for seconds in (times.data, times.forward))
+            steps = max(times.steps, 1)
+            loading = times.data / steps - data > times.forward / steps - forward
+            what = (
+                f"waiting for data ({1000 * times.data / steps:.1f} ms, the median is {1000 * data:.1f}): look at its "
+                "disk and its num_workers"
+                if loading
+                else f"the forward ({1000 * times.forward / steps:.1f} ms, the median is {1000 * forward:.1f}): look "
+                "at its clock and temperature, and at what else runs there"
+            )
             texts.append(
-                f"rank {times.rank} on {times.host} keeps the others waiting: of its steps, {data:.1f} ms are waiting "
-                f"for data (the median is {1000 * _median(one.data / max(one.steps, 1) for one in every):.1f} ms: look "
-                f"at its disk and its num_workers), and {forward:.1f} ms the forward (the median is "
-                f"{1000 * _median(one.forward / max(one.steps, 1) for one in every):.1f} ms: look at its clock and "
-                "temperature, and at what else runs there)."
+                f"rank {times.rank} on {times.host} keeps the others waiting: its part of a step takes "
+                f"{1000 * times.own:.1f} ms, the median of all is {1000 * middle:.1f} ms. Most of it is {what}."
             )
         return texts
 

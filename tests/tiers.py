@@ -132,6 +132,8 @@ LONG: dict[str, tuple[str, ...]] = {
     "test_contract.py::test_a_break_at_any_step_changes_nothing": ("single_device", "ddp"),
     "test_contract.py::*": ("", "single_device", "ddp", "fsdp", "deepspeed_stage_[23]", "*_3_offload", "xla*"),
     "test_contract_callbacks.py::*": ("single-EMAWeightAveraging", "single-BadStepGuard, skip"),
+    "callbacks/test_bound_profiler.py::test_a_fused_optimizer_is_advised_with_a_bound_of_its_gain": ("True",),
+    "callbacks/test_bound_profiler.py::test_of_several_processes_the_one_that_holds_up_the_others_is_described": (),
     "callbacks/test_bound_profiler.py::test_slow_storage_is_reported": (),
     "callbacks/test_bound_profiler.py::test_what_bounds_a_run_is_named": ("data wait", "compute", "saving"),
     "callbacks/test_checkpoint_folders.py::test_two_processes_write_what_a_second_callback_owed": ("fsdp-False-True",),

@@ -122,7 +122,7 @@ def _checked_arguments(cls: type, init: Any, args: tuple[Any, ...], options: dic
                 raise ArgumentError(f"{kind}() got an unexpected keyword argument {name!r}.{hint}")
         given[name] = value = with_python_numbers(value)
         if name in parameters and name in hints and not fits(value, hints[name]):
-            allowed = f"give {describe_annotation(hints[name])}."
+            allowed = f"give {describe_annotation(hints[name])}.{_suggestion(value, hints[name])}"
             problems.append(f"{kind}({name}={value!r}): {allowed}")
     raise_problems(problems, f"{kind}'s arguments")
     return given
@@ -141,6 +141,13 @@ def _by_position(
     if twice := set(known[: len(args)]) & options.keys():
         raise ArgumentError(f"{kind}() got {', '.join(twice)} twice, by position and by name: give it once.")
     return zip(known, args, strict=False)
+
+
+def _suggestion(value: Any, annotation: Any) -> str:
+    if not isinstance(value, str):
+        return ""
+    literals = [option for option in options_of(annotation) if get_origin(option) is Literal]
+    return did_you_mean(value, [choice for one in literals for choice in get_args(one) if isinstance(choice, str)])
 
 
 def given_arguments(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,24 +201,24 @@ def _without_address(value: Any) -> str:
     return "" if " at 0x" in repr(value) else repr(value)
 
 
-def with_python_numbers(value: Any) -> Any:
+def with_python_numbers(value: Any, depth: int = 3) -> Any:
     """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool.
 
-    Also those inside lists, tuples and dicts, of which copies are returned then. Sequences and mappings of other
-    classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
+    Also those inside lists, tuples and dicts, of which copies are returned then, down to `depth`. Sequences and
+    mappings of other classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
     """
-    if type(value) in (bool, int, float, str, NoneType):
+    if depth < 0 or type(value) in (bool, int, float, str, NoneType):
         return value
     if isinstance(value, MutableSequence) and not isinstance(value, (list, bytearray)):
         value = list(value)
     if isinstance(value, MutableMapping) and not isinstance(value, dict):
         value = dict(value)
     if type(value) in (list, tuple):
-        items = [with_python_numbers(item) for item in value]
+        items = [with_python_numbers(item, depth - 1) for item in value]
         return value if all(map(operator.is_, items, value)) else type(value)(items)
     if type(value) is dict:
         pairs = [*value.items()]
-        plain = with_python_numbers(pairs)
+        plain = with_python_numbers(pairs, depth + 1)
         return value if plain is pairs else dict(plain)
     if isinstance(value, numbers.Integral):
         return int(value)

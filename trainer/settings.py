@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -193,7 +194,7 @@ class Settings:
                 continue
             default = value is None and field.name in NONE_IS_DEFAULT
             object.__setattr__(self, field.name, field.default if default else with_python_numbers(value))
-        if self.gradient_clip_val == 0:  # off, as in Lightning
+        if isinstance(self.gradient_clip_val, (int, float)) and self.gradient_clip_val == 0:  # off, as in Lightning
             object.__setattr__(self, "gradient_clip_val", None)
 
     def problems(self) -> list[str]:
@@ -217,6 +218,8 @@ class Settings:
             return f"{name}={value!r}: give {describe_annotation(annotation)}."
         if least is not None and isinstance(value, (int, float)) and value < least:
             return f"{name}={value!r}: give a number from {least}."
+        if isinstance(value, int) and value > sys.maxsize:
+            return f"{name}={value!r}: give at most {sys.maxsize}, which Python can count to."
         return None
 
     def logs_at(self, step: int) -> bool:
@@ -319,9 +322,10 @@ def _wrong_numbers(settings: Settings) -> list[str]:
     for name in ("gradient_clip_val", "watchdog_seconds", "deadline_margin"):
         if getattr(settings, name) == math.inf:
             problems.append(f"{name}=inf: give a finite number, or None.")
-    for name, off in (("val_check_interval", "limit_val_batches=0"), ("watchdog_seconds", "None")):
-        if getattr(settings, name) == 0:
-            problems.append(f"{name}=0: give a number above 0; {off} turns it off.")
+    if settings.val_check_interval == 0:
+        problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
+    if settings.watchdog_seconds == 0:
+        problems.append("watchdog_seconds=0: give seconds above 0, or None.")
     return problems
 
 
@@ -351,8 +355,8 @@ def _refuse_late_deadline(deadline: datetime | None) -> None:
 def _contradictions(settings: Settings) -> list[str]:
     problems = []
     for unit in ("epochs", "steps"):
-        minimum, maximum = getattr(settings, f"min_{unit}") or 0, getattr(settings, f"max_{unit}")
-        if maximum is not None and 0 <= maximum < minimum:
+        minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
+        if minimum is not None and maximum is not None and 0 <= maximum < minimum:
             problems.append(f"min_{unit}={minimum} is more than max_{unit}={maximum}.")
     if settings.overfit_batches and settings.fast_dev_run:
         problems.append("overfit_batches and fast_dev_run both limit the batches: choose one.")

@@ -14,16 +14,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Logger
 from trainer.callbacks import BoundProfiler, ModelCheckpoint, ModelSummary
 from trainer.callbacks.bound_profiler import (
     COMMUNICATION,
     COMPUTE,
+    Shares,
     device_spans,
     exclusive_seconds,
+    stragglers,
 )
-from trainer.metrics.phases import TRANSFER
+from trainer.metrics.phases import DATA, TRANSFER
 
 LONG = 0.2
 
@@ -78,7 +81,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "logging": (lambda folder: {"logger": SlowLogger(), "log_every_n_steps": 1}, "log_every_n_steps (it is 1)"),
     "saving": (saving, "async_save=True"),
     "transfer to device": (lambda folder: {"module": SlowTransfer()}, "in the dataset or in collate_fn"),
-    "compute": (lambda folder: {"module": SlowStep()}, "`trainer tune throughput` measures their gain"),
+    "compute": (lambda folder: {"module": SlowStep()}, "compile=True; `trainer tune throughput` measures its gain"),
 }
 
 
@@ -107,6 +110,38 @@ def test_the_line_of_a_run_names_the_profiler_where_something_else_than_the_step
     module = Toy() if hint else SlowStep()
     quiet(max_epochs=1, callbacks=[ModelSummary(), callback], default_root_dir=tmp_path).fit(module, loader(4))
     assert ('Trainer(profiler="bound") says what to change' in capsys.readouterr().out) == hint
+
+
+class SlowUpdate(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(LONG)
+        return super().step(closure)
+
+
+class LargeUpdate(Toy):
+    """Nearly all of a step is the update."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SlowUpdate(self.parameters(), lr=0.1, fused=self.fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_optimizer_is_advised_with_a_bound_of_its_gain(fused: bool) -> None:
+    profiler = BoundProfiler(first_step=1, steps=4)
+    quiet(max_epochs=2, profiler=profiler).fit(LargeUpdate(fused), loader(8))
+    reported = re.search(r"updates are (\d+)% of it: fused=True, at most ([\d.]+) times the speed", profiler.summary())
+    if fused:
+        assert reported is None
+        assert "Bound by compute. compile=True" in profiler.summary()
+        return
+    assert reported is not None
+    updates, compute = int(reported[1]) / 100, float(profiler.summary().partition("compute")[2].partition("%")[0]) / 100
+    assert updates > 0.2
+    assert 1 - 1 / float(reported[2]) == pytest.approx(updates * compute, abs=0.02)
 
 
 def test_a_short_run_says_that_no_steps_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,3 +184,35 @@ def test_a_time_of_a_device_counts_once() -> None:
     ]
     seconds = exclusive_seconds(device_spans(events, "cuda"))
     assert seconds == {COMPUTE: 2.5, TRANSFER: 2.5, COMMUNICATION: 1.0}
+
+
+class SlowOnOne(SlowStep):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (super() if self.trainer.rank == 1 else super(SlowStep, self)).training_step(batch, batch_idx)
+
+
+def told_of_two_processes() -> list[str]:
+    """Train where the second process waits for its data, and where its steps are slow."""
+    slow_data = DataLoader(SlowData() if os.environ["RANK"] == "1" else loader(4).dataset, batch_size=2)
+    reported = []
+    for module, data in ((Toy(), slow_data), (SlowOnOne(), loader(8))):
+        profiler = BoundProfiler(first_step=1, steps=1)
+        quiet(max_epochs=1, devices=2, strategy="ddp", profiler=profiler).fit(module, data)
+        reported.append(profiler.summary())
+    return reported
+
+
+def test_of_several_processes_the_one_that_holds_up_the_others_is_described() -> None:
+    of_data, of_steps = run_distributed(told_of_two_processes, 2)[0]
+    for reported, part in ((of_data, "data wait"), (of_steps, "compute")):
+        assert re.search(r"^rank 1 \(.*\), for which the others wait:", reported)
+        assert f"Bound by {part}" in reported
+        assert re.search(rf"rank 1 \(.*\) spends \d+% in {part}, the median rank", reported)
+
+
+def test_processes_that_differ_a_little_are_no_stragglers() -> None:
+    even = [Shares("a", {DATA: 0.02}, 0.0), Shares("b", {DATA: 0.05}, 0.0), Shares("c", {DATA: 0.06}, 0.0)]
+    assert not stragglers(even)
+    assert stragglers([*even, Shares("d", {DATA: 0.5}, 0.0)]) == [
+        "rank 3 (d) spends 50% in data wait, the median rank 5%: the others wait for it in every step."
+    ]

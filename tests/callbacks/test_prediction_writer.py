@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, DataModule
-from trainer.callbacks import PredictionWriter, read_predictions
+from trainer.callbacks import ModelCheckpoint, PredictionWriter, read_predictions
 
 FORMATS = pytest.mark.parametrize("format", ["safetensors", "jsonl"])
 
@@ -40,19 +41,21 @@ def write(predict: Any, batches: int = 3, **options: Any) -> list[Any]:
 
 
 @FORMATS
-def test_one_tensor(format: str) -> None:
-    rows = write(lambda x: 2 * x, format=format)
+@pytest.mark.parametrize("write_interval", ["batch", "epoch"])
+def test_one_tensor(format: str, write_interval: str) -> None:
+    rows = write(lambda x: 2 * x, format=format, write_interval=write_interval)
     assert torch.equal(torch.stack([torch.as_tensor(row) for row in rows]), 2 * features())
 
 
 def test_predictions_name_their_checkpoint() -> None:
-    trained = quiet(enable_checkpointing=True, max_steps=2)
-    trained.fit(Toy(), loader())
-    path = trained.checkpoint_callback.last_model_path
-    trainer = quiet(callbacks=[PredictionWriter("out")])
-    trainer.predict(Predicts(lambda x: x), loader(), ckpt_path=path, return_predictions=False)
-    index = json.loads(Path("out/predictions-rank00000-of-00001.json").read_text())
-    assert index["checkpoint"] == str(Path(path).absolute())
+    first, last = "runs/version_0/checkpoints/step=1", "runs/version_0/checkpoints/step=2"
+    checkpoint = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    quiet(callbacks=[checkpoint], enable_checkpointing=True, max_steps=2).fit(Toy(), loader())
+    for path in (first, last):
+        trainer = quiet(callbacks=[PredictionWriter("out")])
+        trainer.predict(Predicts(lambda x: x), loader(), ckpt_path=path, return_predictions=False)
+        index = json.loads(Path("out/predictions-rank00000-of-00001.json").read_text())
+        assert index["checkpoint"] == str(Path(path).absolute())
 
 
 @FORMATS
@@ -73,20 +76,23 @@ def test_json_of_anything() -> None:
 
 
 @FORMATS
-def test_a_folder_that_cannot_be_written_to_is_named(format: str) -> None:
+@pytest.mark.parametrize("write_interval", ["batch", "epoch"])
+def test_a_folder_that_cannot_be_written_to_is_named(format: str, write_interval: str) -> None:
     def without_folder(x: torch.Tensor) -> torch.Tensor:
         shutil.rmtree("out", ignore_errors=True)
         return x
 
-    with pytest.raises(ConfigError, match=r"cannot write the predictions .*out.*: .*No such file.* call predict again"):
-        write(without_folder, format=format)
+    with raises_recorded(ConfigError):
+        write(without_folder, format=format, write_interval=write_interval)
 
 
 @pytest.mark.parametrize(
-    "predict", [lambda x: "text", lambda x: {"a": x, "b": x[:2]}, lambda x: x.sum(), lambda x: [x], lambda x: {}]
+    "predict",
+    [lambda x: "text", lambda x: {"a": x, "b": x[:2]}, lambda x: x.sum(), lambda x: [x], lambda x: {}],
+    ids=["text", "sizes", "number", "list", "nothing"],
 )
 def test_what_safetensors_cannot_hold(predict: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)got .* from predict_step.*use format='jsonl'"):
+    with raises_recorded(ConfigError):
         write(predict)
 
 
@@ -145,17 +151,36 @@ def test_next_to_the_checkpoint_unless_another_folder_is_given() -> None:
         assert len(list(read_predictions(expected / "predictions"))) == 8
 
 
+def test_subclasses_write_what_they_want() -> None:
+    class Own(PredictionWriter):
+        def __init__(self, **options: Any) -> None:
+            super().__init__("out", **options)
+            self.seen: list[Any] = []
+
+        def write_on_batch_end(
+            self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, batch_idx: int, loader: int
+        ) -> None:
+            self.seen.append((batch_idx, loader, indices, len(prediction)))
+
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+            self.seen.append(len(predictions))
+
+    by_batch, by_epoch = Own(), Own(write_interval="epoch")
+    quiet(callbacks=[by_batch]).predict(Toy(), loader(2))
+    quiet(callbacks=[by_epoch]).predict(Toy(), loader(2))
+    assert by_batch.seen == [(0, 0, [0, 1, 2, 3], 4), (1, 0, [4, 5, 6, 7], 4)]
+    assert by_epoch.seen == [2]
+
+
 def test_wrong_arguments_all_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        PredictionWriter(max_shard_size=0, format="json")
-    assert "max_shard_size=0" in str(caught.value)
-    assert "give 'safetensors' or 'jsonl'" in str(caught.value)
+    with raises_recorded(ConfigError):
+        PredictionWriter(write_interval="batches", format="json")  # type: ignore[arg-type]
 
 
 def test_nothing_or_only_a_part_to_read() -> None:
-    with pytest.raises(ConfigError, match="no complete predictions"):
+    with raises_recorded(ConfigError):
         list(read_predictions("nowhere"))
     write(lambda x: x)
     Path("out/predictions-rank00000-of-00001.json").rename("out/predictions-rank00001-of-00002.json")
-    with pytest.raises(ConfigError, match="no complete predictions"):
+    with raises_recorded(ConfigError):
         list(read_predictions("out"))

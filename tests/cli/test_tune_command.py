@@ -43,8 +43,14 @@ def test_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_print_once() -> None:
-    words, last = ["lr", "--steps", "20", "--min-lr", "1e-5"], "learning rate: "
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        (["batch-size", "--max", "16", "--first", "8"], "the samples per second grow by less than 5 %"),
+        (["lr", "--steps", "20", "--min-lr", "1e-5"], "learning rate: "),
+    ],
+)
+def test_two_processes_print_once(words: list[str], last: str) -> None:
     where = ["--config", CONFIG, "--trainer.devices", "2", "--trainer.strategy", "ddp"]
     command = [sys.executable, "-m", "trainer", "tune", *words, *where]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=240).stdout

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, DataModule
 from trainer.callbacks import BadStepGuard, ModelCheckpoint
 from trainer.checkpoint.generator_states import check_rng_state
@@ -500,7 +501,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         "number": 3,
     }.items():
         own["noise"] = damaged
-        with pytest.raises(CheckpointError, match="'noise' of 'module part'"):
+        with raises_recorded(CheckpointError):
             check_rng_state(checkpoint["rng"][0], name)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 from tests.helpers.toy import Toy, quiet
+from tests.messages import raises_recorded
 from tests.tiers import Inputs
 from trainer import Callback, ConfigError, DataModule, Tuner
 from trainer.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
@@ -366,7 +367,7 @@ def test_generators_that_a_copy_shares_are_as_they_were(fails: bool) -> None:
 def test_data_that_would_be_used_up_are_refused() -> None:
     batches = iter(LOADERS["list"]())
     generator = (batch for batch in batches)
-    with pytest.raises(ConfigError, match="would use up the data, a generator that cannot be copied"):
+    with raises_recorded(ConfigError):
         Tuner(quiet()).lr_find(Toy(), generator)
     assert len(list(generator)) == 6
 

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def as_images(images: Any, caption: str | Sequence[str] | None, options: dict[st
     Args:
         images: one picture or a list of them. A tensor is (channels, height, width) or (height, width), or a batch of
             the former; an array is (height, width, channels) or (height, width), as in PIL. Floating
-            numbers are from 0 to 1, integers from 0 to 255. A PIL image is taken as it is.
+            numbers are from 0 to 1, integers from 0 to 255. A PIL image, or the path of a file, is taken as it is.
         caption: one for all pictures, or a list with one for each.
 
     Raises:
@@ -111,6 +112,10 @@ def as_images(images: Any, caption: str | Sequence[str] | None, options: dict[st
 def _arrays(image: Any) -> list[np.ndarray[Any, Any]]:
     import numpy as np
 
+    if isinstance(image, str | Path):
+        from PIL import Image
+
+        image = Image.open(image)
     if hasattr(image, "convert"):
         return [_of_pillow(image)]
     if not isinstance(image, torch.Tensor):
@@ -137,7 +142,7 @@ def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
         raise ConfigError(
             f"log_image got a {type(given).__name__} of shape {tuple(np.shape(given))}: give a tensor of (channels, "
             "height, width), an array of (height, width, channels), with 1, 3 or 4 channels, or either of (height, "
-            "width); or a picture of PIL."
+            "width); or a picture of PIL, or a path."
         )
     if array.dtype == np.uint8:
         return array.copy()

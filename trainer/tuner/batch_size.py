@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ import torch
 
 from trainer.callback import Callback
 from trainer.errors import ConfigError
-from trainer.model.memory_limit import is_out_of_memory
+from trainer.model.memory_limit import is_out_of_memory, limited_memory
 from trainer.model.recompilation import compilations
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 LEAST_GROWTH = 1.05
@@ -80,6 +82,50 @@ class Stopwatch(Callback):
         if 0 < self.first < size:
             raise NoSuchBatchError
         return self.samples / self.seconds if self.seconds else math.nan
+
+
+class AgreedStopwatch(Stopwatch):
+    """A stopwatch on several processes, of a trial with accumulate_grad_batches="auto", which splits what does not fit.
+
+    Each process has tried its batch by itself, and all have agreed, when the first hook of the training is called; so
+    no process runs out of memory while the others wait for its gradients.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self.fits = True
+        """True until the batch of a process does not fit."""
+        self.readers = 1
+        self._limit = limit
+        self._limited = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        self._limited.enter_context(limited_memory(self._limit))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        self._limited.close()
+        self.readers = trainer.strategy.processes.readers
+        self.fits = trainer.accumulate_grad_batches == 1
+        if not self.fits:
+            trainer.stop("the batch does not fit into the memory of every process")
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        """Take the time of the slowest process, with which all choose alike. Collective."""
+        self.seconds = max(trainer.strategy.processes.all_gather_object(self.seconds))
+
+    def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        self._limited.close()
+
+    def samples_per_second(self, size: int) -> float:
+        """Return the samples per second of all processes, as the base class.
+
+        Raises:
+            MemoryError: the batch does not fit.
+            NoSuchBatchError: there were no batches of that size.
+        """
+        if not self.fits:
+            raise MemoryError
+        return super().samples_per_second(size * self.readers)
 
 
 class NoSuchBatchError(Exception):
@@ -152,3 +198,15 @@ def check_search(
         raise ConfigError(f"scale_batch_size({', '.join(numbers)}): give integers from 1, and 2 steps at least.")
     if not 0 <= margin < 1:
         raise ConfigError(f"scale_batch_size(margin={margin!r}): give a number from 0 and below 1.")
+
+
+def check_several(config: ResolvedConfig, module: TrainModule) -> None:
+    """Raise a ConfigError if a batch cannot be tried on each of several processes."""
+    if config.strategy.shards_state or config.device_type in ("xla", "tpu"):
+        raise ConfigError(
+            f"scale_batch_size tries a batch on each process by itself, which strategy {config.strategy.name!r} cannot:"
+            " the layers of a process hold parts of the weights, and a process that runs out of memory within them "
+            "leaves the others waiting. `trainer estimate` says how many samples fit; or use strategy='ddp'."
+        )
+    if not module.automatic_optimization:
+        raise ConfigError("scale_batch_size on several processes needs automatic optimization: use devices=1.")

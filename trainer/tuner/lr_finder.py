@@ -146,13 +146,14 @@ class LRFinder:
 
     def _is_usable(self, start: Losses) -> bool:
         known = [loss for loss in start if loss is not None]
-        if known and math.isfinite(known[-1]):
-            return True
-        self.stopped = (
-            f"no descent seen: the loss of step {len(start)} is {start[-1]} before any learning rate has acted: look "
-            "at data and module with Trainer(detect_anomaly=True)"
-        )
-        return False
+        if not known:
+            self.stopped = "no descent seen: all steps skip their batches"
+        elif not math.isfinite(known[-1]):
+            self.stopped = (
+                f"no descent seen: the loss of step {len(start)} is {known[-1]} before any learning rate has acted: "
+                "look at data and module with Trainer(detect_anomaly=True)"
+            )
+        return not self.stopped
 
     def _climb(self, attempt: Attempt, start: Losses, rate: float) -> float:
         """Return the constant rate with the largest sure fall: near `rate`, or below it where the loss rises."""

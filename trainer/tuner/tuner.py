@@ -7,14 +7,18 @@ from functools import partial
 from typing import Any, Literal
 
 from trainer.data.datamodule import DataModule
+from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
+from trainer.loop.setup import start_processes
 from trainer.model.memory_limit import free_memory, limited_memory
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuner.batch_size import (
+    AgreedStopwatch,
     BatchSizes,
     Stopwatch,
     check_search,
+    check_several,
     search,
 )
 from trainer.tuner.lr_finder import Losses, LRFinder, Rates, check_range
@@ -117,10 +121,11 @@ class Tuner:
         max_val: int = 8192,
         memory_limit: int | None = None,
     ) -> int | None:
-        """Return the largest batch size that fits into the memory of a process; None if not even one sample does.
+        """Return the largest batch size, for each process, that fits into the memory; None if not even one sample does.
 
         Logs the samples per second of each size, and the size above which they grow by less than 5 %; they are in
-        `batch_sizes`. Sizes above the number of samples are not tried. The search runs on one process.
+        `batch_sizes`. Sizes above the number of samples are not tried. On several processes all try the same size, and
+        it fits if it does on each of them; the samples per second are those of all.
 
         Args:
             model, val_dataloaders, dataloaders, datamodule, method: as in `lr_find`.
@@ -133,33 +138,35 @@ class Tuner:
             batch_arg_name: the attribute of the module, the data module or their hparams.
             margin: with "binsearch", the part by which the result is smaller than the largest size that fits.
             max_val: the largest size to try.
-            memory_limit: on CPUs, bytes of memory that a trial may take; default: nine tenths of what is free.
+            memory_limit: on CPUs, bytes of memory that a trial may take, on each process; default: nine tenths of
+                what is free, split among the processes.
 
         Raises:
-            ConfigError: an argument has a wrong value, nothing has the attribute, or there are several processes.
+            ConfigError: an argument has a wrong value, or nothing has the attribute.
         """
         mode = "binsearch" if mode == "binary" else mode  # type: ignore[comparison-overlap]
         check_search(method, mode, steps_per_trial, init_val, max_trials, max_val, margin)
         trainer = self._trainer
-        if trainer.config.num_processes > 1:
-            raise ConfigError(
-                "scale_batch_size searches on one process, and its sizes are those of each process: use devices=1. "
-                "With sharding `trainer estimate` says how many samples fit."
-            )
+        several = trainer.config.num_processes > 1
+        if several:
+            check_several(trainer.config, model)
+            start_processes(trainer.config)
         attribute = _attribute(model, datamodule, (batch_arg_name,)) if train_dataloaders is None else []
         if train_dataloaders is None and not attribute:
             raise _no_attribute(batch_arg_name)
-        most = min(max_val, _samples(train_dataloaders) or max_val)
+        most = min(max_val, _samples(train_dataloaders, trainer.config.num_processes) or max_val)
         limit = _limit(memory_limit) if trainer.config.device_type == "cpu" else None
         before = [_get(one) for one in attribute]
 
         def attempt(size: int) -> float:
-            watch, loader = Stopwatch(), train_dataloaders
+            watch = AgreedStopwatch(limit) if several else Stopwatch()
+            loader = train_dataloaders
             if loader is not None:
                 loader = loader_like(loader, batch_size=size, drop_last=True)
             _set(attribute, size)
-            with limited_memory(limit):
-                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial)
+            given = {"accumulate_grad_batches": "auto"} if several else {}
+            with limited_memory(None if several else limit):
+                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial, arguments=given)
             return watch.samples_per_second(size)
 
         try:
@@ -182,7 +189,7 @@ class Tuner:
         """Return the samples per second with the settings as they are, and with others that may be faster.
 
         Tried are workers of the DataLoader, pinned memory, larger micro-batches, a fused optimizer, compilation and
-        bf16-mixed, each by itself. Nothing is changed.
+        bf16-mixed, each by itself; and on one process those together that give 5 % more. Nothing is changed.
 
         Args:
             model, train_dataloaders, datamodule: as in `lr_find`.
@@ -195,23 +202,25 @@ class Tuner:
             raise ConfigError(f"throughput(steps_per_trial={steps_per_trial!r}): give an integer from 2.")
         settings, config = self._trainer.settings, self._trainer.config
 
-        def attempt(tried: Setting) -> float:
+        def attempt(tried: list[Setting]) -> float:
             watch, loader = Stopwatch(), train_dataloaders
-            if loader is not None and tried.loader:
-                loader = with_options(loader, tried.loader)
-            prepare, given = partial(apply, tried), tried.arguments
+            changes = {name: value for setting in tried for name, value in setting.loader.items()}
+            if loader is not None and changes:
+                loader = with_options(loader, changes)
+            given = {name: value for setting in tried for name, value in setting.arguments.items()}
+            prepare = partial(apply, tried)
             run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
             if not watch.seconds:
                 raise ConfigError("no step is left without compilation: give more steps_per_trial (--steps)")
             return watch.samples / watch.seconds
 
-        return search_settings(attempt, settings_to_try(settings, config.device_type))
+        return search_settings(attempt, settings_to_try(settings, config.device_type), config.num_processes == 1)
 
 
 def _limit(given: int | None) -> int | None:
-    """Return the bytes of host memory that a trial may take; None: unknown."""
+    """Return the bytes of host memory that a trial may take on each process; None: unknown."""
     free = free_memory() if given is None else None
-    return given if free is None else free * 9 // 10
+    return given if free is None else free * 9 // 10 // detect_environment().local_world_size
 
 
 def _no_attribute(name: str) -> ConfigError:
@@ -262,9 +271,9 @@ def _set(attribute: Attribute, value: Any) -> None:
             setattr(owner, name, value)
 
 
-def _samples(loader: Any) -> int | None:
-    """Return the number of samples of a DataLoader that was given; None: unknown."""
+def _samples(loader: Any, processes: int) -> int | None:
+    """Return the number of samples of a DataLoader that was given, for each process; None: unknown."""
     try:
-        return len(loader.sampler)
+        return len(loader.sampler) // processes
     except (AttributeError, TypeError):
         return None

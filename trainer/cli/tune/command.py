@@ -40,7 +40,8 @@ options of batch-size:
   --name NAME               the argument of the module or the data that is the batch size (batch_size)
   --steps N                 steps of each trial (3)
   --first N, --max N        the first and the largest size to try (2, 8192)
-  --memory-limit SIZE       on CPUs: memory of a trial, such as 8GB; default: nine tenths of what is free
+  --memory-limit SIZE       on CPUs: memory of a trial, such as 8GB; default: nine tenths of what is free,
+                            split among the processes
 
 options of throughput:
   --steps N                 steps of each trial (20)
@@ -121,6 +122,8 @@ def _tune_batch_size(job: Job, options: Namespace) -> None:
     given = _given(options, names)
     largest = tuner.scale_batch_size(job.module, datamodule=job.data, **given)
     assert tuner.batch_sizes is not None
+    if detect_environment().rank != 0:
+        return
     print(tuner.batch_sizes.table())
     if largest is None:
         raise ConfigError("not even one sample fits into the memory.")
