@@ -6,11 +6,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.arguments import NonNegativeInt
 from trainer.callback import Callback
@@ -126,14 +127,12 @@ class ProgressBar(Callback):
         counts = trainer.num_val_batches
         if trainer.sanity_checking:
             few = trainer.settings.num_sanity_val_steps
-            counts = [min(count, few) for count in counts] if few >= 0 else counts
-            self._start_evaluation("sanity check", counts, keep=False)
+            title, counts = "sanity check", [min(count, few if few >= 0 else math.inf) for count in counts]
         elif trainer.stage == "fit":
-            self._start_evaluation(
-                f"{_epoch(trainer.current_epoch, trainer.config.max_epochs)} validation", counts, keep=False
-            )
+            title = f"{_epoch(trainer.current_epoch, trainer.config.max_epochs)} validation"
         else:
-            self._start_evaluation("validate", counts)
+            title = "validate"
+        self._start_evaluation(title, counts, keep=trainer.stage != "fit")
 
     def on_validation_batch_end(
         self,
@@ -187,11 +186,11 @@ class ProgressBar(Callback):
     def _metrics(self) -> list[str]:
         # An error in a subclass's get_metrics ends the run: it is none of the terminal's.
         shown = self.get_metrics(*self._run) if self._display is not None and self._run is not None else {}
-        numbers = self.number_format
-        return [
-            f"{name}={value}" if isinstance(value, str) else f"{name}={value:{numbers}}"
-            for name, value in shown.items()
-        ]
+        texts = []
+        for name, value in shown.items():
+            number_format = "" if isinstance(value, str) else self.number_format
+            texts.append(f"{name}={value:{number_format}}")
+        return texts
 
     def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
@@ -240,24 +239,33 @@ def draws_bars(stream: TextIO) -> bool:
     return size.columns > 0 and size.lines > 2
 
 
-class Display(Protocol):
+class Display(ABC):
     """A display of tasks, which nest: validation starts and ends inside an epoch."""
 
     seconds: float
     """Time between two updates."""
-    stream: TextIO
 
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.running: list[Any] = []
+        """The tasks that have not ended, the innermost last."""
+
+    @abstractmethod
     def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
         """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended."""
 
+    @abstractmethod
     def update(self, done: int, metrics: Sequence[str]) -> None:
         """Show the progress of the innermost task."""
 
+    @abstractmethod
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         """End the innermost task; `report`: its result is worth a line in a log."""
 
     def finish_all(self, done: int, metrics: Sequence[str]) -> None:
         """End all tasks: training is over, possibly inside an epoch."""
+        while self.running:
+            self.finish(done, metrics, report=True)
 
     def clear(self) -> None:
         """Make room for a line of text."""
@@ -267,6 +275,14 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Leave the cursor on a line of its own."""
+
+
+def fewer(metrics: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the values, then one less each time, with the number of those left out, to show as many as there is room
+    for."""
+    yield [*metrics]
+    for number in range(len(metrics) - 1, -1, -1):
+        yield [*metrics[:number], f"+{len(metrics) - number}"]
 
 
 class TQDMProgressBar(ProgressBar):
@@ -283,12 +299,13 @@ class TQDMProgressBar(ProgressBar):
         super().__init__(refresh_rate=refresh_rate, leave=leave)
 
 
-class _Bars:
+class _Bars(Display):
     """Bars of tqdm."""
 
     seconds = 0.1
 
     def __init__(self, stream: TextIO, leave: bool) -> None:
+        super().__init__(stream)
         kind: Any
         if shows_widgets():
             from tqdm.auto import tqdm as kind
@@ -303,10 +320,8 @@ class _Bars:
                 with suppress(Exception):  # before 4.70 there is one where the terminal was gone when the bar was made
                     super().__del__()
 
-        self.stream = stream
         self.leave = leave
         self._new_bar: type[Any] = Bar
-        self._running: list[Any] = []
         self._started: list[float] = []
         """Times at which the running tasks started."""
         self._ended: Any = None
@@ -325,17 +340,17 @@ class _Bars:
             bar_format="{desc}",  # until it is laid out
             file=self.stream,
             leave=keep,
-            position=len(self._running),
+            position=len(self.running),
             dynamic_ncols=True,
             mininterval=0,
             miniters=1,
         )
-        self._running.append(bar)
+        self.running.append(bar)
         self._lay_out(bar, done, [])
         bar.refresh()
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
-        bar = self._running[-1]
+        bar = self.running[-1]
         self._lay_out(bar, done, metrics)
         if done > bar.n:
             bar.update(done - bar.n)
@@ -347,39 +362,34 @@ class _Bars:
         from tqdm.utils import disp_len
 
         shown = bar.format_dict
-        columns = shown["ncols"]
-        times = "[{elapsed}<{remaining}, {rate_fmt}" if bar.total is not None else "[{elapsed}, {rate_fmt}"
-        count = "{n_fmt}/{total_fmt} " if bar.total is not None else "{n_fmt}it "
-        layouts = [("{desc}: ", 0)] if bar.total is None else [("{l_bar}{bar}| ", LEAST_BAR), ("{desc}: ", 0)]
-        for number in range(len(metrics), -1, -1):
-            names = [*metrics[:number], *([f"+{len(metrics) - number}"] if number < len(metrics) else [])]
-            rest = count + times + "".join(f", {name}" for name in names).replace("{", "{{").replace("}", "}}") + "]"
-            for start, bar_width in layouts:  # numbers before a bar
-                without_bar = {"n": done, "ncols": None, "bar_format": start.replace("{bar}", "") + rest}
-                bar.bar_format = start + rest
-                if columns is None or disp_len(bar.format_meter(**{**shown, **without_bar})) + bar_width <= columns:
+        columns = shown["ncols"] or math.inf
+        starts, count, left = [("{l_bar}{bar}| ", LEAST_BAR), ("{desc}: ", 0)], "{n_fmt}/{total_fmt} ", "<{remaining}"
+        if bar.total is None:
+            starts, count, left = [("{desc}: ", 0)], "{n_fmt}it ", ""
+        for values in fewer(metrics):
+            rest = "".join(f", {one}" for one in values).replace("{", "{{").replace("}", "}}")
+            for start, bar_width in starts:  # numbers before a bar
+                bar.bar_format = f"{start}{count}[{{elapsed}}{left}, {{rate_fmt}}{rest}]"
+                without_bar = {"n": done, "ncols": None, "bar_format": bar.bar_format.replace("{bar}", "")}
+                if disp_len(bar.format_meter(**{**shown, **without_bar})) + bar_width <= columns:
                     return
         bar.bar_format = "{desc}: " + count.rstrip()
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)
-        bar, started = self._running.pop(), self._started.pop()
+        bar, started = self.running.pop(), self._started.pop()
         if bar.leave:
             self._ended = bar
         else:
             bar.close()
-        if self._running:
+        if self.running:
             # The time of the inner task does not count in the outer task's batches per second. (`unpause` would also
             # leave out the time of the batches since the bar was drawn last.)
-            outer = self._running[-1]
+            outer = self.running[-1]
             outer.start_t += time.monotonic() - started
             outer.last_print_t += time.monotonic() - started
             self._lay_out(outer, int(outer.n), metrics)
             outer.refresh()
-
-    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
-        while self._running:
-            self.finish(done, metrics, report=True)
 
     def clear(self) -> None:
         for bar in self._all():
@@ -395,7 +405,7 @@ class _Bars:
             bar.close()
 
     def _all(self) -> list[tqdm[Any]]:
-        return [*self._running, *([] if self._ended is None else [self._ended])]
+        return [bar for bar in (*self.running, self._ended) if bar is not None]
 
 
 @dataclass
@@ -407,45 +417,36 @@ class _Task:
     started: float = field(default_factory=time.monotonic)
 
 
-class _Lines:
-    """Plain lines for a log, with the methods of `_Bars`: one line every `PAUSE` seconds, and each result."""
+class _Lines(Display):
+    """Plain lines for a log: one line every `PAUSE` seconds, and each result."""
 
     seconds = 0.5
     PAUSE = 10.0
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self._running: list[_Task] = []
+        super().__init__(stream)
         self._due = time.monotonic() + self.PAUSE
 
     def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
-        self._running.append(_Task(title, total, done))
+        self.running.append(_Task(title, total, done))
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         if time.monotonic() >= self._due:
-            self._write(self._running[-1], done, metrics)
+            self._write(self.running[-1], done, metrics)
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
-        task = self._running.pop()
-        if self._running:
-            self._running[-1].started += time.monotonic() - task.started
+        task = self.running.pop()
+        if self.running:
+            self.running[-1].started += time.monotonic() - task.started
         if report:
             self._write(task, done, metrics)
 
-    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
-        while self._running:
-            self.finish(done, metrics, report=True)
-
-    def clear(self) -> None: ...
-    def redraw(self) -> None: ...
-    def close(self) -> None: ...
-
     def _write(self, task: _Task, done: int, metrics: Sequence[str]) -> None:
         self._due = time.monotonic() + self.PAUSE
-        seconds = time.monotonic() - task.started
-        rate = f", {(done - task.counted_from) / seconds:.4g}/s" if seconds > 0 else ""
+        rate = (done - task.counted_from) / max(time.monotonic() - task.started, 1e-9)
         of = "" if task.total is None else f"/{task.total}"
-        _write(self.stream, f"{task.title}: {done}{of} batches{rate}{''.join(f', {name}' for name in metrics)}\n")
+        values = "".join(f", {one}" for one in metrics)
+        _write(self.stream, f"{task.title}: {done}{of} batches, {rate:.4g}/s{values}\n")
 
 
 def _write(stream: TextIO | None, text: str) -> None:

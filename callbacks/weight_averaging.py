@@ -14,7 +14,7 @@ from trainer.callback import Callback
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.schema import Integer, require
 from trainer.checkpoint.shards import Loadable
-from trainer.errors import ConfigError, did_you_mean, shown
+from trainer.errors import ConfigError, shown
 from trainer.state.averaged_weights import (
     AveragedWeights,
     Update,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
-
-OPTIONS = ("device", "use_buffers", "avg_fn", "multi_avg_fn")
 
 
 class AveragingCallback(Callback):
@@ -135,21 +133,27 @@ class WeightAveraging(AveragingCallback):
 
     agree_on: ClassVar[tuple[str, ...] | None] = ("use_buffers", "avg_fn", "multi_avg_fn")
 
-    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
-        unknown = [name for name in kwargs if name not in ("avg_fn", "multi_avg_fn")]
-        if unknown:
-            raise ConfigError(
-                f"{type(self).__name__} has no option {unknown[0]!r}.{did_you_mean(unknown[0], OPTIONS)} Options: "
-                f"{', '.join(OPTIONS)}."
-            )
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        avg_fn: Callable[..., Any] | None = None,
+        multi_avg_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ConfigError("WeightAveraging got avg_fn and multi_avg_fn, which do the same: give one of them.")
         super().__init__()
         self.device = None if device is None else as_device(device)
         self.use_buffers = use_buffers
         self.latest_update_step = 0
         """The last step after which the average was updated."""
         self.latest_update_epoch = -1
-        self.avg_fn, self.multi_avg_fn = kwargs.get("avg_fn"), kwargs.get("multi_avg_fn")
-        self._change = _update_of(type(self).__name__, self.avg_fn, self.multi_avg_fn)
+        self.avg_fn, self.multi_avg_fn = avg_fn, multi_avg_fn
+        self._change: Update = equal_weights
+        if avg_fn is not None:
+            self._change = from_avg_fn(avg_fn)
+        if multi_avg_fn is not None:
+            self._change = from_multi_avg_fn(multi_avg_fn)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True to update the average after this step or epoch; both are counted from 0.
@@ -216,10 +220,8 @@ class WeightAveraging(AveragingCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kinds = {"latest_update_step": Integer(), "latest_update_epoch": Integer(-1)}
         require(state_dict, kinds, type(self).__name__)
-        self.latest_update_step, self.latest_update_epoch = (
-            state_dict["latest_update_step"],
-            state_dict["latest_update_epoch"],
-        )
+        self.latest_update_step = state_dict["latest_update_step"]
+        self.latest_update_epoch = state_dict["latest_update_epoch"]
         super().load_state_dict(state_dict)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
@@ -252,13 +254,8 @@ class EMAWeightAveraging(WeightAveraging):
         update_every_n_steps: PositiveInt = 1,
         update_starting_at_step: NonNegativeInt | None = None,
         update_starting_at_epoch: NonNegativeInt | None = None,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(device, use_buffers, **kwargs)
-        if kwargs:
-            raise ConfigError(
-                "EMAWeightAveraging has its own average: give avg_fn and multi_avg_fn to WeightAveraging."
-            )
+        super().__init__(device, use_buffers)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
@@ -270,19 +267,6 @@ class EMAWeightAveraging(WeightAveraging):
             return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
         begins = self.update_starting_at_epoch
         return epoch_idx is not None and begins is not None and epoch_idx >= begins
-
-
-def _update_of(name: str, avg_fn: Callable[..., Any] | None, multi_avg_fn: Callable[..., Any] | None) -> Update:
-    """Return the update of the averages by the user's function, if there is one.
-
-    Raises:
-        ConfigError: there are two.
-    """
-    if avg_fn is not None and multi_avg_fn is not None:
-        raise ConfigError(f"{name} got avg_fn and multi_avg_fn, which do the same: give one of them.")
-    if multi_avg_fn is not None:
-        return from_multi_avg_fn(multi_avg_fn)
-    return equal_weights if avg_fn is None else from_avg_fn(avg_fn)
 
 
 def as_device(device: torch.device | str | int) -> torch.device:

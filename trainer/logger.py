@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.arguments import make_folder
 from trainer.callback import Callback, Checkpoint
-from trainer.checkpoint.disk import complete_lines, reason
+from trainer.checkpoint.disk import complete_lines, flush_file, reason, replace_file, without_links, write_all
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
@@ -258,14 +259,20 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
 class LogFile:
     """The file of a log. What cannot be written to it, as on a full disk, is kept in memory and written later."""
 
-    path: Path
     has: ClassVar[str] = "its points"
     """Its contents, for messages."""
     _failed = False
 
+    def __init__(self, path: Path, end: int = 0, is_outdated: bool = False) -> None:
+        self.path = path
+        self._end = end
+        """The position after what is final in the file, in bytes."""
+        self.is_outdated = is_outdated
+        """Whether the file is to be replaced by the next write, with all that is final."""
+
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Report the first of several errors of a write in the block."""
+        """Report the first of several errors of a write in the block, which ends there."""
         try:
             yield
             self._failed = False
@@ -274,6 +281,25 @@ class LogFile:
                 words = "cannot write %s (%s); %s are kept in memory until it can be."
                 log.warning(words, self.path, error, self.has)
             self._failed = True
+
+    def put_bytes(self, final: bytes, changing: bytes = b"", to_disk: bool = False) -> None:
+        """Write after what is final in the file; `changing`: to be overwritten by the next write, as is a partial one.
+
+        Args:
+            to_disk: sync the file, so that it survives a power cut.
+        """
+        if self.is_outdated:
+            replace_file(self.path, final + changing)
+            self._end = 0
+        else:
+            with io.FileIO(self.path, "r+", opener=without_links) as file:
+                file.seek(self._end)
+                write_all(file, final + changing)
+                file.truncate()
+                if to_disk:
+                    flush_file(file.fileno(), self.path.parent)
+        self._end += len(final)
+        self.is_outdated = False
 
     def report_loss(self) -> None:
         """Log an error if something was never written."""
@@ -308,7 +334,7 @@ class FileLogger(FolderLogger):
     _flushed_at = 0.0
 
     def open(self, continue_from: int | None) -> Any:
-        """Open the file and return it: an object with `write(to_disk=False)`, `report_loss()` and `close()`.
+        """Open the file and return it: an object with `write(to_disk=False)` and `report_loss()`.
 
         Args:
             continue_from: the step of the checkpoint that the run resumes from; None: no training.
@@ -366,7 +392,6 @@ class FileLogger(FolderLogger):
             self.flush()
             FileLogger.save(self)  # whatever a subclass's `save` does
             self._file.report_loss()
-            self._file.close()
             self._file = None
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:

@@ -190,40 +190,28 @@ def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: boo
 
 
 def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
-    if isinstance(configured, Mapping):
-        return _read_dict(configured, module_name)
-    if isinstance(configured, (list, tuple)):
-        parts = list(configured)
-        if len(parts) == 2 and all(isinstance(part, (list, tuple)) for part in parts):
-            return list(parts[0]), [_scheduler(scheduler) for scheduler in parts[1]]
-        if parts and all(isinstance(part, Mapping) for part in parts):
-            read = [_read_dict(part, module_name) for part in parts]
-            return [o for optimizers, _ in read for o in optimizers], [s for _, schedulers in read for s in schedulers]
-        return parts, []
-    if configured is None:
-        raise ConfigError(
-            f"{module_name}.configure_optimizers returned None. Did you forget 'return'? "
-            "Return torch.optim.AdamW(self.parameters(), lr=...) or the like."
-        )
-    return [configured], []
-
-
-def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers of two lists, or of one or several dicts and optimizers."""
+    parts = list(configured) if isinstance(configured, list | tuple) else [configured]
+    if len(parts) == 2 and all(isinstance(part, list | tuple) for part in parts):
+        return list(parts[0]), [_scheduler(scheduler) for scheduler in parts[1]]
+    optimizers, schedulers = [], []
     known = ("optimizer", "lr_scheduler", "monitor")
-    _check_keys(configured, f"{module_name}.configure_optimizers returned a dict", "optimizer", known)
-    scheduler = configured.get("lr_scheduler")
-    if scheduler is not None and "monitor" in configured:
-        options = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
-        scheduler = {"monitor": configured["monitor"], **options}
-    return [configured["optimizer"]], [] if scheduler is None else [_scheduler(scheduler)]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            optimizers.append(part)
+            continue
+        _check_keys(part, f"{module_name}.configure_optimizers returned a dict", "optimizer", known)
+        optimizers.append(part["optimizer"])
+        if part.get("lr_scheduler") is not None:
+            schedulers.append(_scheduler(part["lr_scheduler"], part.get("monitor")))
+    return optimizers, schedulers
 
 
-def _scheduler(configured: Any) -> SchedulerConfig:
-    if not isinstance(configured, Mapping):
-        return SchedulerConfig(configured)
+def _scheduler(configured: Any, monitor: str | None = None) -> SchedulerConfig:
+    options = configured if isinstance(configured, Mapping) else {"scheduler": configured}
     known = [one.name for one in fields(SchedulerConfig) if one.init]
-    _check_keys(configured, "lr_scheduler is a dict", "scheduler", known)
-    return SchedulerConfig(**configured)
+    _check_keys(options, "lr_scheduler is a dict", "scheduler", known)
+    return SchedulerConfig(**{"monitor": monitor, **options})
 
 
 def _check_keys(given: Mapping[str, Any], subject: str, needed: str, known: Sequence[str]) -> None:
@@ -268,13 +256,13 @@ def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), optimizer)]
     seen = {id(optimizer)}
     for path, outer in waiting:
-        held: list[tuple[tuple[Any, ...], Any]] = []
+        held: dict[tuple[Any, ...], Any] = {}
         for name, value in vars(outer).items():
-            held.append(((name,), value))
+            held[name,] = value
             several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-            for key, one in several.items() if isinstance(several, dict) else ():
-                held.append(((name, key), one))
-        for way, one in held:
+            if isinstance(several, dict):
+                held |= {(name, key): one for key, one in several.items()}
+        for way, one in held.items():
             if id(one) in seen or not hasattr(one, "__dict__"):
                 continue
             if isinstance(one, Optimizer) or (len(path) < _DEEPEST and _is_users(one)):

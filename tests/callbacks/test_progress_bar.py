@@ -149,7 +149,7 @@ def test_the_time_of_a_validation_alone_does_not_count_in_the_rate(attach: Attac
     time.sleep(0.05)  # batches for which the bar was not drawn
     bars.start("validation", total=1, done=0, keep=False)
     time.sleep(0.05)
-    epoch = bars._running[0]
+    epoch = bars.running[0]
     started = epoch.start_t
     bars.finish(1, [], report=False)
     assert epoch.start_t >= started + 0.05

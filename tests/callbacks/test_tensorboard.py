@@ -370,7 +370,7 @@ def points(path: Path) -> list[tuple[int, str, float]]:
 def test_numbers_that_a_float_cannot_hold() -> None:
     file = _EventFile(Path("a"))
     file.add_scalars({"a": math.inf, "b": -1e300, "c": math.nan}, 2**40)
-    file.flush()
+    file.write()
     (_, _, a), (step, _, b), (_, _, c) = points(file.path)
     assert (a, b, step) == (math.inf, -math.inf, 2**40)
     assert math.isnan(c)
@@ -381,7 +381,7 @@ def test_the_command_that_the_docs_give_for_the_time_of_a_scalar_writes_scalars(
     command = next(line for line in page.read_text().splitlines() if "timeit" in line and "tensorboard" in line)
     prepare, statement = shlex.split(command.strip().strip("`."))[4:]
     names: dict[str, Any] = {}
-    exec(f"{prepare}\n{statement}\nf.flush()", names)
+    exec(f"{prepare}\n{statement}\nf.write()", names)
     assert points(names["f"].path) == [(1, "loss", 0.5)]
 
 
@@ -398,8 +398,8 @@ def test_points_are_kept_while_the_disk_is_full(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             file.add_scalars({"loss": 1.0}, step)
-            file.flush()
+            file.write()
     assert len([r for r in caplog.records if "cannot write" in r.message]) == 1
     file.path = path
-    file.flush()
+    file.write()
     assert points(path) == [(0, "loss", 1.0), (1, "loss", 1.0), (2, "loss", 1.0)]

@@ -51,13 +51,11 @@ def open_store(host: str, port: int, names: str, wait: float = _BUSY_TIMEOUT_S) 
             return TCPStore(host, port, is_master=True, timeout=handshake, wait_for_workers=False, multi_tenant=True)
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
             problem = errno.errorcode.get(error.errno or 0, "") if isinstance(error, OSError) else str(error)
-            if "EADDRINUSE" not in problem and "EACCES" not in problem:
-                raise TrainerError(f"{host}:{port} ({names}) cannot be opened: {_first_line(error)}") from None
-            if time.monotonic() > deadline:
-                who = "may not be opened by you" if "EACCES" in problem else "is in use, by another run or program"
+            if "EADDRINUSE" not in problem or time.monotonic() > deadline:
                 raise TrainerError(
-                    f"port {port} of {socket.gethostname()} ({names}) {who}. Give all processes another one, such as "
-                    f"{free_port()}, which is free now; `ss -ltnp 'sport = :{port}'` shows the program that has it."
+                    f"port {port} of {socket.gethostname()} ({names}) cannot be opened: {_first_line(error)}. Where it "
+                    f"is in use (`ss -ltnp 'sport = :{port}'` shows by which program) or reserved, give all processes "
+                    f"another one, such as {free_port()}, which is free now."
                 ) from None
             time.sleep(0.25)
 

@@ -163,27 +163,23 @@ class _WatchThread:
             time.sleep(0.05)
 
     def _report(self, limit: float) -> str:
-        states: dict[int, dict[str, Any]] = {}
-        for rank in range(self.world_size):
-            key = f"watchdog/{rank}"
-            if self.store.check([key]):
-                states[rank] = json.loads(self.store.get(key))
-        silent = [rank for rank in range(self.world_size) if rank not in states]
+        keys = {rank: f"watchdog/{rank}" for rank in range(self.world_size)}
+        states = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+        silent = [rank for rank in keys if rank not in states]
         least = min(state["heartbeats"] for state in states.values())
         behind = [rank for rank, state in states.items() if state["heartbeats"] == least]
         if silent:
             who = f"{format_ranks(silent)} did not answer: stopped, or something there holds Python's interpreter lock."
         elif len(behind) < self.world_size:
-            who = f"{format_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
+            who = f"behind the others: {format_ranks(behind)}."
         else:
             who = "No rank is behind the others; the stacks above show what each one waits for."
         if len({state["collective"] for state in states.values()}) > 1:
             who += " The processes are not in the same collective."
         lines = [f"the run hangs: no progress for {limit:g} s (watchdog_seconds). {who}"]
-        shown = sorted(states, key=lambda rank: (states[rank]["heartbeats"], rank))[:16]
-        lines += [
-            f"  rank {rank}: {states[rank]['step']} steps done, last sign of life {states[rank]['silent']:.1f} s ago, "
-            f"in {'; '.join(filter(None, (states[rank]['where'], states[rank]['collective'])))}"
-            for rank in shown
-        ]
+        for rank, state in sorted(states.items(), key=lambda one: one[1]["heartbeats"])[:16]:
+            place = "; ".join(filter(None, (state["where"], state["collective"])))
+            lines.append(
+                f"  rank {rank}: {state['step']} steps done, last sign of life {state['silent']:.1f} s ago, in {place}"
+            )
         return "\n".join(lines) + "\n"
