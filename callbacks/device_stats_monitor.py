@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.callback import Callback
-from trainer.errors import MissingPackageError
+from trainer.errors import require_package
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -35,8 +34,8 @@ class DeviceStatsMonitor(Callback):
         self.cpu_stats = cpu_stats
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        if self._includes_cpu(trainer.device) and find_spec("psutil") is None:
-            raise MissingPackageError("psutil", "DeviceStatsMonitor of a CPU")
+        if self._includes_cpu(trainer.device):
+            require_package("psutil", "DeviceStatsMonitor of a CPU")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         if trainer.settings.logs_at(trainer.global_step + 1):

@@ -13,7 +13,7 @@ import torch
 from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.errors import ConfigError, did_you_mean
+from trainer.errors import did_you_mean
 from trainer.metrics.monitor import log_assumed_mode, resolve_mode
 from trainer.runs.monitors import refuse_missing_monitors
 
@@ -107,10 +107,6 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        if not monitor:
-            raise ConfigError(
-                f"EarlyStopping(monitor={monitor!r}): give the name of a logged value, such as 'val_loss'."
-            )
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience

@@ -17,7 +17,6 @@ from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
-    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
@@ -213,15 +212,6 @@ class BackboneFinetuning(BaseFinetuning):
         self.rounding = rounding
         self._rates: list[float] = []
         """The backbone's rate in each optimizer."""
-
-    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        problems = super().problems(config, module, stage)
-        if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
-            problems.append(
-                f"BackboneFinetuning freezes module.backbone, and {type(module).__name__} has no such submodule: name "
-                "it self.backbone in __init__, or derive from BaseFinetuning."
-            )
-        return problems
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":

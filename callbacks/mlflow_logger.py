@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.arguments import kept_path
-from trainer.errors import ConfigError, MissingPackageError
+from trainer.errors import ConfigError, require_package
 from trainer.hyperparameters import flat_names
 from trainer.logger import Tracker, flat_hyperparameters
 from trainer.metrics.media import Images, Media, Text, png
@@ -110,10 +110,7 @@ class MLFlowLogger(Tracker):
         return None if path is None else ("MLflow:         mlflow ui --backend-store-uri", Path(path))
 
     def check(self) -> None:
-        try:
-            import mlflow.tracking  # noqa: F401
-        except ImportError as error:
-            raise MissingPackageError("mlflow", "MLFlowLogger") from error
+        require_package("mlflow", "MLFlowLogger")
 
     # -- the run -------------------------------------------------------------------------------------------------------
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.arguments import NonNegativeInt
 from trainer.callbacks.progress_bar import Display, ProgressBar, fewer
-from trainer.errors import MissingPackageError
+from trainer.errors import require_package
 from trainer.runs.terminal import width_of
 
 if TYPE_CHECKING:
@@ -60,8 +59,7 @@ class RichProgressBar(ProgressBar):
         self.console_kwargs = dict(console_kwargs or {})
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        if find_spec("rich") is None:
-            raise MissingPackageError("rich", "RichProgressBar")
+        require_package("rich", "RichProgressBar")
         super().setup(trainer, pl_module, stage)
 
     def open_bars(self, stream: TextIO) -> Display:

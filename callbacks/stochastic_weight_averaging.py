@@ -64,8 +64,6 @@ class StochasticWeightAveraging(AveragingCallback):
         avg_fn: Callable[..., torch.Tensor] | None = None,
         device: torch.device | str | None = "cpu",
     ) -> None:
-        if isinstance(swa_lrs, list) and not swa_lrs:
-            raise ConfigError("StochasticWeightAveraging: swa_lrs=[] is empty: give a rate, or one for each group.")
         super().__init__()
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start

@@ -17,7 +17,7 @@ import torch
 from trainer.arguments import NonNegativeFloat, make_folder
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.transfer import move_data_to_device
-from trainer.errors import ConfigError, MissingPackageError
+from trainer.errors import ConfigError, require_package
 from trainer.hyperparameters import flat_names
 from trainer.logger import DummyExperiment, FileLogger, LogFile, Overridable
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
@@ -146,10 +146,7 @@ class TensorBoardLogger(FileLogger):
         super().setup(trainer, pl_module, stage)
         self._kept, self._suffix = None, TRAINING if stage == "fit" else ""
         if trainer.is_global_zero:
-            try:
-                import tensorboard  # noqa: F401
-            except ImportError as error:
-                raise MissingPackageError("tensorboard", "TensorBoardLogger") from error
+            require_package("tensorboard", "TensorBoardLogger")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._writes:

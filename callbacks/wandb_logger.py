@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
 from trainer.arguments import kept_path, make_folder
-from trainer.errors import ConfigError, MissingPackageError, shown
+from trainer.errors import ConfigError, require_package, shown
 from trainer.logger import Tracker, flat_hyperparameters
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 
@@ -101,10 +101,7 @@ class WandbLogger(Tracker):
         return None if not self.offline or self.save_dir is None else ("W&B, offline:", self.save_dir / "wandb")
 
     def check(self) -> None:
-        try:
-            import wandb  # noqa: F401
-        except ImportError as error:
-            raise MissingPackageError("wandb", "WandbLogger") from error
+        require_package("wandb", "WandbLogger")
 
     # -- the run -------------------------------------------------------------------------------------------------------
 

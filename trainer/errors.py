@@ -151,6 +151,12 @@ def refuse_other_package(package: ModuleType) -> None:
     )
 
 
+def require_package(package: str, needed_for: str) -> None:
+    """Raise a MissingPackageError unless an optional package is installed."""
+    if find_spec(package) is None:
+        raise MissingPackageError(package, needed_for)
+
+
 def did_you_mean(name: str, known: Iterable[str], equivalents: Mapping[str, str] | None = None) -> str:
     """Return `" Did you mean 'ddp'?"`, or an empty string when nothing known is close to `name`.
 

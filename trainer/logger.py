@@ -210,9 +210,9 @@ class Logger(Callback):
             columns = columns if columns is not None or text is None else list(text)
             self.log_table(key, columns, data, dataframe, step)
         else:
-            from trainer.metrics.media import as_text
+            from trainer.metrics.media import Text
 
-            self._log_media(key, step, as_text, text)
+            self._log_media(key, step, Text, text)
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
         """Log the distribution of the finite numbers of a tensor, an array or a list."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer import ConfigError, DataModule
 from trainer.callbacks import MLFlowLogger, ModelCheckpoint
-from trainer.errors import MissingPackageError
 
 pytest.importorskip("mlflow")
 
@@ -162,17 +159,3 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_wrong_arguments_are_reported_before_the_first_step(case: str) -> None:
     with raises_recorded(ConfigError):
         quiet(max_steps=1, logger=MLFlowLogger(**WRONG[case])).fit(Toy(), loader(1))
-
-
-def test_a_message_says_that_mlflow_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_import = builtins.__import__
-
-    def without_mlflow(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] == "mlflow":
-            raise ImportError(name)
-        return true_import(name, *args, **kwargs)
-
-    monkeypatch.delitem(sys.modules, "mlflow.tracking", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without_mlflow)
-    with raises_recorded(MissingPackageError):
-        quiet(max_steps=1, logger=MLFlowLogger()).fit(Toy(), loader(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
 import math
@@ -22,7 +21,6 @@ from tests.messages import raises_recorded
 from trainer import Callback, ConfigError
 from trainer.callbacks import BadStepGuard, LambdaCallback, ModelCheckpoint, TensorBoardLogger
 from trainer.callbacks.tensorboard import _EventFile
-from trainer.errors import MissingPackageError
 
 pytest.importorskip("tensorboard")
 
@@ -334,22 +332,6 @@ def test_evaluation_after_training_adds_to_the_curves() -> None:
     found = curves(trainer.run_dir)
     assert found["test_loss"] == [(4, 0.5)]
     assert len(found["train_loss"]) == 4
-
-
-def test_tensorboard_is_imported_late_and_a_message_says_that_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_import = builtins.__import__
-
-    def without_tensorboard(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith(("tensorboard", "torch.utils.tensorboard")):
-            raise ImportError(name)
-        return true_import(name, *args, **kwargs)
-
-    for name in [name for name in sys.modules if "tensorboard" in name and not name.startswith("trainer")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", without_tensorboard)
-    trainer = quiet(max_epochs=1, logger=TensorBoardLogger())
-    with raises_recorded(MissingPackageError):
-        trainer.fit(Toy(), loader(1))
 
 
 # -- the event file ----------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_a_port_that_becomes_free_is_taken() -> None:
 def test_nobody_listens() -> None:
     port = free_port()
     with pytest.raises(
-        TrainerError, match=f"127.0.0.1:{port}, the place, cannot be reached: the machine is there, but"
+        TrainerError, match=f"127.0.0.1:{port}, the place, cannot be reached: .*refused"
     ):
         connect("127.0.0.1", port, "the place", wait=0.3)
 
@@ -61,7 +61,7 @@ def test_whoever_listens_later_is_found() -> None:
 
 @pytest.mark.parametrize("host", ["no-such-machine.invalid", "a..b"])
 def test_a_name_of_no_machine(host: str) -> None:
-    with pytest.raises(TrainerError, match=f"{host}:29500, the place, cannot be reached: there is no machine of this"):
+    with pytest.raises(TrainerError, match=f"{host}:29500, the place, cannot be reached: "):
         connect(host, 29500, "the place", wait=0.3)
 
 
@@ -212,4 +212,4 @@ def test_processes_wait_no_longer_than_asked_for_a_master_that_is_not_there() ->
     env = {**place, "RANK": "1", "LOCAL_RANK": "1", "TRAINER_CONNECT_SECONDS": "1"}
     result = fork_python(BUSY, env=env).wait().check(1)
     assert f"127.0.0.1:{port}, where the processes meet" in result.stderr
-    assert "nobody listens on this port" in result.stderr
+    assert "Connection refused" in result.stderr

@@ -119,13 +119,10 @@ WRONG: dict[str, Any] = {
     "object": lambda log: log.log_image("a", object()),
     "captions": lambda log: log.log_image("a", picture(), caption=["a", "b"]),
     "options": lambda log: log.log_image("a", picture(), masks=3),
-    "text": lambda log: log.log_text("a", 3),
-    "no text": lambda log: log.log_text("a"),
     "row": lambda log: log.log_table("a", ["x"], [[1], [1, 2]]),
     "no table": lambda log: log.log_table("a"),
     "nothing finite": lambda log: log.log_histogram("a", torch.full((3,), torch.nan)),
     "empty": lambda log: log.log_histogram("a", []),
-    "figure": lambda log: log.log_figure("a", picture()),
 }
 
 

@@ -172,12 +172,16 @@ def _retry(reach: Callable[[], None], wait: float, what: str) -> None:
             reach()
             return
         except OSError as error:
-            absent = not isinstance(error, ConnectionRefusedError)
-            reason, advice = _explain(error)
+            absent, reason = not isinstance(error, ConnectionRefusedError), str(error)
         limit = min(wait, _UNREACHABLE_TIMEOUT_S) if absent and TIMEOUT not in os.environ else wait
         passed = time.monotonic() - began
         if passed >= limit:
-            raise TrainerError(f"{what} cannot be reached: {reason} (tried for {limit:.0f} s). {advice}")
+            raise TrainerError(
+                f"{what} cannot be reached: {reason} (tried for {limit:.0f} s). Look at the name or address, the "
+                "network and the firewall: `nc -vz HOST PORT` from this machine. Start the process that opens the port "
+                "(rank 0, or `trainer launch` on that machine), give the same port everywhere, or wait longer: "
+                f"{TIMEOUT}=600."
+            )
         if passed > _NOTICE_S and not noticed:
             noticed = True
             print(f"still trying to reach {what} {reason}", file=sys.stderr, flush=True)
@@ -189,19 +193,6 @@ def _resolve(host: str, port: int) -> None:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a label that is empty or too long
         raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
-
-
-def _explain(error: OSError) -> tuple[str, str]:
-    """Return the reason and the advice."""
-    if isinstance(error, socket.gaierror):
-        advice = "Look at the name (`getent hosts NAME` on this machine), or give the IP address."
-        return "there is no machine of this name", advice
-    if isinstance(error, ConnectionRefusedError):
-        advice = "Start the process that opens it (rank 0, or `trainer launch` on that machine), give the same port "
-        advice += f"everywhere, or wait longer: {TIMEOUT}=600."
-        return "the machine is there, but nobody listens on this port", advice
-    reason = "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno) if error.errno else str(error)
-    return reason, "Look at the address, the network and the firewall: `nc -vz HOST PORT` from this machine."
 
 
 def _first_line(error: Exception) -> str:

@@ -152,17 +152,6 @@ def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
     return pixels.round().astype(np.uint8)
 
 
-def as_text(text: Any) -> Text:
-    """Wrap a text.
-
-    Raises:
-        ConfigError: it is no `str`.
-    """
-    if not isinstance(text, str):
-        raise ConfigError(f"log_text got {shown(text)}: give a text, or columns= and data= for a table of texts.")
-    return Text(text)
-
-
 def as_histogram(values: Any, bins: int) -> Histogram:
     """Copy the finite numbers of a tensor, an array or a list.
 
@@ -172,8 +161,6 @@ def as_histogram(values: Any, bins: int) -> Histogram:
     import numpy as np
 
     array = np.asarray(on_cpu(values, "log_histogram") if isinstance(values, torch.Tensor) else values)
-    if array.dtype.kind not in "biuf":
-        raise ConfigError(f"log_histogram got {shown(values)}: give a tensor, an array or a list of numbers.")
     array = array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32).reshape(-1)
     finite = array[np.isfinite(array)]
     if not finite.size:
@@ -183,8 +170,6 @@ def as_histogram(values: Any, bins: int) -> Histogram:
 
 def figure_images(figure: Any) -> Images:
     """Render a figure of matplotlib."""
-    if not hasattr(figure, "savefig"):
-        raise ConfigError(f"log_figure got {shown(figure)}: give a figure of matplotlib, such as plt.figure() returns.")
     from PIL import Image
 
     file = BytesIO()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from trainer.callback import Callback
-from trainer.errors import ConfigError, MissingPackageError
+from trainer.errors import ConfigError, require_package
 from trainer.names.paths import answer_further_names
 
 if TYPE_CHECKING:
@@ -193,10 +193,9 @@ class LRFinder:
             show: show the figure in a window.
             ax: draw here, instead of in a new figure.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise MissingPackageError("matplotlib", "the picture of the learning rates") from error
+        require_package("matplotlib", "the picture of the learning rates")
+        from matplotlib import pyplot
+
         figure, ax = pyplot.subplots() if ax is None else (ax.figure, ax)
         ax.plot(self.results["lr"], self.results["loss"])
         if self.mode == "exponential":
