@@ -76,18 +76,8 @@ class BadStepGuard(StepGuard):
                 "BadStepGuard judges the steps of automatic optimization: with automatic_optimization = False look at "
                 "self.clip_gradients(...), which returns the norm, in training_step."
             )
-        if config.settings.detect_anomaly:
-            problems.append(
-                "detect_anomaly=True ends a run at the first NaN of a backward, and BadStepGuard makes the gradients "
-                "of a bad step NaN: leave one of them out."
-            )
         if config.device_type in ("xla", "tpu"):
             problems.append("BadStepGuard reads a number in each step, which XLA would wait for: leave it out there.")
-        saves = config.settings.fast_dev_run or any(isinstance(one, Checkpoint) for one in config.callbacks)
-        if self.action == "rewind" and not saves:
-            problems.append(
-                "BadStepGuard(action='rewind') goes back to a checkpoint: add a ModelCheckpoint, or 'skip'."
-            )
         if sum(isinstance(one, StepGuard) for one in config.callbacks) > 1:
             problems.append("several BadStepGuards: give one.")
         return problems

@@ -105,7 +105,7 @@ class BoundProfiler(Profiler):
         bound, share = next(iter(shares.items()))
         if not self._device:
             lines.append(f"(no steps were profiled: the run had fewer than {self.first_step + self.steps})")
-        gain = f", {_at_most(share)}" if share < 0.95 and bound not in (COMPUTE, REST) else ""
+        gain = "" if bound in (COMPUTE, REST) else f", {_at_most(share)}"  # these cannot take no time at all
         lines.append(f"Bound by {bound}{gain}. {self._advice(trainer, bound, share)}")
         lines.extend(stragglers(every))
         self._report = "\n".join(lines)
@@ -161,46 +161,36 @@ class BoundProfiler(Profiler):
 
     def _advice(self, trainer: Trainer, bound: str, share: float) -> str:
         """Return the first setting to change, given the current ones and the share of the time that it concerns."""
-        loader = trainer.train_loader
-        if bound == DATA:
-            return "" if loader is None else faster_loading(loader)
-        if bound == SAVING:
-            asynchronous = any(getattr(callback, "async_save", False) for callback in trainer.callbacks)
-            rarer = "Save less often (every_n_train_steps), or to faster storage."
-            advice = rarer if asynchronous else "ModelCheckpoint(async_save=True) writes while training goes on."
-            return advice + "".join(f" {words}" for words in newest_writes(trainer.checkpoint_callbacks))
-        if bound == TRANSFER:
-            if trainer.run.times.shares()[TRANSFER] > share / 2:
-                return (
-                    "The module's or data module's hooks of a transfer take it: do their work in the dataset or in "
-                    "collate_fn, where DataLoader workers do it during the training."
-                )
-            pinned = loader is not None and loader.pinned is False
-            return "DataLoader(pin_memory=True)." if pinned else "Send smaller batches: integers, and fewer tensors."
-        if bound == COMPUTE:
-            return self._faster_compute(trainer, share)
-        return {
+        advice = {
             REST: "BoundProfiler(first_step=1, steps=1) among the callbacks splits them in a short run.",
             CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook, of the callbacks and of the module.',
             LOGGING: f"A larger log_every_n_steps (it is {trainer.settings.log_every_n_steps}), or fewer loggers.",
             VALIDATION: "A larger val_check_interval or check_val_every_n_epoch, or limit_val_batches.",
+            SAVING: "ModelCheckpoint(async_save=True) writes while training goes on; or save less often.",
+            TRANSFER: "DataLoader(pin_memory=True); or send smaller batches: integers, and fewer tensors.",
             COMMUNICATION: "A larger accumulate_grad_batches or micro-batch; with ddp, a larger bucket_cap_mb. "
             "StragglerMonitor() shows whether processes wait for a slow one.",
+            COMPUTE: 'compile=True, and precision="bf16-mixed" where the card has it; `trainer tune throughput` '
+            "measures their gain. Beyond that a smaller model or more devices.",
             IDLE: "The host is too slow for its device: compile=True, a larger micro-batch, and an optimizer with "
             "fused=True.",
-        }.get(bound, "")
-
-    def _faster_compute(self, trainer: Trainer, share: float) -> str:
-        full = trainer.precision.weights is torch.float32 and trainer.precision.autocast is None
-        if full and trainer.strategy.device.type == "cuda":
-            return 'precision="bf16-mixed", where the card has it.'
+        }
+        if bound == DATA and trainer.train_loader is not None:
+            return faster_loading(trainer.train_loader)
+        if bound == SAVING:
+            return " ".join([advice[SAVING], *newest_writes(trainer.checkpoint_callbacks)])
+        if bound == TRANSFER and trainer.run.times.shares()[TRANSFER] > share / 2:
+            return (
+                "The module's or data module's hooks of a transfer take it: do their work in the dataset or in "
+                "collate_fn, where DataLoader workers do it during the training."
+            )
         fused = any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups)
-        if self._update_share >= MUCH and not fused:
+        if bound == COMPUTE and self._update_share >= MUCH and not fused:
             gain = _at_most(share * self._update_share)
-            return f"The optimizer's updates are {self._update_share:.0%} of it: fused=True, {gain}; then compile=True."
-        if trainer.settings.compile:
-            return "It is compiled: what is left is a smaller model or more devices."
-        return "compile=True; `trainer tune throughput` measures its gain. Beyond that a smaller model or more devices."
+            return (
+                f"The optimizer's updates are {self._update_share:.0%} of it: fused=True, {gain}; then {advice[bound]}"
+            )
+        return advice.get(bound, "")
 
 
 def _at_most(share: float) -> str:
@@ -240,12 +230,12 @@ def newest_writes(callbacks: Iterable[Checkpoint]) -> list[str]:
     texts = []
     for callback in callbacks:
         seconds = callback.write_seconds
+        if seconds is None:
+            continue
         try:
             size = sum(entry.bytes for entry in read_manifest(callback.newest_on_disk()).files.values())
         except CheckpointError:
             continue  # it may have been deleted, or none is finite
-        if seconds is None:
-            continue
         text = f"The newest checkpoint took {seconds:.2g} s for {size / 1e6:,.3g} MB."
         if seconds > SLOW_WRITE_S and size < SLOW_WRITE * seconds:
             text += " The storage is slow: `trainer doctor` measures it."
@@ -275,10 +265,10 @@ def device_spans(events: Iterable[Any], device: str) -> dict[str, list[tuple[flo
         name = event.name.lower()
         if any(word in name for word in ("nccl", "gloo:", "c10d::")):
             part = COMMUNICATION
-        elif not on_device:
-            continue
-        else:
+        elif on_device:
             part = TRANSFER if "memcpy" in name else COMPUTE
+        else:
+            continue
         spans[part].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
     return spans
 

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
-from trainer.checkpoint.disk import (
-    complete_lines,
-    flush_file,
-    replace_file,
-    replace_notes,
-    without_links,
-    write_all,
-)
+from trainer.checkpoint.disk import complete_lines, replace_notes
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
 from trainer.logger import DummyExperiment, FileLogger, LogFile
@@ -78,8 +71,7 @@ class CSVLogger(FileLogger):
         return {"step": self._file.step, "rows": rows, "columns": columns, **self.place.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rows = {"rows?": [{str: str}], "row?": {str: str}}  # checkpoints of earlier versions have one row
-        kind = {"step?": Integer(-1), **rows, "columns?": [str], "version?": Integer()}
+        kind = {"step?": Integer(-1), "rows?": [{str: str}], "columns?": [str], "version?": Integer()}
         require(state_dict, kind, "CSVLogger")
         self.place.restore(state_dict)
         self._resumed = state_dict
@@ -120,101 +112,64 @@ class CSVLogger(FileLogger):
             last = self._resumed.get("step", continue_from)
             columns = self._resumed.get("columns", columns)
             rows = [(step, row) for step, row in rows if step <= last]
-            if newest := self._resumed.get("rows") or [row for row in [self._resumed.get("row")] if row]:
+            if newest := self._resumed.get("rows"):
                 # As they were then: cells that came later come again.
                 rows = [*(one for one in rows if one[0] < last), *((last, row) for row in newest)]
         return _File(path, columns, rows, closes=self._trainer is not None and self._trainer.stage != "fit")
 
 
 class _File(LogFile):
-    """A CSV file whose rows of the last step can still change, unless it `closes` those that are there.
-
-    Earlier rows are on disk, or pending in memory.
-    """
+    """A CSV file whose rows of the last step can still change, unless it `closes` those that are there."""
 
     has = "the rows"
 
     def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]], closes: bool = False) -> None:
-        self.path = path
+        super().__init__(path, is_outdated=True)
         self.columns = columns or ["step"]
         self.step = rows[-1][0] if rows and not closes else -1
         self.rows = [row for step, row in rows if step == self.step]
         """Those of the last step."""
-        final = rows[: len(rows) - len(self.rows)]
+        self._final = rows[: len(rows) - len(self.rows)]
+        """The rows before them that are not in the file yet."""
         self._amended: list[tuple[int, Row]] = []
-        """Cells for rows that are on disk already."""
-        self._end = 0
-        """The position of the last step's rows in the file, in bytes."""
-        self._file: io.FileIO | None = None
-        self._waiting, self._new_columns = final, True  # until they are written
-        with self.writing():
-            self._write_anew(final)
-            self._waiting, self._new_columns = [], False
+        """Cells to add to rows before the last step."""
+        self.write()
 
     def put(self, step: int, cells: Row) -> None:
         """Add cells to the rows of `step`."""
-        for name in cells:
-            if name not in self.columns:
-                self.columns.append(name)
-                self._new_columns = True
-        if step < self.step:
-            # After training, an older checkpoint may be tested.
+        new = [name for name in cells if name not in self.columns]
+        self.columns += new
+        self.is_outdated |= bool(new) or step < self.step
+        if step < self.step:  # after training, an older checkpoint may be tested
             self._amended.append((step, cells))
             return
         if step > self.step:
-            self._waiting += [(self.step, row) for row in self.rows]
+            self._final += [(self.step, row) for row in self.rows]
             self.step, self.rows = step, []
         _place(self.rows, cells)
 
     def write(self, to_disk: bool = False) -> None:
-        """Write all rows; `to_disk`: sync the file, so that it survives a power cut.
-
-        After an error the pending rows are kept, and the next call overwrites a partial write.
-        """
+        """Write all rows; `to_disk`: as in `put_bytes`."""
         with self.writing():
-            if self._new_columns or self._amended:
-                self._write_anew(self._final_rows())
-            else:
-                self._append(to_disk)
-            self._new_columns = False
-            self._waiting.clear()
-            self._amended.clear()
+            head = b""
+            if self.is_outdated:
+                self._take_back()
+                head = _csv_line(self.columns)
+            final = b"".join(self._line(step, row) for step, row in self._final)
+            self.put_bytes(head + final, b"".join(self._line(self.step, row) for row in self.rows), to_disk)
+            self._final.clear()
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _final_rows(self) -> list[tuple[int, Row]]:
-        """Return all rows before the last step: those on disk, the pending ones, and the cells added to them."""
+    def _take_back(self) -> None:
+        """Have all rows before the last step in memory, with the cells to add, to write the file anew."""
         lines = io.BytesIO(b"".join(complete_lines(self.path))[: self._end]).readlines()
-        on_disk = _parse(self.path, lines)[1]
         rows: dict[int, list[Row]] = {}
-        for step, row in (*on_disk, *self._waiting):
-            rows.setdefault(step, []).append(dict(row))
+        for step, row in (*_parse(self.path, lines)[1], *self._final):
+            rows.setdefault(step, []).append(row)
         for step, cells in self._amended:
             _place(rows.setdefault(step, []), cells)
-        return [(step, row) for step, of_step in sorted(rows.items()) for row in of_step]
-
-    def _write_anew(self, final: list[tuple[int, Row]]) -> None:
-        head = _csv_line(self.columns) + b"".join(self._line(step, row) for step, row in final)
-        replace_file(self.path, head + self._last_lines())
-        self.close()
-        self._end = len(head)
-
-    def _append(self, to_disk: bool) -> None:
-        final = b"".join(self._line(step, row) for step, row in self._waiting)
-        if self._file is None:
-            self._file = io.FileIO(self.path, "r+", opener=without_links)
-        self._file.seek(self._end)
-        write_all(self._file, final + self._last_lines())
-        self._file.truncate()
-        if to_disk:
-            flush_file(self._file.fileno(), self.path.parent)
-        self._end += len(final)
-
-    def _last_lines(self) -> bytes:
-        return b"".join(self._line(self.step, row) for row in self.rows)
+        self._final = [(step, row) for step, of_step in sorted(rows.items()) for row in of_step]
+        self._amended.clear()
+        self._end = 0
 
     def _line(self, step: int, row: Row) -> bytes:
         return _csv_line([str(step), *(row.get(column, "") for column in self.columns[1:])])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.callback import Callback
-from trainer.errors import MissingPackageError
+from trainer.errors import require_package
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
-
-log = logging.getLogger("trainer")
 
 
 class DeviceStatsMonitor(Callback):
@@ -38,10 +34,8 @@ class DeviceStatsMonitor(Callback):
         self.cpu_stats = cpu_stats
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        if self._includes_cpu(trainer.device) and find_spec("psutil") is None:
-            raise MissingPackageError("psutil", "DeviceStatsMonitor of a CPU")
-        if stage == "fit" and not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
-            log.warning("DeviceStatsMonitor has no logger: the values are in trainer.callback_metrics only")
+        if self._includes_cpu(trainer.device):
+            require_package("psutil", "DeviceStatsMonitor of a CPU")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         if trainer.settings.logs_at(trainer.global_step + 1):

@@ -13,7 +13,7 @@ import torch
 from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.errors import ConfigError, did_you_mean
+from trainer.errors import did_you_mean
 from trainer.metrics.monitor import log_assumed_mode, resolve_mode
 from trainer.runs.monitors import refuse_missing_monitors
 
@@ -29,10 +29,10 @@ STATE = {
     "last_score": (NUMBER, None),
     "wait_count": Integer(),
     "place": (None, "train epoch", "validation"),
-    "value_step?": Integer(-1),
-    "stopping_reason?": (str, None),
-    "stopped_epoch?": Integer(),
-    "settings?": dict,
+    "value_step": Integer(-1),
+    "stopping_reason": (str, None),
+    "stopped_epoch": Integer(),
+    "settings": dict,
 }
 
 
@@ -107,10 +107,6 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        if not monitor:
-            raise ConfigError(
-                f"EarlyStopping(monitor={monitor!r}): give the name of a logged value, such as 'val_loss'."
-            )
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience
@@ -159,10 +155,10 @@ class EarlyStopping(Callback):
         self._best = state_dict["best_score"]
         self.last_score = state_dict["last_score"]
         self.wait_count = state_dict["wait_count"]
-        self._value_step = state_dict.get("value_step", -1)  # earlier versions have neither this nor the two below
-        self.stopping_reason_message = state_dict.get("stopping_reason")
-        self.stopped_epoch = state_dict.get("stopped_epoch", 0)
-        self._has_other_settings = state_dict.get("settings", now := self.state_dict()["settings"]) != now
+        self._value_step = state_dict["value_step"]
+        self.stopping_reason_message = state_dict["stopping_reason"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self._has_other_settings = state_dict["settings"] != self.state_dict()["settings"]
         if self.check_on_train_epoch_end is None:
             self._checked_at = state_dict["place"]
 

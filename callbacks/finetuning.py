@@ -17,7 +17,6 @@ from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
-    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
@@ -161,15 +160,8 @@ class BaseFinetuning(AddsGroups):
         return {} if self._module is None else {"epoch": self._last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        kinds = {"epoch": Integer(-1), "trained?": [str], "tracking?": [str]}
-        require({name: one for name, one in state_dict.items() if name != "backbone_lr"}, kinds, type(self).__name__)
+        require({"epoch": state_dict.get("epoch")}, {"epoch": Integer(-1)}, type(self).__name__)
         self._last_epoch = state_dict["epoch"]
-        if self._module is not None and "trained" in state_dict:  # by an earlier version
-            for name, parameter in self._module.named_parameters():
-                parameter.requires_grad_(name in state_dict["trained"])
-            for name, one in self._module.named_modules():
-                if isinstance(one, _BatchNorm):
-                    one.track_running_stats = name in state_dict["tracking"]
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -221,15 +213,6 @@ class BackboneFinetuning(BaseFinetuning):
         self._rates: list[float] = []
         """The backbone's rate in each optimizer."""
 
-    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        problems = super().problems(config, module, stage)
-        if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
-            problems.append(
-                f"BackboneFinetuning freezes module.backbone, and {type(module).__name__} has no such submodule: name "
-                "it self.backbone in __init__, or derive from BaseFinetuning."
-            )
-        return problems
-
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if stage == "fit":
             self._rates = []
@@ -270,9 +253,6 @@ class BackboneFinetuning(BaseFinetuning):
         return {**state, "backbone_lr": [*self._rates]} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rates = state_dict.get("backbone_lr")
-        if not isinstance(rates, list):  # by an earlier version, which had one for all optimizers
-            rates = [] if rates is None else [rates]
-        require({"backbone_lr": rates}, {"backbone_lr": [NUMBER]}, "BackboneFinetuning")
-        self._rates = [*rates]
+        require(state_dict, {"epoch": Integer(-1), "backbone_lr": [NUMBER]}, "BackboneFinetuning")
+        self._rates = [*state_dict["backbone_lr"]]
         super().load_state_dict(state_dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import compress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +113,8 @@ class GradNormMonitor(Callback):
         """Keep the norms of the gradients of the optimizer's groups, if there are several."""
         for name, one, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
             if one is optimizer and len(optimizer.param_groups) > 1:
-                for suffix in dict.fromkeys(suffixes := group_names(optimizer)):
-                    groups = compress(optimizer.param_groups, [other == suffix for other in suffixes])
-                    alone: Any = SimpleNamespace(param_groups=[*groups])
+                for group, suffix in zip(optimizer.param_groups, group_names(optimizer), strict=True):
+                    alone: Any = SimpleNamespace(param_groups=[group])
                     norm = trainer.strategy.clip_gradients(alone, math.inf, "norm")
                     if norm is not None:
                         self._of_groups[f"grad_norm/{name.removeprefix('lr-')}/{suffix}"] = norm

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.callback import AccumulationSchedule
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -94,15 +94,10 @@ def _read_schedule(scheduling: Any) -> dict[int, int]:
     name = "GradientAccumulationScheduler"
     if not isinstance(scheduling, Mapping) or not scheduling:
         raise ConfigError(f"{name} got {scheduling!r}: give {{epoch: micro-batches}}, for example {{0: 8, 4: 1}}.")
-    problems = []
     schedule = {}
     for epoch, number in scheduling.items():
         first = int(epoch) if isinstance(epoch, str) and epoch.isdecimal() else epoch
-        if type(first) is not int or first < 0:
-            problems.append(f"{name}: epoch {epoch!r} is not an integer from 0.")
-        elif type(number) is not int or number < 1:
-            problems.append(f"{name}: {number!r} micro-batches from epoch {epoch}: give an integer from 1.")
-        else:
-            schedule[first] = number
-    raise_problems(problems, name)
+        if type(first) is not int or first < 0 or type(number) is not int or number < 1:
+            raise ConfigError(f"{name}: {epoch!r}: {number!r}: give an epoch from 0, and micro-batches from 1.")
+        schedule[first] = number
     return dict(sorted(schedule.items()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.arguments import NonNegativeFloat, make_folder
-from trainer.checkpoint.disk import flush_file, replace_file, without_links, write_all
+from trainer.checkpoint.disk import replace_file
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
 from trainer.logger import FileLogger, LogFile
 from trainer.metrics.logger_folder import LoggerFolder
-from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
+from trainer.metrics.media import Images, Media, png
 
 log = logging.getLogger("trainer")
 
@@ -70,15 +69,8 @@ class JSONLLogger(FileLogger):
         self._write({"step": step, **metrics})
 
     def log_media(self, key: str, media: Media, step: int) -> None:
-        if isinstance(media, Images):
-            self._write({"step": step, "key": key, "kind": "images", **self._saved(key, media, step)})
-        elif isinstance(media, Text):
-            self._write({"step": step, "key": key, "kind": "text", "text": media.text})
-        elif isinstance(media, Histogram):
-            counts, edges = media.counts()
-            self._write({"step": step, "key": key, "kind": "histogram", "counts": counts, "edges": edges})
-        elif isinstance(media, Table):
-            self._write({"step": step, "key": key, "kind": "table", "columns": media.columns, "data": media.rows})
+        values = self._saved(key, media, step) if isinstance(media, Images) else media.record()
+        self._write({"step": step, "key": key, "kind": type(media).__name__.lower(), **values})
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
@@ -125,19 +117,12 @@ class _LineFile(LogFile):
     has = "the lines"
 
     def __init__(self, path: Path, kept: list[bytes]) -> None:
-        self.path = path
+        size = path.stat().st_size if path.is_file() and not path.is_symlink() else -1
+        end = sum(map(len, kept))
+        super().__init__(path, end, is_outdated=size != end)
         self.lines = len(kept)
         """Lines on disk and in memory."""
-        self._end = sum(map(len, kept))
-        self._pending: list[bytes] = []
-        self._rewritten: list[bytes] | None = None
-        """All lines before the pending ones, if the file does not have them as they are."""
-        try:
-            if path.stat().st_size == self._end and not path.is_symlink():
-                return
-        except OSError:
-            pass
-        self._rewritten = kept
+        self._pending = kept if self.is_outdated else []
         self.write()
 
     def put(self, record: dict[str, Any]) -> None:
@@ -146,26 +131,10 @@ class _LineFile(LogFile):
         self.lines += 1
 
     def write(self, to_disk: bool = False) -> None:
-        """Write the pending lines; `to_disk`: sync the file, so that it survives a power cut.
-
-        After an error the lines are kept, and the next call overwrites a partial write.
-        """
-        data = b"".join(self._pending)
+        """Write the pending lines; `to_disk`: as in `put_bytes`."""
         with self.writing():
-            if self._rewritten is not None:
-                replace_file(self.path, b"".join(self._rewritten))
-                self._rewritten = None
-            with io.FileIO(self.path, "r+", opener=without_links) as file:
-                file.seek(self._end)
-                write_all(file, data)
-                file.truncate()
-                if to_disk:
-                    flush_file(file.fileno(), self.path.parent)
-            self._end += len(data)
-            self._pending.clear()
-
-    def close(self) -> None:
-        """Do nothing: the file is open while it is written only."""
+            self.put_bytes(b"".join(self._pending), to_disk=to_disk)
+            self._pending = []
 
 
 def _as_json(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.callback import HOOKS, Callback
-from trainer.errors import ConfigError, raise_problems, unknown_name_error
+from trainer.errors import ConfigError, unknown_name_error
 
 
 class LambdaCallback(Callback):
@@ -20,15 +20,10 @@ class LambdaCallback(Callback):
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
-        given = {name: call for name, call in hooks.items() if call is not None}
-        raise_problems([problem for name, call in given.items() for problem in _problems(name, call)], "LambdaCallback")
-        for name, call in given.items():
-            setattr(self, name, call)
-
-
-def _problems(name: str, call: object) -> list[str]:
-    if name not in HOOKS:
-        return [str(unknown_name_error("hook of LambdaCallback", name, HOOKS))]
-    if not callable(call):
-        return [str(ConfigError(f"LambdaCallback({name}={call!r}): give a function."))]
-    return []
+        for name, call in hooks.items():
+            if name not in HOOKS:
+                raise unknown_name_error("hook of LambdaCallback", name, HOOKS)
+            if call is not None and not callable(call):
+                raise ConfigError(f"LambdaCallback({name}={call!r}): give a function.")
+            if call is not None:
+                setattr(self, name, call)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.callback import Callback
@@ -16,10 +15,7 @@ if TYPE_CHECKING:
     from trainer.metrics.metric_log import Entry
     from trainer.module import TrainModule
     from trainer.optimizers import SchedulerConfig
-    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
-
-log = logging.getLogger("trainer")
 
 
 class LearningRateMonitor(Callback):
@@ -27,9 +23,9 @@ class LearningRateMonitor(Callback):
 
     A rate is named after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
     numbered, those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"`
-    (`lr-Adam/body`), or its number if there are several (`lr-Adam/pg1`).
+    (`lr-Adam/body`), or its number if there are several (`lr-Adam/pg1`), or both if several have that name.
 
-    Without a logger, the rates are in `trainer.callback_metrics` only; a warning says so.
+    Without a logger, the rates are in `trainer.callback_metrics` only.
 
     Args:
         logging_interval: "step": every `log_every_n_steps`; "epoch": every epoch, the rate at its start; None: as often
@@ -38,8 +34,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
 
     Raises:
-        ConfigError: `logging_interval` is something else; or, at the start of training, two parameter groups of an
-            optimizer have one name.
+        ConfigError: `logging_interval` is something else.
     """
 
     def __init__(
@@ -55,23 +50,8 @@ class LearningRateMonitor(Callback):
         """The rates of the step in progress, by interval and name."""
         self._logged: set[str] = set()
 
-    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        several = [one for one in config.callbacks if isinstance(one, type(self))]
-        if len(several) < 2 or several[0] is not self:
-            return []
-        return [f"{len(several)} LearningRateMonitors log the same names: give one, by step, which has every rate."]
-
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._noted, self._logged = {}, set()
-        if not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
-            log.warning("LearningRateMonitor has no logger: the rates are in trainer.callback_metrics only")
-        for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
-            twice = [one for one, times in Counter(group_names(optimizer)).items() if times > 1]
-            if twice:
-                raise ConfigError(
-                    f"LearningRateMonitor: several parameter groups of {name.removeprefix('lr-')} have the name "
-                    f"{twice[0]!r}: give each group its own."
-                )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         # Before the step, because after it a scheduler has already set the rate of the next one.
@@ -121,23 +101,24 @@ def require_own_name(owner: Callback, name: str, entries: Mapping[str, Entry]) -
 def group_names(optimizer: Optimizer) -> list[str]:
     """Return the names of the parameter groups; empty for a single one without a name."""
     groups = optimizer.param_groups
-    return [group.get("name") or (f"pg{n}" if len(groups) > 1 else "") for n, group in enumerate(groups, start=1)]
+    names = [group.get("name") or (f"pg{n}" if len(groups) > 1 else "") for n, group in enumerate(groups, start=1)]
+    return [name if names.count(name) == 1 else f"{name}-pg{n}" for n, name in enumerate(names, start=1)]
 
 
 def named_optimizers(
-    optimizers: Iterable[Optimizer], scheduler_configs: Iterable[SchedulerConfig]
+    optimizers: Collection[Optimizer], scheduler_configs: Iterable[SchedulerConfig]
 ) -> list[tuple[str, Optimizer, str]]:
     """Return (name, optimizer, interval at which its rate changes); "step" for an optimizer without a scheduler."""
     found = []
     used: Counter[str] = Counter()
-    scheduled = [getattr(config.scheduler, "optimizer", None) for config in scheduler_configs]
-    positions = {id(optimizer): position for position, optimizer in reversed([*enumerate(scheduled)])}
-    for optimizer in sorted(optimizers, key=lambda one: positions.get(id(one), len(scheduled))):
-        mine = [c for c in scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
-        given = next((config.name for config in mine if config.name), None)
-        base = given or f"lr-{type(optimizer).__name__}"
+    configs: dict[int, list[SchedulerConfig]] = {}
+    for config in scheduler_configs:
+        configs.setdefault(id(getattr(config.scheduler, "optimizer", None)), []).append(config)
+    order = [*configs, *map(id, optimizers)]
+    for optimizer in sorted(optimizers, key=lambda one: order.index(id(one))):
+        mine = configs.get(id(optimizer), [])
+        base = next((config.name for config in mine if config.name), f"lr-{type(optimizer).__name__}")
         name = f"{base}-{used[base]}" if used[base] else base
         used[base] += 1
-        by_epoch = bool(mine) and all(config.interval == "epoch" for config in mine)
-        found.append((name, optimizer, "epoch" if by_epoch else "step"))
+        found.append((name, optimizer, "epoch" if {config.interval for config in mine} == {"epoch"} else "step"))
     return found

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.arguments import flat_names, kept_path
-from trainer.errors import ConfigError, MissingPackageError
+from trainer.errors import ConfigError, require_package
 from trainer.logger import Tracker, flat_hyperparameters
-from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
+from trainer.metrics.media import Images, Media, Text, png
 
 log = logging.getLogger("trainer")
 
@@ -78,8 +78,6 @@ class MLFlowLogger(Tracker):
         self._run_id: str | None = None
         self._stored: dict[str, list[tuple[int, float]]] | None = None
         """Values that the store has of a resumed run, by name, read when the name is logged first. None: a new run."""
-        self._renamed: set[str] = set()
-        """Names that MLflow does not take, which the user has been told."""
 
     @property
     def tracking_uri(self) -> str:
@@ -111,10 +109,7 @@ class MLFlowLogger(Tracker):
         return None if path is None else ("MLflow:         mlflow ui --backend-store-uri", Path(path))
 
     def check(self) -> None:
-        try:
-            import mlflow.tracking  # noqa: F401
-        except ImportError as error:
-            raise MissingPackageError("mlflow", "MLFlowLogger") from error
+        require_package("mlflow", "MLFlowLogger")
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -132,8 +127,6 @@ class MLFlowLogger(Tracker):
                 warnings.simplefilter("ignore", FutureWarning)
                 client = MlflowClient(self.tracking_uri)
                 self._run_id = self._begin(client) if run_id is None else self._resume(client, run_id)
-        except ConfigError:
-            raise
         except Exception as error:  # also plain ones, of the store of files
             raise ConfigError(f"MLFlowLogger cannot use {self.tracking_uri!r}: {error}") from error
         self._stored = None if run_id is None else {}
@@ -143,15 +136,10 @@ class MLFlowLogger(Tracker):
         from mlflow.tracking.context.registry import resolve_tags
 
         experiment = client.get_experiment_by_name(self.experiment_name)
-        if experiment is not None and experiment.lifecycle_stage == "deleted":
-            raise ConfigError(
-                f"MLFlowLogger: the experiment {self.experiment_name!r} was deleted: restore it with "
-                f"`mlflow experiments restore -x {experiment.experiment_id}`, or give another experiment_name."
-            )
-        if experiment is not None:
-            number = experiment.experiment_id
-        else:
+        if experiment is None:
             number = client.create_experiment(self.experiment_name, artifact_location=self.artifact_location)
+        else:
+            number = experiment.experiment_id
         tags = {name: str(value) for name, value in (self.tags or {}).items()}
         return str(client.create_run(number, tags=resolve_tags(tags), run_name=self.run_name).info.run_id)
 
@@ -206,11 +194,8 @@ class MLFlowLogger(Tracker):
                 self._log_json(start, {"captions": media.captions})
         elif isinstance(media, Text):
             self._log_file(start, ".txt", media.text.encode(errors="replace"))
-        elif isinstance(media, Histogram):
-            counts, edges = media.counts()
-            self._log_json(start, {"counts": counts, "edges": edges})
-        elif isinstance(media, Table):
-            self._log_json(start, {"columns": media.columns, "data": media.rows})
+        else:
+            self._log_json(start, media.record())
 
     def _log_json(self, start: str, values: dict[str, Any]) -> None:
         self._log_file(start, ".json", json.dumps(values, indent=2, default=str).encode())
@@ -233,7 +218,4 @@ class MLFlowLogger(Tracker):
         allowed = re.sub(r"[^\w/. -]", "_", name, flags=re.ASCII)
         if allowed != name:
             allowed = f"{allowed}-{zlib.crc32(name.encode()):08x}"
-            if name not in self._renamed:
-                log.warning("MLFlowLogger: MLflow does not take the name %r: it is %r there", name, allowed)
-            self._renamed.add(name)
         return allowed

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import heapq
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,126 +17,21 @@ from trainer.arguments import PositiveInt, kept_path, local_path, make_folder
 from trainer.callback import Callback
 from trainer.checkpoint.disk import atomic_file, refuse_link
 from trainer.data.transfer import map_leaves
-from trainer.errors import ConfigError, printable
+from trainer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
-log = logging.getLogger("trainer")
-
-
-class PredictionWriter(Callback):
-    """Write what `predict_step` returns, batch by batch; memory holds one part at most.
-
-    Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts,
-    `predictions-rank<r>-of-<processes>.json`, with the checkpoint that made them. Files of an earlier prediction in the
-    same folder are replaced. The samples of batch `b` are spread over the processes in the order of ranks, so the order
-    of the data is (loader, batch, rank, row); `read_predictions` gives the rows in this order. Processes that hold one
-    model together count as one.
-
-    `predict_step` returns a tensor, or a dict or tuple of tensors, whose first dimension is that of the batch; with
-    "jsonl" lists with one item per sample too, and anything else that JSON can hold, which is then one row.
-
-    To write something else, subclass it and override `write_on_batch_end` or `write_on_epoch_end`.
-
-    Args:
-        dirpath: folder of the files. Default: `predictions` in the run directory.
-        write_interval: "batch": `write_on_batch_end` after every batch; "epoch": predictions are kept in memory (on the
-            CPU) and given to `write_on_epoch_end`.
-        format: "safetensors" or "jsonl".
-        max_shard_size: bytes after which a new part is started.
-
-    Raises:
-        ConfigError: an argument is something else, or `predict_step` returns what the format cannot hold.
-    """
-
-    agree_on = ("write_interval", "format")
-    takes_predictions = True
-
-    def __init__(
-        self,
-        dirpath: str | Path | None = None,
-        write_interval: Literal["batch", "epoch"] = "batch",
-        format: Literal["safetensors", "jsonl"] = "safetensors",
-        max_shard_size: PositiveInt = 64 * 2**20,
-    ) -> None:
-        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
-        self.write_interval = write_interval
-        self.format = format
-        self.max_shard_size = max_shard_size
-        self._kept: list[list[Any]] = []
-        self._parts: _Parts | None = None
-
-    def output_location(self) -> tuple[str, Path] | None:
-        return None if self._parts is None else ("predictions:", self._parts.folder)
-
-    # -- to override ---------------------------------------------------------------------------------------------------
-
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: TrainModule,
-        prediction: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Write one batch's prediction; with `write_interval="batch"`."""
-        assert self._parts is not None
-        self._parts.add(prediction, batch_idx, dataloader_idx)
-
-    def write_on_epoch_end(self, trainer: Trainer, pl_module: TrainModule, predictions: list[list[Any]]) -> None:
-        """Write all predictions of this process, one list per loader; with `write_interval="epoch"`."""
-        assert self._parts is not None
-        for dataloader_idx, of_loader in enumerate(predictions):
-            for batch_idx, prediction in enumerate(of_loader):
-                self._parts.add(prediction, batch_idx, dataloader_idx)
-
-    # -- hooks ---------------------------------------------------------------------------------------------------------
-
-    def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._kept = [[] for _ in trainer.num_predict_batches]
-        if self.dirpath is None:
-            refuse_link(trainer.run_dir / "predictions")
-        folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "predictions"
-        processes = trainer.strategy.processes
-        if processes.reports:
-            origin = None if trainer.run.resumed_from is None else str(trainer.run.resumed_from)
-            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size, origin)
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if not trainer.strategy.processes.reports:
-            return
-        if self.write_interval == "batch":
-            self.write_on_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
-        else:
-            self._kept[dataloader_idx].append(_on_cpu(outputs))
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if not trainer.strategy.processes.reports:
-            return
-        if self.write_interval == "epoch":
-            self.write_on_epoch_end(trainer, pl_module, self._kept)
-            self._kept = []
-        assert self._parts is not None
-        self._parts.finish()
-
 
 class BasePredictionWriter(Callback):
     """Base class of Lightning's prediction writers: subclasses write in `write_on_batch_end` or `write_on_epoch_end`.
 
+    Both are called on every process, with its own predictions.
+
     Args:
-        write_interval: "batch": call `write_on_batch_end` after every batch; "epoch": keep the predictions in memory,
-            and call `write_on_epoch_end`; "batch_and_epoch": both.
+        write_interval: "batch": call `write_on_batch_end` after every batch; "epoch": keep the predictions in memory
+            (on the CPU), and call `write_on_epoch_end`; "batch_and_epoch": both.
     """
 
     takes_predictions = True
@@ -187,7 +81,7 @@ class BasePredictionWriter(Callback):
         if "batch" in self.write_interval:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
         if "epoch" in self.write_interval:
-            self._kept[dataloader_idx].append(outputs)
+            self._kept[dataloader_idx].append(_on_cpu(outputs))
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
@@ -198,6 +92,87 @@ class BasePredictionWriter(Callback):
             self._kept, self._indices = [], []
 
 
+class PredictionWriter(BasePredictionWriter):
+    """Write what `predict_step` returns, batch by batch; memory holds one part at most.
+
+    Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts,
+    `predictions-rank<r>-of-<processes>.json`, with the checkpoint that made them. Files of an earlier prediction in the
+    same folder are replaced. The samples of batch `b` are spread over the processes in the order of ranks, so the order
+    of the data is (loader, batch, rank, row); `read_predictions` gives the rows in this order. Processes that hold one
+    model together count as one.
+
+    `predict_step` returns a tensor, or a dict or tuple of tensors, whose first dimension is that of the batch; with
+    "jsonl" lists with one item per sample too, and anything else that JSON can hold, which is then one row.
+
+    Args:
+        dirpath: folder of the files. Default: `predictions` in the run directory.
+        write_interval: "batch": write after every batch; "epoch": keep the predictions in memory (on the CPU) until the
+            last batch.
+        format: "safetensors" or "jsonl".
+        max_shard_size: bytes after which a new part is started.
+
+    Raises:
+        ConfigError: an argument is something else, or `predict_step` returns what the format cannot hold.
+    """
+
+    agree_on = ("write_interval", "format")
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        write_interval: Literal["batch", "epoch"] = "batch",
+        format: Literal["safetensors", "jsonl"] = "safetensors",
+        max_shard_size: PositiveInt = 64 * 2**20,
+    ) -> None:
+        super().__init__(write_interval)
+        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
+        self.format = format
+        self.max_shard_size = max_shard_size
+        self._parts: _Parts | None = None
+        """The files of this process; None on a process that does not write."""
+
+    def output_location(self) -> tuple[str, Path] | None:
+        return None if self._parts is None else ("predictions:", self._parts.folder)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        super().on_predict_start(trainer, pl_module)
+        self._parts = None
+        folder = self.dirpath
+        if folder is None:
+            folder = trainer.run_dir / "predictions"
+            refuse_link(folder)
+        processes = trainer.strategy.processes
+        if processes.reports:
+            origin = None if trainer.run.resumed_from is None else str(trainer.run.resumed_from)
+            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size, origin)
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainModule,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        if self._parts is not None:
+            self._parts.add(prediction, batch_idx, dataloader_idx)
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: TrainModule, predictions: Any, batch_indices: Any
+    ) -> None:
+        of_loaders = [predictions] if len(trainer.predict_loaders) == 1 else predictions
+        for dataloader_idx, of_loader in enumerate(of_loaders):
+            for batch_idx, prediction in enumerate(of_loader):
+                self.write_on_batch_end(trainer, pl_module, prediction, [], None, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        super().on_predict_epoch_end(trainer, pl_module)
+        if self._parts is not None:
+            self._parts.finish()
+
+
 class _Parts:
     """The part files of one process. A part holds batches of one loader, in order."""
 
@@ -205,7 +180,7 @@ class _Parts:
         self, folder: Path, format: str, rank: int, world_size: int, max_shard_size: int, origin: str | None
     ) -> None:
         self.folder, self.format, self.max_shard_size, self.origin = folder, format, max_shard_size, origin
-        self.stem = f"predictions-rank{rank:05d}-of-{world_size:05d}"
+        self.stem = _stem(rank, world_size)
         self.names: list[str] = []
         self.batches: list[tuple[int, int]] = []
         """The number and the rows of each batch in the part."""
@@ -216,11 +191,6 @@ class _Parts:
         """The kind of contents, which all batches of a part have in common."""
         self.size = 0
         make_folder(folder, "PredictionWriter(dirpath=...)")
-        for index in folder.glob("predictions-rank00000-of-?????.json") if rank == 0 else ():
-            with suppress(OSError, ValueError, AttributeError):  # it is damaged
-                former = json.loads(index.read_text()).get("checkpoint", origin)
-                if former != origin:
-                    log.warning("the predictions of %s in %s are replaced", printable(str(former or "no run")), folder)
         for path in folder.glob("predictions-rank*-of-*"):
             old = re.match(r"predictions-rank(\d+)-of-\d+[-.]", path.name)
             # Each process removes its own, and rank 0 those of ranks that there are no longer.
@@ -274,6 +244,10 @@ class _Parts:
             temporary.write_text(json.dumps({"parts": self.names, "checkpoint": self.origin}) + "\n")
 
 
+def _stem(rank: int, world_size: int) -> str:
+    return f"predictions-rank{rank:05d}-of-{world_size:05d}"
+
+
 @contextmanager
 def _written(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end of the block.
@@ -304,27 +278,17 @@ def _columns(prediction: Any) -> dict[str, torch.Tensor]:
     named = {"prediction": prediction} if isinstance(prediction, torch.Tensor) else prediction
     if isinstance(named, tuple):
         named = {str(number): value for number, value in enumerate(named)}
-    if (
-        not isinstance(named, Mapping)
-        or not named
-        or not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in named.values())
-        or len({len(value) for value in named.values()}) != 1
-    ):
+    # The number of samples of each tensor; None for anything else.
+    lengths = {
+        len(value) if isinstance(value, torch.Tensor) and value.dim() else None
+        for value in (named.values() if isinstance(named, Mapping) else ())
+    }
+    if len(lengths) != 1 or None in lengths:
         raise ConfigError(
-            f"PredictionWriter(format='safetensors') got {_describe(prediction)} from predict_step. Return a tensor, "
+            f"PredictionWriter(format='safetensors') got {shown(prediction)} from predict_step. Return a tensor, "
             "or a dict or tuple of tensors, whose first dimension is that of the batch; or use format='jsonl'."
         )
     return {str(name): value.detach().cpu().contiguous() for name, value in named.items()}
-
-
-def _describe(prediction: Any) -> str:
-    if isinstance(prediction, torch.Tensor):
-        return f"a tensor of shape {tuple(prediction.shape)}"
-    if isinstance(prediction, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_describe(value)}" for name, value in prediction.items()) + "}"
-    if isinstance(prediction, tuple):
-        return "(" + ", ".join(map(_describe, prediction)) + ")"
-    return f"a {type(prediction).__name__}"
 
 
 def _rows(prediction: Any) -> list[Any]:
@@ -357,14 +321,10 @@ def read_predictions(dirpath: str | Path) -> Iterator[Any]:
     """
     folder = local_path(dirpath, "dirpath")
     indexes = sorted(folder.glob("predictions-rank*-of-?????.json"))
-    found = [re.fullmatch(r"predictions-rank(\d+)-of-(\d+)\.json", index.name) for index in indexes]
-    ranks = {(int(match[1]), int(match[2])) for match in found if match}
-    world_size = max((world for _, world in ranks), default=0)
-    missing = [rank for rank in range(world_size) if (rank, world_size) not in ranks]
-    if not ranks or missing or len(ranks) != world_size:
-        what = f"of ranks {missing}" if missing else "of one run"
+    expected = [f"{_stem(rank, len(indexes))}.json" for rank in range(len(indexes))]
+    if not indexes or [index.name for index in indexes] != expected:
         raise ConfigError(
-            f"no complete predictions {what} in {folder}: predict with PredictionWriter(dirpath=...) first."
+            f"no complete predictions of one run in {folder}: predict with PredictionWriter(dirpath=...) first."
         )
     each = [_batches_of(folder, json.loads(index.read_text())["parts"], rank) for rank, index in enumerate(indexes)]
     for _, rows in heapq.merge(*each, key=lambda batch: batch[0]):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.arguments import check_clock
+from trainer.arguments import number_of
 from trainer.callbacks.advanced_profiler import Profiler
-from trainer.metrics.phases import DATA
+from trainer.metrics.phases import DATA, PhaseClock
 
 if TYPE_CHECKING:
     from trainer.data.loader import BatchLoader
@@ -58,8 +58,9 @@ class SimpleProfiler(Profiler):
         synchronize: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_clock("SimpleProfiler(clock", clock)
-        self.seconds: dict[str, float] = {}
+        number_of("SimpleProfiler(clock", clock)  # raises where it is not a clock
+        self._phases = PhaseClock(self._now, LOOP)
+        self.seconds = self._phases.seconds
         """Seconds by part."""
         self.calls: dict[str, int] = {}
         """Number of times each part was entered."""
@@ -67,8 +68,6 @@ class SimpleProfiler(Profiler):
         super().__init__(dirpath, filename)
         self._clock = clock
         self._running = False
-        self._inside: list[str] = []
-        self._last = 0.0
 
     def table(self) -> str:
         """Return the result so far, largest part first."""
@@ -98,40 +97,27 @@ class SimpleProfiler(Profiler):
 
     def begin_phase(self, part: str) -> None:
         """Count what follows as time of the phase, until another one begins inside it."""
-        if not self._running:
-            return
-        self._count_time()
-        self._inside.append(part)
-        self.calls[part] = self.calls.get(part, 0) + 1
+        if self._running:
+            self._phases.begin(part)
+            self.calls[part] = self.calls.get(part, 0) + 1
 
     def end_phase(self, part: str) -> None:
         """Count what follows as time of the phase around this one."""
-        if not self._running:
-            return
-        self._count_time()
-        if part in self._inside:
-            # The parts inside it have ended, too, even where an exception skipped their end.
-            while self._inside.pop() != part:
-                pass
+        if self._running:
+            self._phases.end(part)
 
-    def _count_time(self) -> None:
-        """Add the time since the last call to the innermost part."""
+    def _now(self) -> float:
         if self.synchronize and torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        now = self._clock()
-        part = self._inside[-1] if self._inside else LOOP
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-        self._last = now
+        return self._clock()
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self.seconds.clear()
         self.calls.clear()
-        self._inside.clear()
         self.calls[LOOP] = 1
         self._running = True
-        self._last = self._clock()
+        self._phases.start()
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._close(trainer)
@@ -143,7 +129,7 @@ class SimpleProfiler(Profiler):
     def _close(self, trainer: Trainer) -> None:
         if not self._running:
             return
-        self._count_time()
+        self._phases.count()
         self._running = False
         if trainer.is_global_zero and self.dirpath is not None:
             self.write_results(self.table() + "\n")
@@ -162,18 +148,16 @@ class SimpleProfiler(Profiler):
 
 def faster_loading(loader: BatchLoader) -> str:
     """Return a sentence that says how a loader may become faster."""
-    workers, cores = loader.num_workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    cores = cores or os.cpu_count() or 1
-    machine = f"this machine has {cores} core{'' if cores == 1 else 's'}"
+    workers, cores = loader.num_workers, os.cpu_count() or 1
     if workers is None:
         return "It comes from an iterable of your own: load ahead in it, or give a DataLoader with num_workers=4."
     if workers == 0:
         return (
             f"The DataLoader has num_workers=0, so that training stands still while a batch is loaded: try num_workers="
-            f"{min(4, max(1, cores - 1))} or more ({machine}), with persistent_workers=True."
+            f"{min(4, max(1, cores - 1))} or more (this machine has {cores} cores), with persistent_workers=True."
         )
     return (
-        f"The DataLoader has num_workers={workers}: try more of them ({machine}), a larger prefetch_factor, "
-        "persistent_workers=True if epochs are short, or less work in the dataset's __getitem__ (decode and resize "
-        "once, beforehand)."
+        f"The DataLoader has num_workers={workers}: try more of them (this machine has {cores} cores), a larger "
+        "prefetch_factor, persistent_workers=True if epochs are short, or less work in the dataset's __getitem__ "
+        "(decode and resize once, beforehand)."
     )

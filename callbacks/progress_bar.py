@@ -6,11 +6,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.arguments import NonNegativeInt
 from trainer.callback import Callback
@@ -31,9 +32,9 @@ class ProgressBar(Callback):
 
     On a terminal it is a bar (of tqdm) on stderr, in a notebook with ipywidgets a widget; elsewhere plain lines: one at
     the end of each epoch and evaluation, and every 10 seconds in between. A narrow terminal shows fewer values, never a
-    part of a number. With `max_steps` the time left is that of the run, otherwise that of the epoch. It shows only
-    values that the trainer has read already, and costs well under a microsecond per batch between two refreshes. An
-    error of the terminal switches it off and never ends a run.
+    part of a number. The time left is that of the epoch. It shows only values that the trainer has read already, and
+    costs well under a microsecond per batch between two refreshes. An error of the terminal switches it off and never
+    ends a run.
 
     Args:
         refresh_rate: batches between two refreshes, of which there are at most ten in a second; 0: show nothing.
@@ -51,10 +52,6 @@ class ProgressBar(Callback):
         self._next = math.inf
         """The time of the next update, by `time.monotonic`; infinity: never."""
         self._evaluated = 0
-        self._compiled: set[str] = set()
-        """The kinds of steps, training or evaluation, that have begun: the first ones compile."""
-        self._compiling = False
-        """True: a step that compiles has begun."""
         self._values: Mapping[str, float] = {}
         """The values as of the last flush, which the trainer has read from the device."""
         self._run: tuple[Trainer, TrainModule] | None = None
@@ -76,7 +73,6 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._switch_off()
-        self._compiled = set()
         self._values = trainer.flushed_progress_bar_metrics
         self._run = trainer, pl_module
         if not trainer.is_global_zero:
@@ -106,15 +102,11 @@ class ProgressBar(Callback):
         self._switch_off()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        done, steps, epochs = trainer.progress.batch, trainer.config.max_steps, trainer.config.max_epochs
-        steps_left = steps - trainer.global_step if steps is not None and steps >= 0 else None
-        epochs_left = epochs - trainer.current_epoch - 1 if epochs is not None and epochs >= 0 else None
-        total, beyond = batches_left(
-            _finite(trainer.num_training_batches), done, trainer.accumulate_grad_batches, steps_left, epochs_left
-        )
+        done, total, max_steps = trainer.progress.batch, trainer.num_training_batches, trainer.config.max_steps
+        if max_steps is not None and max_steps >= 0:
+            total = min(total, done + (max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
         title = _epoch(trainer.current_epoch, trainer.config.max_epochs)
-        self._draw(lambda display: display.start(title, total, done, keep=True, beyond=beyond))
-        self._show_compiling(trainer, done)
+        self._draw(lambda display: display.start(title, _finite(total), done, keep=True))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -135,14 +127,12 @@ class ProgressBar(Callback):
         counts = trainer.num_val_batches
         if trainer.sanity_checking:
             few = trainer.settings.num_sanity_val_steps
-            counts = [min(count, few) for count in counts] if few >= 0 else counts
-            self._start_evaluation(trainer, "sanity check", counts, keep=False)
+            title, counts = "sanity check", [min(count, few if few >= 0 else math.inf) for count in counts]
         elif trainer.stage == "fit":
-            self._start_evaluation(
-                trainer, f"{_epoch(trainer.current_epoch, trainer.config.max_epochs)} validation", counts, keep=False
-            )
+            title = f"{_epoch(trainer.current_epoch, trainer.config.max_epochs)} validation"
         else:
-            self._start_evaluation(trainer, "validate", counts)
+            title = "validate"
+        self._start_evaluation(title, counts, keep=trainer.stage != "fit")
 
     def on_validation_batch_end(
         self,
@@ -166,41 +156,29 @@ class ProgressBar(Callback):
         self._end_evaluation(report)
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._start_evaluation(trainer, "test", trainer.num_test_batches)
+        self._start_evaluation("test", trainer.num_test_batches)
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end_evaluation()
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._start_evaluation(trainer, "predict", trainer.num_predict_batches)
+        self._start_evaluation("predict", trainer.num_predict_batches)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._end_evaluation()
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def _start_evaluation(self, trainer: Trainer, title: str, counts: Sequence[int | float], keep: bool = True) -> None:
+    def _start_evaluation(self, title: str, counts: Sequence[int | float], keep: bool = True) -> None:
         self._evaluated = 0
         total = sum(counts)
         self._draw(lambda display: display.start(title, _finite(total), 0, keep))
-        self._show_compiling(trainer, 0)
-
-    def _show_compiling(self, trainer: Trainer, done: int) -> None:
-        kind = "evaluation" if trainer.evaluating else "training"
-        if trainer.settings.compile and kind not in self._compiled:
-            self._compiling = True
-            self._draw(lambda display: display.update(done, ["compiling ..."]))
-        self._compiled.add(kind)
 
     def _end_evaluation(self, report: bool = True) -> None:
-        self._compiling = False
         metrics = self._metrics()
         self._draw(lambda display: display.finish(self._evaluated, metrics, report))
 
     def _update(self, done: int) -> None:
-        if self._compiling:
-            self._compiling = False
-            self._draw(lambda display: display.count_from(done))
         if done % self.refresh_rate == 0:
             metrics = self._metrics()
             self._draw(lambda display: display.update(done, metrics))
@@ -208,11 +186,11 @@ class ProgressBar(Callback):
     def _metrics(self) -> list[str]:
         # An error in a subclass's get_metrics ends the run: it is none of the terminal's.
         shown = self.get_metrics(*self._run) if self._display is not None and self._run is not None else {}
-        numbers = self.number_format
-        return [
-            f"{name}={value}" if isinstance(value, str) else f"{name}={value:{numbers}}"
-            for name, value in shown.items()
-        ]
+        texts = []
+        for name, value in shown.items():
+            number_format = "" if isinstance(value, str) else self.number_format
+            texts.append(f"{name}={value:{number_format}}")
+        return texts
 
     def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
@@ -239,27 +217,6 @@ def _epoch(epoch: int, max_epochs: int | None) -> str:
     return f"epoch {epoch}" + (f"/{max_epochs - 1}" if max_epochs is not None and max_epochs > 0 else "")
 
 
-def batches_left(
-    batches: int | None, done: int, window: int, steps: int | None, epochs: int | None
-) -> tuple[int | None, int]:
-    """Return the number of an epoch's batches, of which the end of the run may leave some out, and the run's batches
-    after these, as far as the steps left say it (0 without them).
-
-    Args:
-        batches, done: all batches of the epoch, and those done.
-        window: batches of a step.
-        steps, epochs: left in the run; without a limit None. `epochs` is without this one.
-    """
-    if steps is None:
-        return batches, 0
-    if batches is None or steps * window <= batches - done:
-        return done + steps * window, 0
-    steps -= math.ceil((batches - done) / window)
-    rounds, steps = divmod(steps, math.ceil(batches / window))
-    beyond = rounds * batches + steps * window
-    return batches, beyond if epochs is None else min(beyond, epochs * batches)
-
-
 def _finite(batches: float) -> int | None:
     return None if batches == math.inf else int(batches)
 
@@ -282,28 +239,33 @@ def draws_bars(stream: TextIO) -> bool:
     return size.columns > 0 and size.lines > 2
 
 
-class Display(Protocol):
+class Display(ABC):
     """A display of tasks, which nest: validation starts and ends inside an epoch."""
 
     seconds: float
     """Time between two updates."""
-    stream: TextIO
 
-    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
-        """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended; `beyond`: batches after
-        these, for the time left."""
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.running: list[Any] = []
+        """The tasks that have not ended, the innermost last."""
 
-    def count_from(self, done: int) -> None:
-        """Leave the time of the innermost task's first `done` batches, which have compiled, out of its rate."""
+    @abstractmethod
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
+        """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended."""
 
+    @abstractmethod
     def update(self, done: int, metrics: Sequence[str]) -> None:
         """Show the progress of the innermost task."""
 
+    @abstractmethod
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         """End the innermost task; `report`: its result is worth a line in a log."""
 
     def finish_all(self, done: int, metrics: Sequence[str]) -> None:
         """End all tasks: training is over, possibly inside an epoch."""
+        while self.running:
+            self.finish(done, metrics, report=True)
 
     def clear(self) -> None:
         """Make room for a line of text."""
@@ -313,6 +275,14 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Leave the cursor on a line of its own."""
+
+
+def fewer(metrics: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the values, then one less each time, with the number of those left out, to show as many as there is room
+    for."""
+    yield [*metrics]
+    for number in range(len(metrics) - 1, -1, -1):
+        yield [*metrics[:number], f"+{len(metrics) - number}"]
 
 
 class TQDMProgressBar(ProgressBar):
@@ -329,12 +299,13 @@ class TQDMProgressBar(ProgressBar):
         super().__init__(refresh_rate=refresh_rate, leave=leave)
 
 
-class _Bars:
+class _Bars(Display):
     """Bars of tqdm."""
 
     seconds = 0.1
 
     def __init__(self, stream: TextIO, leave: bool) -> None:
+        super().__init__(stream)
         kind: Any
         if shows_widgets():
             from tqdm.auto import tqdm as kind
@@ -344,33 +315,19 @@ class _Bars:
         class Bar(kind):  # type: ignore[misc]
             monitor_interval = 0
             """No monitor thread: updates are timed here."""
-            counted_from: tuple[int, float] | None = None
-            """Batches and the seconds that they took, which are left out of the rate."""
-
-            @property
-            def format_dict(self) -> dict[str, Any]:
-                shown: dict[str, Any] = super().format_dict
-                if self.counted_from is None:
-                    return shown
-                batches, seconds = self.n - self.counted_from[0], shown["elapsed"] - self.counted_from[1]
-                return {**shown, "rate": batches / seconds if seconds > 0 else 0}
 
             def __del__(self) -> None:
                 with suppress(Exception):  # before 4.70 there is one where the terminal was gone when the bar was made
                     super().__del__()
 
-        self.stream = stream
         self.leave = leave
         self._new_bar: type[Any] = Bar
-        self._running: list[Any] = []
         self._started: list[float] = []
         """Times at which the running tasks started."""
-        self._beyond: list[int] = []
-        """Numbers of batches after each running bar."""
         self._ended: Any = None
         """The bar of the last epoch, which stays until the next one starts."""
 
-    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
         self._started.append(time.monotonic())
         if keep and self._ended is not None:
             self._ended.leave = self.leave
@@ -383,22 +340,17 @@ class _Bars:
             bar_format="{desc}",  # until it is laid out
             file=self.stream,
             leave=keep,
-            position=len(self._running),
+            position=len(self.running),
             dynamic_ncols=True,
             mininterval=0,
             miniters=1,
         )
-        self._running.append(bar)
-        self._beyond.append(beyond)
+        self.running.append(bar)
         self._lay_out(bar, done, [])
         bar.refresh()
 
-    def count_from(self, done: int) -> None:
-        bar = self._running[-1]
-        bar.counted_from = done, bar.format_dict["elapsed"]
-
     def update(self, done: int, metrics: Sequence[str]) -> None:
-        bar = self._running[-1]
+        bar = self.running[-1]
         self._lay_out(bar, done, metrics)
         if done > bar.n:
             bar.update(done - bar.n)
@@ -406,48 +358,38 @@ class _Bars:
             bar.refresh()
 
     def _lay_out(self, bar: tqdm[Any], done: int, metrics: Sequence[str]) -> None:
-        """Set the parts of a bar's line to those for which the terminal has room, and the time left to the run's."""
+        """Set the parts of a bar's line to those for which the terminal has room."""
         from tqdm.utils import disp_len
 
         shown = bar.format_dict
-        columns, rate = shown["ncols"], shown["rate"]
-        left = "{remaining}"
-        if self._beyond[-1] and bar.total is not None:
-            rate = (done - bar.initial) / max(shown["elapsed"], 1e-9) if rate is None else rate
-            left = bar.format_interval((bar.total - done + self._beyond[-1]) / rate) if rate else "?"
-        times = f"[{{elapsed}}<{left}, {{rate_fmt}}" if bar.total is not None else "[{elapsed}, {rate_fmt}"
-        count = "{n_fmt}/{total_fmt} " if bar.total is not None else "{n_fmt}it "
-        layouts = [("{desc}: ", 0)] if bar.total is None else [("{l_bar}{bar}| ", LEAST_BAR), ("{desc}: ", 0)]
-        for number in range(len(metrics), -1, -1):
-            names = [*metrics[:number], *([f"+{len(metrics) - number}"] if number < len(metrics) else [])]
-            rest = count + times + "".join(f", {name}" for name in names).replace("{", "{{").replace("}", "}}") + "]"
-            for start, bar_width in layouts:  # numbers before a bar
-                without_bar = {"n": done, "ncols": None, "bar_format": start.replace("{bar}", "") + rest}
-                bar.bar_format = start + rest
-                if columns is None or disp_len(bar.format_meter(**{**shown, **without_bar})) + bar_width <= columns:
+        columns = shown["ncols"] or math.inf
+        starts, count, left = [("{l_bar}{bar}| ", LEAST_BAR), ("{desc}: ", 0)], "{n_fmt}/{total_fmt} ", "<{remaining}"
+        if bar.total is None:
+            starts, count, left = [("{desc}: ", 0)], "{n_fmt}it ", ""
+        for values in fewer(metrics):
+            rest = "".join(f", {one}" for one in values).replace("{", "{{").replace("}", "}}")
+            for start, bar_width in starts:  # numbers before a bar
+                bar.bar_format = f"{start}{count}[{{elapsed}}{left}, {{rate_fmt}}{rest}]"
+                without_bar = {"n": done, "ncols": None, "bar_format": bar.bar_format.replace("{bar}", "")}
+                if disp_len(bar.format_meter(**{**shown, **without_bar})) + bar_width <= columns:
                     return
         bar.bar_format = "{desc}: " + count.rstrip()
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)
-        bar, started = self._running.pop(), self._started.pop()
-        self._beyond.pop()
+        bar, started = self.running.pop(), self._started.pop()
         if bar.leave:
             self._ended = bar
         else:
             bar.close()
-        if self._running:
+        if self.running:
             # The time of the inner task does not count in the outer task's batches per second. (`unpause` would also
             # leave out the time of the batches since the bar was drawn last.)
-            outer = self._running[-1]
+            outer = self.running[-1]
             outer.start_t += time.monotonic() - started
             outer.last_print_t += time.monotonic() - started
             self._lay_out(outer, int(outer.n), metrics)
             outer.refresh()
-
-    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
-        while self._running:
-            self.finish(done, metrics, report=True)
 
     def clear(self) -> None:
         for bar in self._all():
@@ -463,7 +405,7 @@ class _Bars:
             bar.close()
 
     def _all(self) -> list[tqdm[Any]]:
-        return [*self._running, *([] if self._ended is None else [self._ended])]
+        return [bar for bar in (*self.running, self._ended) if bar is not None]
 
 
 @dataclass
@@ -471,53 +413,40 @@ class _Task:
     title: str
     total: int | None
     counted_from: int
-    """Batches that do not count in the rate: those of a resumed epoch that were done before, and the first one where it
-    compiles."""
+    """Batches that do not count in the rate: those of a resumed epoch that were done before."""
     started: float = field(default_factory=time.monotonic)
 
 
-class _Lines:
-    """Plain lines for a log, with the methods of `_Bars`: one line every `PAUSE` seconds, and each result."""
+class _Lines(Display):
+    """Plain lines for a log: one line every `PAUSE` seconds, and each result."""
 
     seconds = 0.5
     PAUSE = 10.0
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self._running: list[_Task] = []
+        super().__init__(stream)
         self._due = time.monotonic() + self.PAUSE
 
-    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
-        self._running.append(_Task(title, total, done))
-
-    def count_from(self, done: int) -> None:
-        self._running[-1].counted_from, self._running[-1].started = done, time.monotonic()
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
+        self.running.append(_Task(title, total, done))
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         if time.monotonic() >= self._due:
-            self._write(self._running[-1], done, metrics)
+            self._write(self.running[-1], done, metrics)
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
-        task = self._running.pop()
-        if self._running:
-            self._running[-1].started += time.monotonic() - task.started
+        task = self.running.pop()
+        if self.running:
+            self.running[-1].started += time.monotonic() - task.started
         if report:
             self._write(task, done, metrics)
 
-    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
-        while self._running:
-            self.finish(done, metrics, report=True)
-
-    def clear(self) -> None: ...
-    def redraw(self) -> None: ...
-    def close(self) -> None: ...
-
     def _write(self, task: _Task, done: int, metrics: Sequence[str]) -> None:
         self._due = time.monotonic() + self.PAUSE
-        seconds = time.monotonic() - task.started
-        rate = f", {(done - task.counted_from) / seconds:.4g}/s" if seconds > 0 else ""
+        rate = (done - task.counted_from) / max(time.monotonic() - task.started, 1e-9)
         of = "" if task.total is None else f"/{task.total}"
-        _write(self.stream, f"{task.title}: {done}{of} batches{rate}{''.join(f', {name}' for name in metrics)}\n")
+        values = "".join(f", {one}" for one in metrics)
+        _write(self.stream, f"{task.title}: {done}{of} batches, {rate:.4g}/s{values}\n")
 
 
 def _write(stream: TextIO | None, text: str) -> None:

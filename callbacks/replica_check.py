@@ -8,7 +8,7 @@ import torch
 
 from trainer.arguments import PositiveInt
 from trainer.callback import Callback
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, first_of, format_ranks
 from trainer.model.weights import AbsentParameter
 
 if TYPE_CHECKING:
@@ -51,17 +51,14 @@ class ReplicaCheck(Callback):
         if trainer.world_size == 1:
             return
         by_rank = trainer.strategy.processes.all_gather_object(checksums(module))
-        names = dict.fromkeys(name for sums in by_rank for name in sums)
-        different = [name for name in names if len({sums.get(name) for sums in by_rank}) > 1]
-        if not different:
+        others = [rank for rank, sums in enumerate(by_rank) if sums != by_rank[0]]
+        if not others:
             self._equal_at = trainer.global_step
             return
-        first = [sums.get(different[0]) for sums in by_rank]
-        ranks = ", ".join(str(rank) for rank, value in enumerate(first) if value != first[0])
-        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        different = sorted({name for name, _ in by_rank[others[0]].items() ^ by_rank[0].items()})
         since = "before the first step" if self._equal_at is None else f"after step {self._equal_at}"
         raise TrainerError(
-            f"the replicas differ: {different[0]}{more} on rank {ranks} from rank 0, {since}, seen at step "
+            f"the replicas differ: {first_of(different)} on {format_ranks(others)} from rank 0, {since}, seen at step "
             f"{trainer.global_step}. Look for weights that are changed outside of the optimizer, optimizers with other "
             "options on some ranks, and gradients that are not synchronized."
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.model_summary import FIRST_TO_GO, ModelSummary
-from trainer.errors import MissingPackageError
+from trainer.errors import require_package
 from trainer.runs.terminal import fitted
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ class RichModelSummary(ModelSummary):
         self.summarize_kwargs = {"header_style": "bold magenta", **summarize_kwargs}
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        if find_spec("rich") is None:
-            raise MissingPackageError("rich", "RichModelSummary")
+        require_package("rich", "RichModelSummary")
 
     def drawn(self, table: list[tuple[str, ...]], columns: int | None) -> str:
         from rich.console import Console

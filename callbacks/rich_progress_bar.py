@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.arguments import NonNegativeInt
-from trainer.callbacks.progress_bar import Display, ProgressBar
-from trainer.errors import MissingPackageError
+from trainer.callbacks.progress_bar import Display, ProgressBar, fewer
+from trainer.errors import require_package
+from trainer.runs.terminal import width_of
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -59,16 +59,15 @@ class RichProgressBar(ProgressBar):
         self.console_kwargs = dict(console_kwargs or {})
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        if find_spec("rich") is None:
-            raise MissingPackageError("rich", "RichProgressBar")
+        require_package("rich", "RichProgressBar")
         super().setup(trainer, pl_module, stage)
 
     def open_bars(self, stream: TextIO) -> Display:
         return _RichBars(stream, self.leave, self.theme, self.console_kwargs)
 
 
-class _RichBars:
-    """Bars of rich, with the methods of the other displays. Tasks nest: validation starts and ends inside an epoch."""
+class _RichBars(Display):
+    """Bars of rich."""
 
     seconds = 0.1
 
@@ -79,7 +78,8 @@ class _RichBars:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.style import Style
 
-        self.stream, self.leave, self._delimiter = stream, leave, theme.metrics_text_delimiter
+        super().__init__(stream)
+        self.leave, self._delimiter = leave, theme.metrics_text_delimiter
         console = Console(**{"file": stream, **console_kwargs})
         self._bar_width = 40 if console.width > 100 else 10
         self._progress = Progress(
@@ -97,70 +97,47 @@ class _RichBars:
             console=console,
             auto_refresh=False,  # no thread: updates are timed by the callback
         )
-        self._running: list[tuple[Any, bool]] = []
-        """Each task's number, and whether its bar stays."""
-        self._counted_from: dict[Any, tuple[int, float]] = {}
-        """Batches and seconds that do not count in the rate, by the task's number."""
+        self._counted_from: dict[Any, int] = {}
+        """Batches that do not count in the rate, by the task's number."""
         self._ended: Any = None
         self._progress.start()
 
-    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
         if keep and self._ended is not None:
             if not self.leave:
                 self._progress.remove_task(self._ended)
             self._ended = None
         task = self._progress.add_task(title, total=total, completed=done, rate="", metrics="")
-        self._running.append((task, keep))
-        self._counted_from[task] = done, 0.0
+        self.running.append((task, keep))
+        self._counted_from[task] = done
         self._progress.refresh()
 
-    def count_from(self, done: int) -> None:
-        number = self._running[-1][0]
-        self._counted_from[number] = done, self._elapsed(number)
-
-    def _elapsed(self, number: Any) -> float:
-        return self._progress.tasks[self._progress.task_ids.index(number)].elapsed or 0.0
-
     def update(self, done: int, metrics: Sequence[str]) -> None:
-        number = self._running[-1][0]
-        before, passed = self._counted_from[number]
-        seconds = self._elapsed(number) - passed
-        rate = f"{(done - before) / seconds:.2f}/s" if done > before and seconds > 0 else ""
+        number, _ = self.running[-1]
+        before = self._counted_from[number]
+        seconds = self._progress.tasks[self._progress.task_ids.index(number)].elapsed
+        rate = f"{(done - before) / seconds:.2f}/s" if done > before and seconds else ""
         self._progress.update(number, completed=done, rate=rate, metrics=self._fitting(metrics), refresh=True)
 
     def _fitting(self, metrics: Sequence[str]) -> str:
         """Return as many of the values as the terminal has room for next to the bar."""
         task = self._progress.tasks[-1]
         count = len(f"{task.completed:.0f}/{task.total}")
-        room = (
-            self._progress.console.width
-            - len(task.description)
-            - self._bar_width
-            - count
-            - len("0:00:00 1000.00/s")
-            - 5
-        )
-        for number in range(len(metrics), 0, -1):
-            rest = [f"+{len(metrics) - number}"] if number < len(metrics) else []
-            if len(text := self._delimiter.join([*metrics[:number], *rest])) <= room:
-                return text
-        return ""
+        taken = width_of(task.description) + self._bar_width + count + len("0:00:00 1000.00/s") + 5
+        room = self._progress.console.width - taken
+        return next((text for text in map(self._delimiter.join, fewer(metrics)) if width_of(text) <= room), "")
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)
-        number, keep = self._running.pop()
+        number, keep = self.running.pop()
         self._progress.stop_task(number)
         if keep:
             self._ended = number
         else:
             self._progress.remove_task(number)
-        if self._running:
-            self._progress.update(self._running[-1][0], metrics=self._fitting(metrics))
+        if self.running:
+            self._progress.update(self.running[-1][0], metrics=self._fitting(metrics))
         self._progress.refresh()
-
-    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
-        while self._running:
-            self.finish(done, metrics, report=True)
 
     def clear(self) -> None:
         self._progress.stop()

@@ -64,8 +64,6 @@ class StochasticWeightAveraging(AveragingCallback):
         avg_fn: Callable[..., torch.Tensor] | None = None,
         device: torch.device | str | None = "cpu",
     ) -> None:
-        if isinstance(swa_lrs, list) and not swa_lrs:
-            raise ConfigError("StochasticWeightAveraging: swa_lrs=[] is empty: give a rate, or one for each group.")
         super().__init__()
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
@@ -124,8 +122,6 @@ class StochasticWeightAveraging(AveragingCallback):
                 f"StochasticWeightAveraging: swa_lrs has {len(self.swa_lrs)} rates for {len(groups)} parameter groups."
             )
         super().on_fit_start(trainer, pl_module)
-        late = self.ends_before(trainer, self.first_epoch(trainer.config.max_epochs))
-        self._warn_if_late(trainer, f"swa_epoch_start={self.swa_epoch_start}", late)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         epoch = trainer.current_epoch

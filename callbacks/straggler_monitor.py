@@ -6,16 +6,16 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 
-from trainer.arguments import Limit, PositiveInt, check_clock
+from trainer.arguments import Limit, PositiveInt, number_of
 from trainer.callback import Callback
 from trainer.distributed.devices import has_streams
 from trainer.distributed.sendable import sendable
-from trainer.metrics.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
+from trainer.metrics.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER, PhaseClock
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import SingleProcess
@@ -42,15 +42,12 @@ class Times(NamedTuple):
     rest: float
     """Backward and update, in which processes wait for each other."""
 
-    @property
-    def own(self) -> float:
-        """Seconds of local work per step, excluding waits for other ranks."""
-        return (self.data + self.forward) / max(self.steps, 1)
-
-    @property
-    def step(self) -> float:
-        """Seconds per step."""
-        return (self.data + self.forward + self.rest) / max(self.steps, 1)
+    def per_step(self) -> dict[str, float]:
+        """Return the milliseconds of a step, of its parts, and of local work, which excludes waits for other ranks."""
+        ms = 1000 / max(self.steps, 1)
+        own, step = self.data + self.forward, self.data + self.forward + self.rest
+        parts = {"data": self.data, "forward": self.forward, "the rest": self.rest, "step": step, "own": own}
+        return {name: seconds * ms for name, seconds in parts.items()}
 
 
 class StragglerMonitor(Callback):
@@ -84,14 +81,11 @@ class StragglerMonitor(Callback):
         max_rows: PositiveInt = 8,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_clock("StragglerMonitor(clock", clock)
+        number_of("StragglerMonitor(clock", clock)  # raises where it is not a clock
         self.every_n_steps, self.factor, self.patience, self.max_rows = every_n_steps, factor, patience, max_rows
         self.total: dict[int, Times] = {}
         """The times since the start of `fit` by rank, as of the last comparison."""
-        self._clock = clock
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._inside: list[str] = []
-        self._last = 0.0
+        self._phases = PhaseClock(clock, "outside")
         self._steps = 0
         self._forwards = 0
         self._events: deque[tuple[Any, Any]] = deque(maxlen=EVENTS)
@@ -103,8 +97,7 @@ class StragglerMonitor(Callback):
 
     def begin_phase(self, part: str) -> None:
         """Count what follows as time of the phase, until another one begins inside it."""
-        self._count_time()
-        self._inside.append(part)
+        self._phases.begin(part)
         if part == FORWARD:
             self._forwards += 1
             if has_streams(self._device.type):
@@ -112,9 +105,7 @@ class StragglerMonitor(Callback):
 
     def end_phase(self, part: str) -> None:
         """Count what follows as time of the phase around this one."""
-        self._count_time()
-        while self._inside and self._inside.pop() != part:
-            pass
+        self._phases.end(part)
         if part == FORWARD and self._events and self._events[-1][1] is None:
             self._events[-1] = (self._events[-1][0], self._event())
 
@@ -123,19 +114,13 @@ class StragglerMonitor(Callback):
             torch.Event(self._device, enable_timing=True)
         )
 
-    def _count_time(self) -> None:
-        now = self._clock()
-        if self._inside and self._inside[-1] in self._seconds:
-            self._seconds[self._inside[-1]] += now - self._last
-        self._last = now
-
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self.total.clear()
         self._slow.clear()
         self._reported.clear()
-        self._inside.clear()
+        self._phases.start()
         self._device = trainer.device
         self._reset()
         self._steps = -1  # the first one does not count
@@ -161,19 +146,15 @@ class StragglerMonitor(Callback):
 
     def table(self) -> str:
         """Return the milliseconds per step, with the processes that have most local work first."""
-        rows = sorted(self.total.values(), key=lambda times: -times.own)
-        shown = rows[: self.max_rows]
-        width = max([7, *(len(times.host) for times in shown)])
-        heads = "".join(f"{name:>10}" for name in ("data", "forward", "the rest", "step", "own"))
+        rows = sorted(self.total.values(), key=lambda times: -times.per_step()["own"])
+        width = max([7, *(len(times.host) for times in rows)])
+        heads = "".join(f"{name:>10}" for name in rows[0].per_step())
         lines = [f"{'ms of a step':<14}{'machine':<{width}}{heads}"]
-        for times in shown:
-            parts = (times.data, times.forward, times.rest)
-            cells = [1000 * part / max(times.steps, 1) for part in parts] + [1000 * times.step, 1000 * times.own]
-            lines.append(f"rank {times.rank:<9}{times.host:<{width}}{''.join(f'{cell:>10.3f}' for cell in cells)}")
-        if len(rows) > len(shown):
-            lines.append(f"and {len(rows) - len(shown)} faster ones")
-        middle = _median(times.own for times in rows)
-        lines.append(f"own: data and forward, before a process waits for the others; the median is {1000 * middle:.3f}")
+        for times in rows[: self.max_rows]:
+            cells = "".join(f"{cell:>10.3f}" for cell in times.per_step().values())
+            lines.append(f"rank {times.rank:<9}{times.host:<{width}}{cells}")
+        middle = _medians(rows)["own"]
+        lines.append(f"own: data and forward, before a process waits for the others; the median is {middle:.3f}")
         return "\n".join(lines)
 
     def _gather_times(self, processes: SingleProcess) -> None:
@@ -181,20 +162,30 @@ class StragglerMonitor(Callback):
         own = self._times(processes.rank)
         self._reset()
         every = processes.all_gather_object(own)
-        for times in every:
-            before = self.total.get(times.rank)
-            if before is not None:
-                sums = [mine + former for mine, former in zip(times[2:], before[2:], strict=True)]
-                times = Times(times.rank, times.host, int(sums[0]), *sums[1:])
-            self.total[times.rank] = times
-        if len(every) > 1:
-            self._compare(every)
+        for rank, host, *now in every:
+            before = self.total.get(rank, (rank, host, 0, 0.0, 0.0, 0.0))[2:]
+            steps, *seconds = (one + other for one, other in zip(now, before, strict=True))
+            self.total[rank] = Times(rank, host, int(steps), *seconds)
+        warnings = self._compare(every)
         if processes.is_global_zero:
-            for text in self._warnings(every):
+            for text in warnings:
                 log.warning("%s", text)
 
+    def _compare(self, every: list[Times]) -> list[str]:
+        """Return a warning for each process that has been slow for long enough, and was not named before."""
+        middle, texts = _medians(every), []
+        for times in every:
+            rank, ms = times.rank, times.per_step()
+            much = max(self.factor * middle["own"], middle["own"] + ms["step"] / 20)
+            self._slow[rank] = self._slow.get(rank, 0) + 1 if ms["own"] > much else 0
+            if self._slow[rank] >= self.patience and rank not in self._reported:
+                self._reported.add(rank)
+                texts.append(_warning(times, middle))
+        return texts
+
     def _times(self, rank: int) -> Times:
-        seconds, forward = self._seconds, self._seconds[FORWARD]
+        seconds = dict.fromkeys(PARTS, 0.0) | self._phases.seconds
+        forward = seconds[FORWARD]
         pairs = [(start, end) for start, end in self._events if end is not None]
         if pairs:
             pairs[-1][1].synchronize()
@@ -204,43 +195,28 @@ class StragglerMonitor(Callback):
         return Times(rank, socket.gethostname(), self._steps, seconds[DATA] + seconds[TRANSFER], forward, rest)
 
     def _reset(self) -> None:
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._phases.seconds.clear()
         self._events.clear()
         self._steps = self._forwards = 0
 
-    def _compare(self, every: list[Times]) -> None:
-        middle = _median(times.own for times in every)
-        for times in every:
-            much = max(self.factor * middle, middle + times.step / 20)
-            self._slow[times.rank] = self._slow.get(times.rank, 0) + 1 if times.own > much else 0
 
-    def _warnings(self, every: list[Times]) -> list[str]:
-        """Return one for each process that has been slow for long enough, and was not named before."""
-        middle = _median(times.own for times in every)
-        data = _median(times.data / max(times.steps, 1) for times in every)
-        forward = _median(times.forward / max(times.steps, 1) for times in every)
-        texts = []
-        for times in every:
-            if self._slow.get(times.rank, 0) < self.patience or times.rank in self._reported:
-                continue
-            self._reported.add(times.rank)
-            steps = max(times.steps, 1)
-            loading = times.data / steps - data > times.forward / steps - forward
-            what = (
-                f"waiting for data ({1000 * times.data / steps:.1f} ms, the median is {1000 * data:.1f}): look at its "
-                "disk and its num_workers"
-                if loading
-                else f"the forward ({1000 * times.forward / steps:.1f} ms, the median is {1000 * forward:.1f}): look "
-                "at its clock and temperature, and at what else runs there"
-            )
-            texts.append(
-                f"rank {times.rank} on {times.host} keeps the others waiting: its part of a step takes "
-                f"{1000 * times.own:.1f} ms, the median of all is {1000 * middle:.1f} ms. Most of it is {what}."
-            )
-        return texts
+def _warning(times: Times, middle: dict[str, float]) -> str:
+    """Return a sentence about a slow process, given the medians of all processes."""
+    advice = {
+        "data": ("waiting for data", "its disk and its num_workers"),
+        "forward": ("the forward", "its clock and temperature, and at what else runs there"),
+    }
+    ms = times.per_step()
+    most = max(advice, key=lambda part: ms[part] - middle[part])
+    what, look = advice[most]
+    return (
+        f"rank {times.rank} on {times.host} keeps the others waiting: its part of a step takes {ms['own']:.1f} ms, the "
+        f"median of all is {middle['own']:.1f} ms. Most of it is {what} ({ms[most]:.1f} ms, the median is "
+        f"{middle[most]:.1f}): look at {look}."
+    )
 
 
-def _median(values: Iterable[float]) -> float:
-    """Return the lower median; the module `statistics` takes as long to import as all of the callbacks."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
+def _medians(every: Sequence[Times]) -> dict[str, float]:
+    """Return the lower median of each column; the module `statistics` takes as long to import as all callbacks."""
+    columns = {name: sorted(times.per_step()[name] for times in every) for name in every[0].per_step()}
+    return {name: column[(len(column) - 1) // 2] for name, column in columns.items()}

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from trainer.arguments import NonNegativeFloat, flat_names, make_folder
-from trainer.checkpoint.disk import without_links
-from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.checkpoint.schema import Integer, require
 from trainer.data.transfer import move_data_to_device
-from trainer.errors import ConfigError, MissingPackageError
-from trainer.logger import DummyExperiment, FolderLogger, LogFile, Overridable
+from trainer.errors import ConfigError, require_package
+from trainer.logger import DummyExperiment, FileLogger, LogFile, Overridable
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 from trainer.strategy import eval_mode
@@ -37,7 +36,7 @@ TRAINING = ".training"
 """The end of the names of the files that a training writes."""
 
 
-class TensorBoardLogger(FolderLogger):
+class TensorBoardLogger(FileLogger):
     """Write scalars and hyperparameters to event files; `tensorboard --logdir runs` shows them.
 
     A resumed run cuts the files of the training to what they had when its checkpoint was written, and goes on in a new
@@ -58,6 +57,8 @@ class TensorBoardLogger(FolderLogger):
         MissingPackageError: at the start of a run, when tensorboard is not installed.
     """
 
+    file_name = ""
+
     def __init__(
         self,
         save_dir: str | Path | None = None,
@@ -73,8 +74,6 @@ class TensorBoardLogger(FolderLogger):
         self.place = LoggerFolder("events.out.tfevents.*", save_dir, name, version, sub_dir)
         self.logs_graph, self.default_hp_metric, self.prefix = log_graph, default_hp_metric, prefix
         self.flush_seconds = flush_seconds
-        self._file: _EventFile | None = None
-        self._flushed_at = 0.0
         self._writer: SummaryWriter | None = None
         self._suffix = ""
         self._hyperparameters: dict[str, Any] = {}
@@ -120,8 +119,8 @@ class TensorBoardLogger(FolderLogger):
                 "TensorBoardLogger a save_dir."
             )
         if self._writer is None:
-            file = self._opened()
-            file.flush()
+            file = self.opened
+            file.write()
             _wait_until_after(file.path.name)
             from torch.utils.tensorboard import SummaryWriter
 
@@ -136,28 +135,23 @@ class TensorBoardLogger(FolderLogger):
         return {"files": {**(self._kept or {}), **own}, **self.place.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        of_earlier_versions = {"step?": Integer(), "values?": {str: NUMBER}}
-        kind = {"files?": {str: Integer()}, "version?": Integer(), **of_earlier_versions}
-        require(state_dict, kind, "TensorBoardLogger")
+        require(state_dict, {"files?": {str: Integer()}, "version?": Integer()}, "TensorBoardLogger")
         self._kept = state_dict.get("files")
         self.place.restore(state_dict)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        self._trainer = trainer
+        super().setup(trainer, pl_module, stage)
         self._kept, self._suffix = None, TRAINING if stage == "fit" else ""
         if trainer.is_global_zero:
-            try:
-                import tensorboard  # noqa: F401
-            except ImportError as error:
-                raise MissingPackageError("tensorboard", "TensorBoardLogger") from error
+            require_package("tensorboard", "TensorBoardLogger")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._writes:
-            self._opened()
+            folder = self.opened.path.parent
             for name, size in self._sizes(self._before).items():
-                path, kept = self._opened().path.parent / name, (self._kept or {}).get(name, 0)
+                path, kept = folder / name, (self._kept or {}).get(name, 0)
                 if kept == 0:
                     path.unlink(missing_ok=True)
                 elif kept < size:
@@ -166,10 +160,8 @@ class TensorBoardLogger(FolderLogger):
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         if self._writer is not None:
             self._writer.close()
-        if self._file is not None:
-            self._file.flush()
-        self._writer = self._file = None
-        self._hyperparameters = {}
+        self._writer, self._hyperparameters = None, {}
+        super().teardown(trainer, pl_module, stage)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         # Kept until the writer is opened, because a resumed run must first know its step.
@@ -185,34 +177,24 @@ class TensorBoardLogger(FolderLogger):
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
         else:
-            self._opened().add_scalars(metrics, step)
-            if time.monotonic() - self._flushed_at > self.flush_seconds:
-                self.flush()
+            self.opened.add_scalars(metrics, step)
+            self.write_if_due()
 
     def log_media(self, key: str, media: Media, step: int) -> None:
         for summary in _summaries(key, media):
             if self._writer is not None:
                 self._writer._get_file_writer().add_summary(summary, step)
             else:
-                self._opened().add(step=step, summary=summary)
+                self.opened.add(step=step, summary=summary)
 
     def save(self) -> None:
-        self._flushed_at = time.monotonic()
+        super().save()
         if self._writer is not None:
             self._writer.flush()
-        elif self._file is not None:
-            self._file.flush()
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def _opened(self) -> _EventFile:
-        """Return the file of this run, opened at the first call."""
-        if self._file is None:
-            self._file = self._open()
-            self._flushed_at = time.monotonic()
-        return self._file
-
-    def _open(self) -> _EventFile:
+    def open(self, continue_from: int | None) -> _EventFile:
         folder, trainer = self.place.folder(self._run_dir), self._trainer
         assert folder is not None
         if before := sorted(path.name for path in folder.glob("events.out.tfevents.*")):
@@ -253,7 +235,7 @@ class TensorBoardLogger(FolderLogger):
 class _EventFile(LogFile):
     """One `events.out.tfevents...` file in the records of tensorboard.
 
-    Events are kept in memory until `flush`. After an error the next `flush` tries again.
+    Events are kept in memory until `write`. After an error the next `write` tries again.
     """
 
     def __init__(self, folder: Path, suffix: str = "", purges: bool = False) -> None:
@@ -263,15 +245,14 @@ class _EventFile(LogFile):
         make_folder(folder, "TensorBoardLogger(save_dir=...)")
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         # Two runs of one process may begin within a second.
-        self.path = folder / f"{name}.{len(list(folder.glob(f'{name}.*')))}{suffix}"
+        number = len(list(folder.glob(f"{name}.*")))
+        super().__init__(folder / f"{name}.{number}{suffix}", is_outdated=True)
         self._pending = io.BytesIO()
         self._records = RecordWriter(self._pending)
-        self._size = 0
-        self._created = False
         self.add(file_version="brain.Event:2")
         if purges:  # TensorBoard drops the points of a training that was in this folder before
             self.add(step=0, session_log=SessionLog(status=SessionLog.START))
-        self.flush()
+        self.write()
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -285,19 +266,13 @@ class _EventFile(LogFile):
 
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
-    def flush(self) -> None:
-        """Write the events added since the last flush."""
-        data = self._pending.getvalue()
-        if not data:
-            return
-        with self.writing():
-            with open(self.path, "r+b" if self._created else "xb", opener=without_links) as file:
-                self._created = True
-                file.seek(self._size)
-                file.write(data)
-            self._size += len(data)
-            self._pending.seek(0)
-            self._pending.truncate()
+    def write(self, to_disk: bool = False) -> None:
+        """Write the events added since the last call; `to_disk`: as in `put_bytes`."""
+        if data := self._pending.getvalue():
+            with self.writing():
+                self.put_bytes(data, to_disk=to_disk)
+                self._pending.seek(0)
+                self._pending.truncate()
 
 
 def _wait_until_after(name: str) -> None:

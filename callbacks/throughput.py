@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import numbers
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 
-from trainer.arguments import Limit, PositiveInt, failed_function
+from trainer.arguments import Limit, PositiveInt, number_of
 from trainer.callback import Callback
-from trainer.errors import ConfigError
 from trainer.model.peak_flops import peak_of
 from trainer.model.recompilation import compilations
 
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from trainer.loop.progress import Progress
     from trainer.module import TrainModule
     from trainer.precision import Precision
-    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
@@ -50,7 +47,7 @@ class ThroughputMonitor(Callback):
     Args:
         batch_size_fn: the samples in one micro-batch of one process, as a function of the batch. Default: as the
             DataLoader says.
-        length_fn: Lightning's name of `items_per_batch`, with "items" as `items_name`.
+        length_fn: Lightning's name of `items_per_batch`, which it replaces, with "items" as `items_name`.
         window_size: steps that a rate is taken over.
         items_per_batch: tokens (or other items) in one micro-batch of one process: a number, or a function of the
             batch. Let it use shapes only: reading a value from a device tensor would wait for the device.
@@ -74,8 +71,6 @@ class ThroughputMonitor(Callback):
         flops_per_sample: float | Callable[[TrainModule], float] | None = None,
         peak_flops: Annotated[float, Limit("above", 0)] | None = None,
     ) -> None:
-        if length_fn is not None and items_per_batch is not None:
-            raise ConfigError("ThroughputMonitor: length_fn= and items_per_batch= are the same: give one of them.")
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.items_per_batch = items_per_batch if length_fn is None else length_fn
         self.items_name = items_name or ("tokens" if length_fn is None else "items")
@@ -92,12 +87,6 @@ class ThroughputMonitor(Callback):
         self._validation_began = 0.0
         self._flops: float | None = None
         self._peak: float | None = None
-
-    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        twins = [callback for callback in config.callbacks if type(callback) is type(self)]
-        if self is twins[0] or stage != "fit":
-            return []
-        return [f"{len(twins)} ThroughputMonitors would log values of the same names, throughput/...: give one."]
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._marks.clear()
@@ -117,11 +106,12 @@ class ThroughputMonitor(Callback):
     ) -> None:
         self._batches += 1
         if callable(self.items_per_batch):
-            self._items += _count(self.items_per_batch, batch, "length_fn" if self.length_fn else "items_per_batch")
+            self._items += int(number_of("ThroughputMonitor(items_per_batch", self.items_per_batch, batch))
         else:
             self._items += self.items_per_batch or 0
         if self.batch_size_fn is not None:
-            self._samples += trainer.strategy.processes.readers * _count(self.batch_size_fn, batch, "batch_size_fn")
+            samples = number_of("ThroughputMonitor(batch_size_fn", self.batch_size_fn, batch)
+            self._samples += trainer.strategy.processes.readers * int(samples)
         if trainer.global_step > self._step:
             # The last micro-batch of a step: what is logged now belongs to that step.
             self._mark(trainer.progress)
@@ -137,16 +127,7 @@ class ThroughputMonitor(Callback):
     def _flops_of(self, module: TrainModule) -> float | None:
         if not callable(self.flops_per_sample):
             return self.flops_per_sample
-        argument, words = "ThroughputMonitor(flops_per_sample", "a module's floating-point operations for a sample"
-        try:
-            flops: object = self.flops_per_sample(module)
-        except Exception as error:
-            raise failed_function(argument, words, error) from error
-        if not isinstance(flops, numbers.Real):
-            raise ConfigError(
-                f"{argument}=...) returned a {type(flops).__name__}: give a function that returns {words}."
-            )
-        return float(flops)
+        return number_of("ThroughputMonitor(flops_per_sample", self.flops_per_sample, module)
 
     def _mark(self, progress: Progress) -> None:
         self._step = progress.step
@@ -180,20 +161,6 @@ class ThroughputMonitor(Callback):
             name = f"throughput/{self.items_name}_per_s"
             # Only this process's own items are known here; the sum over processes is made when the log is read.
             trainer.log(name, items, on_step=True, on_epoch=False, reduce_fx="sum", weight=1)
-
-
-def _count(function: Callable[[Any], int], batch: Any, argument: str) -> int:
-    """Return what a user's function counts in a batch."""
-    try:
-        items: object = function(batch)
-    except Exception as error:
-        raise failed_function(f"ThroughputMonitor({argument}", "the number of items of a batch", error) from error
-    if not isinstance(items, numbers.Integral):
-        raise ConfigError(
-            f"ThroughputMonitor({argument}=...) returned a {type(items).__name__}: return an integer "
-            "made from shapes (batch.numel(), ...), since reading a tensor would wait for the device."
-        )
-    return int(items)
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
 from trainer.arguments import kept_path, make_folder
-from trainer.errors import ConfigError, MissingPackageError, did_you_mean, shown
+from trainer.errors import ConfigError, require_package, shown
 from trainer.logger import Tracker, flat_hyperparameters
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 
@@ -34,8 +33,8 @@ class WandbLogger(Tracker):
         save_dir: folder in which wandb makes its folder `wandb`; default: the run directory.
         version: id of a run to continue, or of the new one.
         offline: write to files only.
-        dir: the same as `save_dir`.
-        id: the same as `version`.
+        dir: the same as `save_dir`, which goes first.
+        id: the same as `version`; goes first.
         anonymous: log without an account, with versions of wandb that allow it.
         project: default: the variable WANDB_PROJECT, else "trainer".
         log_model: send checkpoints as artifacts, with the aliases "latest" and "best": at the end of training the best
@@ -49,7 +48,7 @@ class WandbLogger(Tracker):
 
     Raises:
         MissingPackageError: at the start of a run, when wandb is not installed.
-        ConfigError: `wandb.init` has no such argument, or two of the arguments contradict each other.
+        ConfigError: wandb cannot begin a run.
     """
 
     _all: ClassVar[WeakSet[WandbLogger]] = WeakSet()
@@ -73,9 +72,6 @@ class WandbLogger(Tracker):
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **kwargs: Any,
     ) -> None:
-        for one, other, words in ((version, id, "version and id"), (save_dir, dir, "save_dir and dir")):
-            if one is not None and other is not None and one != other:
-                raise ConfigError(f"WandbLogger: {words} mean the same, and have two values: give one of them.")
         if experiment is not None and not hasattr(experiment, "define_metric"):
             raise ConfigError(f"WandbLogger(experiment={shown(experiment)}): give the run that wandb.init returned.")
         folders = {"save_dir": save_dir, "dir": dir}
@@ -105,16 +101,7 @@ class WandbLogger(Tracker):
         return None if not self.offline or self.save_dir is None else ("W&B, offline:", self.save_dir / "wandb")
 
     def check(self) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingPackageError("wandb", "WandbLogger") from error
-        known = list(inspect.signature(wandb.init).parameters)
-        for option in self._options:
-            if option not in known:
-                raise ConfigError(
-                    f"WandbLogger({option}=...): wandb.init has no such argument.{did_you_mean(option, known)}"
-                )
+        require_package("wandb", "WandbLogger")
 
     # -- the run -------------------------------------------------------------------------------------------------------
 

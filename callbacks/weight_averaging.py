@@ -14,7 +14,7 @@ from trainer.callback import Callback
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.schema import Integer, require
 from trainer.checkpoint.shards import Loadable
-from trainer.errors import ConfigError, did_you_mean, shown
+from trainer.errors import ConfigError, shown
 from trainer.state.averaged_weights import (
     AveragedWeights,
     Update,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
-
-OPTIONS = ("device", "use_buffers", "avg_fn", "multi_avg_fn")
 
 
 class AveragingCallback(Callback):
@@ -78,24 +76,9 @@ class AveragingCallback(Callback):
             self._load_stored()
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        if not self._averaged.count and trainer.is_global_zero and not trainer.settings.fast_dev_run:
+            log.warning("%s: no weights were averaged: the run ended before its average began", type(self).__name__)
         self._averaged.swap_in()
-
-    def ends_before(self, trainer: Trainer, epoch: int) -> bool:
-        """Whether the run ends before an epoch, counted from 0, as far as that is known."""
-        config, batches = trainer.config, trainer.run.num_training_batches
-        if config.max_epochs is not None and epoch >= config.max_epochs:
-            return True
-        if config.max_steps is None or batches is None:
-            return False
-        return epoch * -(-batches // trainer.accumulate_grad_batches) >= config.max_steps
-
-    def _warn_if_late(self, trainer: Trainer, begins: str, late: bool) -> None:
-        """Warn if the average begins after the end of the run, as far as that is known at its start."""
-        if late and trainer.is_global_zero and not trainer.settings.fast_dev_run:
-            log.warning(
-                "%s(%s) begins after the end of the run: no weights are averaged. Begin earlier, or train longer.",
-                *(type(self).__name__, begins),
-            )
 
     @property
     def _averaged(self) -> AveragedWeights:
@@ -150,21 +133,27 @@ class WeightAveraging(AveragingCallback):
 
     agree_on: ClassVar[tuple[str, ...] | None] = ("use_buffers", "avg_fn", "multi_avg_fn")
 
-    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
-        unknown = [name for name in kwargs if name not in ("avg_fn", "multi_avg_fn")]
-        if unknown:
-            raise ConfigError(
-                f"{type(self).__name__} has no option {unknown[0]!r}.{did_you_mean(unknown[0], OPTIONS)} Options: "
-                f"{', '.join(OPTIONS)}."
-            )
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        avg_fn: Callable[..., Any] | None = None,
+        multi_avg_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ConfigError("WeightAveraging got avg_fn and multi_avg_fn, which do the same: give one of them.")
         super().__init__()
         self.device = None if device is None else as_device(device)
         self.use_buffers = use_buffers
         self.latest_update_step = 0
         """The last step after which the average was updated."""
         self.latest_update_epoch = -1
-        self.avg_fn, self.multi_avg_fn = kwargs.get("avg_fn"), kwargs.get("multi_avg_fn")
-        self._change = _update_of(type(self).__name__, self.avg_fn, self.multi_avg_fn)
+        self.avg_fn, self.multi_avg_fn = avg_fn, multi_avg_fn
+        self._change: Update = equal_weights
+        if avg_fn is not None:
+            self._change = from_avg_fn(avg_fn)
+        if multi_avg_fn is not None:
+            self._change = from_multi_avg_fn(multi_avg_fn)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True to update the average after this step or epoch; both are counted from 0.
@@ -231,10 +220,8 @@ class WeightAveraging(AveragingCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kinds = {"latest_update_step": Integer(), "latest_update_epoch": Integer(-1)}
         require(state_dict, kinds, type(self).__name__)
-        self.latest_update_step, self.latest_update_epoch = (
-            state_dict["latest_update_step"],
-            state_dict["latest_update_epoch"],
-        )
+        self.latest_update_step = state_dict["latest_update_step"]
+        self.latest_update_epoch = state_dict["latest_update_epoch"]
         super().load_state_dict(state_dict)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
@@ -267,49 +254,19 @@ class EMAWeightAveraging(WeightAveraging):
         update_every_n_steps: PositiveInt = 1,
         update_starting_at_step: NonNegativeInt | None = None,
         update_starting_at_epoch: NonNegativeInt | None = None,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(device, use_buffers, **kwargs)
-        if kwargs:
-            raise ConfigError(
-                "EMAWeightAveraging has its own average: give avg_fn and multi_avg_fn to WeightAveraging."
-            )
+        super().__init__(device, use_buffers)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
         self._change = exponential(decay)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        step, epoch = self.update_starting_at_step or 0, self.update_starting_at_epoch
-        first = -(-step // self.update_every_n_steps) * self.update_every_n_steps
-        late = first >= trainer.estimated_stepping_batches and (epoch is None or self.ends_before(trainer, epoch))
-        self._warn_if_late(trainer, f"update_starting_at_step={step}, update_starting_at_epoch={epoch}", late)
-
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None:
             return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
         begins = self.update_starting_at_epoch
         return epoch_idx is not None and begins is not None and epoch_idx >= begins
-
-
-def _update_of(name: str, avg_fn: Callable[..., Any] | None, multi_avg_fn: Callable[..., Any] | None) -> Update:
-    """Return the update of the averages by the user's function, if there is one.
-
-    Raises:
-        ConfigError: there are two, or one is no function.
-    """
-    if avg_fn is not None and multi_avg_fn is not None:
-        raise ConfigError(f"{name} got avg_fn and multi_avg_fn, which do the same: give one of them.")
-    for argument, value in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
-        if value is not None and not callable(value):
-            raise ConfigError(
-                f"{name}: {argument}={shown(value)} is no function: give one as torch.optim.swa_utils has."
-            )
-    if multi_avg_fn is not None:
-        return from_multi_avg_fn(multi_avg_fn)
-    return equal_weights if avg_fn is None else from_avg_fn(avg_fn)
 
 
 def as_device(device: torch.device | str | int) -> torch.device:

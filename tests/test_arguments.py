@@ -37,7 +37,6 @@ from trainer.callbacks import (
     OnExceptionCheckpoint,
     PredictionWriter,
     SimpleProfiler,
-    StragglerMonitor,
     ThroughputMonitor,
 )
 from trainer.strategies import STRATEGIES, DDPStrategy, DeepSpeedStrategy, FSDPStrategy
@@ -248,9 +247,8 @@ def not_a_clock() -> Any:
     "make",
     [
         lambda: SimpleProfiler(clock=not_a_clock),
-        lambda: StragglerMonitor(clock=not_a_clock),
     ],
-    ids=["profiler", "straggler"],
+    ids=["profiler"],
 )
 def test_functions_that_cannot_be_what_they_are_given_for(make: Callable[[], object]) -> None:
     with raises_recorded(ConfigError):

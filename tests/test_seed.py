@@ -169,9 +169,3 @@ def test_set_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     set_deterministic(False, benchmark=True)
     assert torch.are_deterministic_algorithms_enabled()  # a setting of the user's own stays
     assert torch.backends.cudnn.benchmark
-
-
-@pytest.mark.parametrize(("deterministic", "benchmark"), [("yes", None), (True, True), ("warn", True)])
-def test_bad_determinism(deterministic: Any, benchmark: bool | None) -> None:
-    with pytest.raises(ConfigError):
-        set_deterministic(deterministic, benchmark)

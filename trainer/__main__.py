@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: `arguments`, or those that this process was started with. Return 130 if interrupted."""
     # Signals wait until their handlers are there, since a cluster's may come at any time.
-    early = [getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, "pthread_sigmask")]
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, early) if early else set()
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGUSR1])
     import trainer
     from trainer.errors import refuse_other_package
 
@@ -29,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     end_by_sigusr1_with_retry()
     try:
-        if early:
-            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
         return run(arguments)
     except KeyboardInterrupt:  # as soon as signals act again
         return interrupted()

@@ -218,23 +218,23 @@ def with_python_numbers(value: Any, depth: int = 3) -> Any:
     return bool(value) if is_numpy_bool else value
 
 
-def failed_function(argument: str, returns: str, error: Exception) -> ConfigError:
-    """Return the error for a user's function that raised `error`.
+def number_of(argument: str, function: Callable[..., object], *args: Any) -> float:
+    """Return the number that a user's function returns.
 
     Args:
-        argument: the beginning of the call that gave the function, such as "Timer(clock".
-        returns: the words for the values that the function has to return.
+        argument: the beginning of the call that gave the function, such as "SimpleProfiler(clock".
+
+    Raises:
+        ConfigError: the function raises an error, or returns something else.
     """
-    message = f"{argument}=...) raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    found = ConfigError(f"{message}. Give a function that returns {returns}.")
-    found.__cause__ = error
-    return found
-
-
-def check_clock(argument: str, clock: Callable[[], float]) -> None:
-    """Raise a ConfigError if a function does not return a number."""
-    if not fits(now := clock(), float):
-        raise ConfigError(f"{argument}=...) returned a {type(now).__name__}: give a function that returns seconds.")
+    try:
+        number: Any = with_python_numbers(function(*args))
+    except Exception as error:
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(f"{argument}=...) raised {words}. Give a function that returns a number.") from error
+    if not fits(number, float):
+        raise ConfigError(f"{argument}=...) returned a {type(number).__name__}: give a function that returns a number.")
+    return float(number)
 
 
 @functools.cache

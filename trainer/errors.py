@@ -71,9 +71,7 @@ def restoring(what: str) -> Iterator[None]:
     except TrainerError:
         raise
     except Exception as error:
-        reason = str(error)
-        if len(reason) > 500:
-            reason = f"{reason[:500]} ..."
+        reason = shortened(str(error), 500)
         raise CheckpointError(
             f"{what} cannot be restored from the checkpoint ({type(error).__name__}: {reason}). Either it was written "
             "by other code, or it is damaged."
@@ -115,17 +113,12 @@ OTHER_NAMES = {
 
 def missing_package_advice(error: BaseException) -> str:
     """Return a sentence with what to install if a user's import failed because a package is not; else nothing."""
-    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    try:
-        if not name or find_spec(name) is not None:
-            return ""
-    except ValueError:  # a module without a spec
+    # Of a module that is missing in an installed package, the name has a dot.
+    if not isinstance(error, ModuleNotFoundError) or not error.name or "." in error.name:
         return ""
-    if name in OPTIONAL_PACKAGES:
-        return f" Install it with: {install_command(name)}"
-    if name in OTHER_NAMES:
-        return f" Install it with: pip install {OTHER_NAMES[name]}"
-    return f" If it is a package, install it: pip install {name}"
+    if error.name in OPTIONAL_PACKAGES:
+        return f" Install it with: {install_command(error.name)}"
+    return f" If it is a package, install it: pip install {OTHER_NAMES.get(error.name, error.name)}"
 
 
 class MissingPackageError(TrainerError, ImportError):
@@ -156,6 +149,12 @@ def refuse_other_package(package: ModuleType) -> None:
         f"another distribution with the import name 'trainer' is, or was, installed over this one in {folder}. "
         "Uninstall both (pip uninstall trainer coqui-tts-trainer exact-trainer), and install this one again."
     )
+
+
+def require_package(package: str, needed_for: str) -> None:
+    """Raise a MissingPackageError unless an optional package is installed."""
+    if find_spec(package) is None:
+        raise MissingPackageError(package, needed_for)
 
 
 def did_you_mean(name: str, known: Iterable[str], equivalents: Mapping[str, str] | None = None) -> str:

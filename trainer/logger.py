@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.arguments import make_folder
 from trainer.callback import Callback, Checkpoint
-from trainer.checkpoint.disk import complete_lines, reason
+from trainer.checkpoint.disk import complete_lines, flush_file, reason, replace_file, without_links, write_all
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
@@ -205,15 +206,13 @@ class Logger(Callback):
         columns: Sequence[str] | None = None,
     ) -> None:
         """Log a text, which may have Markdown; or, with `columns` and `data`, a table of texts as `log_table` does."""
-        if isinstance(data, int) and dataframe is None and step is None:
-            data, step = None, data  # log_text("note", "all is well", 5)
         if columns is not None or data is not None or dataframe is not None:
             columns = columns if columns is not None or text is None else list(text)
             self.log_table(key, columns, data, dataframe, step)
         else:
-            from trainer.metrics.media import as_text
+            from trainer.metrics.media import Text
 
-            self._log_media(key, step, as_text, text)
+            self._log_media(key, step, Text, text)
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
         """Log the distribution of the finite numbers of a tensor, an array or a list."""
@@ -243,15 +242,8 @@ class Logger(Callback):
         self._log_media(key, step, as_table, columns, data, dataframe)
 
     def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:
-        if not isinstance(key, str) or not key:
-            raise ConfigError(f"{type(self).__name__} got the name {key!r}: give a text, such as 'val/samples'.")
-        if not self._writes:
-            return
-        if step is None:
-            step = self._step
-        elif type(step) is not int or step < 0:
-            raise ConfigError(f"{key!r}: step={step!r}: give the number of completed steps, an integer from 0.")
-        self.log_media(key, make(*args), step)
+        if self._writes:
+            self.log_media(key, make(*args), self._step if step is None else step)
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -267,14 +259,20 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
 class LogFile:
     """The file of a log. What cannot be written to it, as on a full disk, is kept in memory and written later."""
 
-    path: Path
     has: ClassVar[str] = "its points"
     """Its contents, for messages."""
     _failed = False
 
+    def __init__(self, path: Path, end: int = 0, is_outdated: bool = False) -> None:
+        self.path = path
+        self._end = end
+        """The position after what is final in the file, in bytes."""
+        self.is_outdated = is_outdated
+        """Whether the file is to be replaced by the next write, with all that is final."""
+
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Report the first of several errors of a write in the block."""
+        """Report the first of several errors of a write in the block, which ends there."""
         try:
             yield
             self._failed = False
@@ -283,6 +281,25 @@ class LogFile:
                 words = "cannot write %s (%s); %s are kept in memory until it can be."
                 log.warning(words, self.path, error, self.has)
             self._failed = True
+
+    def put_bytes(self, final: bytes, changing: bytes = b"", to_disk: bool = False) -> None:
+        """Write after what is final in the file; `changing`: to be overwritten by the next write, as is a partial one.
+
+        Args:
+            to_disk: sync the file, so that it survives a power cut.
+        """
+        if self.is_outdated:
+            replace_file(self.path, final + changing)
+            self._end = 0
+        else:
+            with io.FileIO(self.path, "r+", opener=without_links) as file:
+                file.seek(self._end)
+                write_all(file, final + changing)
+                file.truncate()
+                if to_disk:
+                    flush_file(file.fileno(), self.path.parent)
+        self._end += len(final)
+        self.is_outdated = False
 
     def report_loss(self) -> None:
         """Log an error if something was never written."""
@@ -317,7 +334,7 @@ class FileLogger(FolderLogger):
     _flushed_at = 0.0
 
     def open(self, continue_from: int | None) -> Any:
-        """Open the file and return it: an object with `write(to_disk=False)`, `report_loss()` and `close()`.
+        """Open the file and return it: an object with `write(to_disk=False)` and `report_loss()`.
 
         Args:
             continue_from: the step of the checkpoint that the run resumes from; None: no training.
@@ -375,7 +392,6 @@ class FileLogger(FolderLogger):
             self.flush()
             FileLogger.save(self)  # whatever a subclass's `save` does
             self._file.report_loss()
-            self._file.close()
             self._file = None
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
@@ -493,11 +509,11 @@ class Tracker(Logger):
     def state_dict(self) -> dict[str, Any]:
         if self._client is None or self._calls is None:
             return {}
-        unsent = self._calls.unfinished()
-        if any("media" in one for one in unsent):
-            from trainer.checkpoint.media_state import state_of
+        from trainer.checkpoint.media_state import state_of
 
-            unsent = [{**one, "media": state_of(one["media"])} if "media" in one else one for one in unsent]
+        unsent = [
+            {**one, "media": state_of(one["media"])} if "media" in one else one for one in self._calls.unfinished()
+        ]
         return {"run": self.opened_run_id(), "unsent": unsent}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

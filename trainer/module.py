@@ -19,7 +19,7 @@ from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
 from trainer.checkpoint.schema import require
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
-from trainer.errors import ConfigError, MissingPackageError, restoring
+from trainer.errors import ConfigError, restoring
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
 from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
@@ -400,8 +400,6 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             CheckpointError: there is no valid checkpoint at `checkpoint_path`, or its weights do not fit.
         """
         device = read_map_location(map_location)
-        if not checkpoint_path and "path" in hyperparameters:
-            checkpoint_path = hyperparameters.pop("path")  # its name in earlier versions
         checkpoint = read_checkpoint(locate(checkpoint_path))
         of_hyperparameters = {
             "module?": {str: object},
@@ -547,7 +545,6 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
         Raises:
             ConfigError: there is no sample.
-            MissingPackageError: torch's exporter needs onnxscript, which is not installed.
         """
         sample = self.example_input_array if input_sample is None else input_sample
         if sample is None:
@@ -559,10 +556,6 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
                 self.eval()
                 path = str(file_path) if isinstance(file_path, Path) else file_path
                 return torch.onnx.export(self, inputs if isinstance(inputs, tuple) else (inputs,), path, **kwargs)
-        except ModuleNotFoundError as error:
-            if error.name in ("onnx", "onnxscript"):
-                raise MissingPackageError("onnxscript", "to_onnx") from error
-            raise
         finally:
             self.train(training)
 

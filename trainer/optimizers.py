@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.optim.lr_scheduler import (
     ConstantLR,
     ExponentialLR,
     LinearLR,
-    LRScheduler,
     MultiStepLR,
     ReduceLROnPlateau,
     StepLR,
@@ -122,15 +120,15 @@ def parse_optimizers(
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"{module_name}.configure_optimizers gave {_describe(optimizer)} where an optimizer is expected. "
-                + _instead(optimizer)
+                f"{module_name}.configure_optimizers gave a {type(optimizer).__name__} where an optimizer is expected: "
+                'return torch.optim.AdamW(...), {"optimizer": optimizer, "lr_scheduler": scheduler}, or two lists: '
+                "[optimizer], [scheduler]."
             )
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
                 f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has no parameter that requires "
                 "a gradient: all of its parameters are frozen, or it was given an empty list."
             )
-        _check_options(optimizer, module_name)
     if not optimizers:
         raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")
     for config in schedulers:
@@ -145,25 +143,15 @@ def parse_optimizers(
     return optimizers, schedulers
 
 
-_FINITE_OPTIONS = ("lr", "initial_lr", "weight_decay", "momentum", "eps", "betas")
-
-
-def _check_options(optimizer: Optimizer, module_name: str) -> None:
-    for group in optimizer.param_groups:
-        for option in _FINITE_OPTIONS:
-            given = group.get(option)
-            values = given if isinstance(given, (tuple, list)) else [given]
-            if not all(value is None or math.isfinite(value) for value in values):
-                raise ConfigError(
-                    f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has {option}={given}: give "
-                    "a finite number."
-                )
-
-
 def _check_scheduler(config: SchedulerConfig, automatic: bool, calls_step: bool) -> None:
-    scheduler, kind = config.scheduler, type(config.scheduler).__name__
-    if instead := _instead_of_scheduler(scheduler, automatic and calls_step):
-        raise ConfigError(f"configure_optimizers gave {_describe(scheduler)} as lr_scheduler. {instead}")
+    kind = type(config.scheduler).__name__
+    methods = ("state_dict", "load_state_dict", *(["step"] if automatic and calls_step else []))
+    is_other = isinstance(config.scheduler, type | Optimizer)
+    if is_other or not all(hasattr(config.scheduler, method) for method in methods):
+        raise ConfigError(
+            f"configure_optimizers gave a {kind} as lr_scheduler: give a scheduler, for example "
+            f"torch.optim.lr_scheduler.StepLR(optimizer, 10), or another object with {', '.join(methods)}."
+        )
     if config.interval not in ("epoch", "step"):
         raise ConfigError(f"interval={config.interval!r} for {kind}: allowed are 'epoch' and 'step'.")
     if type(config.frequency) is not int or config.frequency < 1:
@@ -172,12 +160,6 @@ def _check_scheduler(config: SchedulerConfig, automatic: bool, calls_step: bool)
         raise ConfigError(
             f"{kind} needs the name of a logged value: return "
             '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}.'
-        )
-    if not automatic and (config.monitor is not None or config.frequency != 1):
-        log.warning(
-            "monitor and frequency of %s have no effect with automatic_optimization = False: call its step in "
-            "training_step or a hook, self.lr_schedulers().step(...)",
-            kind,
         )
 
 
@@ -208,53 +190,39 @@ def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: boo
 
 
 def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
-    if isinstance(configured, Mapping):
-        return _read_dict(configured, module_name)
-    if isinstance(configured, (list, tuple)):
-        parts = list(configured)
-        if len(parts) == 2 and all(isinstance(part, (list, tuple)) for part in parts):
-            return list(parts[0]), [_scheduler(scheduler) for scheduler in parts[1]]
-        if parts and all(isinstance(part, Mapping) for part in parts):
-            read = [_read_dict(part, module_name) for part in parts]
-            return [o for optimizers, _ in read for o in optimizers], [s for _, schedulers in read for s in schedulers]
-        return parts, []
-    if configured is None:
-        raise ConfigError(
-            f"{module_name}.configure_optimizers returned None. Did you forget 'return'? "
-            "Return torch.optim.AdamW(self.parameters(), lr=...) or the like."
-        )
-    return [configured], []
-
-
-def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers of two lists, or of one or several dicts and optimizers."""
+    parts = list(configured) if isinstance(configured, list | tuple) else [configured]
+    if len(parts) == 2 and all(isinstance(part, list | tuple) for part in parts):
+        return list(parts[0]), [_scheduler(scheduler) for scheduler in parts[1]]
+    optimizers, schedulers = [], []
     known = ("optimizer", "lr_scheduler", "monitor")
-    for key in configured:
-        if key not in known:
-            raise ConfigError(
-                f"{module_name}.configure_optimizers returned the unknown key {key!r}.{did_you_mean(str(key), known)} "
-                f"Allowed: {', '.join(known)}."
-            )
-    if "optimizer" not in configured:
-        raise ConfigError(f'{module_name}.configure_optimizers returned a dict without "optimizer".')
-    scheduler = configured.get("lr_scheduler")
-    if scheduler is not None and "monitor" in configured:
-        options = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
-        scheduler = {"monitor": configured["monitor"], **options}
-    return [configured["optimizer"]], [] if scheduler is None else [_scheduler(scheduler)]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            optimizers.append(part)
+            continue
+        _check_keys(part, f"{module_name}.configure_optimizers returned a dict", "optimizer", known)
+        optimizers.append(part["optimizer"])
+        if part.get("lr_scheduler") is not None:
+            schedulers.append(_scheduler(part["lr_scheduler"], part.get("monitor")))
+    return optimizers, schedulers
 
 
-def _scheduler(configured: Any) -> SchedulerConfig:
-    if not isinstance(configured, Mapping):
-        return SchedulerConfig(configured)
+def _scheduler(configured: Any, monitor: str | None = None) -> SchedulerConfig:
+    options = configured if isinstance(configured, Mapping) else {"scheduler": configured}
     known = [one.name for one in fields(SchedulerConfig) if one.init]
-    for key in configured:
+    _check_keys(options, "lr_scheduler is a dict", "scheduler", known)
+    return SchedulerConfig(**{"monitor": monitor, **options})
+
+
+def _check_keys(given: Mapping[str, Any], subject: str, needed: str, known: Sequence[str]) -> None:
+    """Raise a ConfigError if a dict has an unknown key, or lacks the needed one."""
+    for key in given:
         if key not in known:
             raise ConfigError(
-                f"lr_scheduler has the unknown key {key!r}.{did_you_mean(str(key), known)} Allowed: {', '.join(known)}."
+                f"{subject} with the unknown key {key!r}.{did_you_mean(str(key), known)} Allowed: {', '.join(known)}."
             )
-    if "scheduler" not in configured:
-        raise ConfigError('the lr_scheduler dict has no "scheduler".')
-    return SchedulerConfig(**configured)
+    if needed not in given:
+        raise ConfigError(f"{subject} without {needed!r}.")
 
 
 def zero_grad_fast(optimizer: Optimizer) -> None:
@@ -288,13 +256,13 @@ def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), optimizer)]
     seen = {id(optimizer)}
     for path, outer in waiting:
-        held: list[tuple[tuple[Any, ...], Any]] = []
+        held: dict[tuple[Any, ...], Any] = {}
         for name, value in vars(outer).items():
-            held.append(((name,), value))
+            held[name,] = value
             several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-            for key, one in several.items() if isinstance(several, dict) else ():
-                held.append(((name, key), one))
-        for way, one in held:
+            if isinstance(several, dict):
+                held |= {(name, key): one for key, one in several.items()}
+        for way, one in held.items():
             if id(one) in seen or not hasattr(one, "__dict__"):
                 continue
             if isinstance(one, Optimizer) or (len(path) < _DEEPEST and _is_users(one)):
@@ -314,26 +282,3 @@ def with_modes(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Return the optimizers, and those in them, with `train()` and `eval()`: they have two sets of weights."""
     every = [one for optimizer in optimizers for one in optimizers_inside(optimizer).values()]
     return [one for one in every if all(callable(getattr(one, mode, None)) for mode in ("train", "eval"))]
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _instead_of_scheduler(value: Any, calls_step: bool) -> str | None:
-    """Return what to give in place of something that cannot be a scheduler."""
-    if isinstance(value, type | Optimizer | None):
-        return "Give a scheduler, for example torch.optim.lr_scheduler.StepLR(optimizer, 10)."
-    if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-        return "Give it state_dict() and load_state_dict(state), by which checkpoints store it."
-    if calls_step and not hasattr(value, "step"):
-        return "Give it a method step(), or step it in lr_scheduler_step(self, scheduler, metric) of the module."
-    return None
-
-
-def _instead(value: Any) -> str:
-    if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
-        return 'Return {"optimizer": optimizer, "lr_scheduler": scheduler}, or two lists: [optimizer], [scheduler].'
-    return "Return torch.optim.AdamW(self.parameters(), lr=...) or the like."

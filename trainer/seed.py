@@ -327,17 +327,7 @@ def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) 
 
     Returns:
         A function that restores torch's settings.
-
-    Raises:
-        ConfigError: an unknown value, or `deterministic` and `benchmark` together.
     """
-    if deterministic not in (True, False, "warn"):
-        raise ConfigError(f"deterministic={deterministic!r}. Allowed: True, False, 'warn'.")
-    if deterministic and benchmark:
-        raise ConfigError(
-            "benchmark=True chooses algorithms by their speed, which differs from run to run; "
-            "that contradicts deterministic. Leave one of them out."
-        )
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

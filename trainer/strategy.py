@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -417,9 +416,8 @@ def inherits(strategy: Strategy, method: str) -> bool:
 
 def without_cast(strategy: Strategy) -> Callable[[Any], Any]:
     """Return `to_device` without a cast to 16 bits, which would round labels."""
-    return (
-        strategy._move if strategy._moves_batches and strategy.precision.weights.itemsize == 2 else strategy.to_device
-    )
+    rounds = strategy._moves_batches and strategy.precision.weights.itemsize == 2
+    return strategy._move if rounds else strategy.to_device
 
 
 def keeps_batches(strategy: Strategy) -> bool:
@@ -604,11 +602,13 @@ def own_parameters(strategy: Strategy) -> list[OwnParameter]:
     state = strategy.module_state()
     found = []
     for name, parameter in strategy.module.named_parameters():
-        if parameter.requires_grad:
-            value = state[name]
-            is_shard = isinstance(value, Shard)
-            local = value.local if isinstance(value, Shard) else value
-            found.append(OwnParameter(name, local, is_shard, not isinstance(value, Shard) or value.extent.numel > 0))
+        value = state[name]
+        if not parameter.requires_grad:
+            continue
+        if isinstance(value, Shard):
+            found.append(OwnParameter(name, value.local, is_shard=True, counts=value.extent.numel > 0))
+        else:
+            found.append(OwnParameter(name, value, is_shard=False, counts=True))
     return found
 
 
@@ -704,9 +704,10 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
     known = available_strategies()
     if strategy == "auto" and device_type == "xla":
         return known["xla"](), "auto: torch_xla's devices"
+    if strategy == "auto" and num_processes > 1:
+        return known["ddp"](), f"auto: {num_processes} processes"
     if strategy == "auto":
-        name = "ddp" if num_processes > 1 else "single_device"
-        return known[name](), f"auto: {num_processes} process{'es' if num_processes > 1 else ''}"
+        return known["single_device"](), "auto: 1 process"
     if strategy not in known:
         classes = {kind.__name__: repr(name) for name, kind in [*known.items()][::-1]}
         words = classes | words_for("strategy", [strategy])
@@ -763,25 +764,22 @@ def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
             f"{type(module).__name__} was sharded by another strategy in an earlier run, and cannot be used under "
             f"{strategy.name!r}: make a new one, for example with load_from_checkpoint."
         ]
-    problems, wrappers = [], _wrappers()
+    problems = []
     for name, child in module.named_modules():
-        wrapper = next((words for kind, words in wrappers if isinstance(child, kind)), None)
+        wrapper = next((kind.__name__ for kind in type(child).__mro__ if kind.__name__ in TORCH_WRAPPERS), None)
         if wrapper is not None:
-            where = f"{type(module).__name__}.{name}" if name else type(module).__name__
+            where = ".".join(filter(None, (type(module).__name__, name)))
             problems.append(
-                f"{where} is already wrapped by {wrapper}, and strategy {strategy.name!r} wraps by itself: "
-                "give it unwrapped."
+                f"{where} is already wrapped by {TORCH_WRAPPERS[wrapper]}, and strategy {strategy.name!r} wraps by "
+                "itself: give it unwrapped."
             )
     return problems
 
 
-def _wrappers() -> list[tuple[type, str]]:
-    """Return the wrapper classes that have been imported, with their descriptions; a module cannot contain others."""
-    homes = (
-        ("torch.nn.parallel.distributed", "DistributedDataParallel", "DistributedDataParallel (its .module is inside)"),
-        ("torch.nn.parallel.data_parallel", "DataParallel", "DataParallel (its .module is inside)"),
-        ("torch.distributed.fsdp", "FSDPModule", "fully_shard"),
-        ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel"),
-    )
-    there = [(sys.modules.get(home), name, words) for home, name, words in homes]
-    return [(getattr(home, name), words) for home, name, words in there if hasattr(home, name)]
+TORCH_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel (its .module is inside)",
+    "DataParallel": "DataParallel (its .module is inside)",
+    "FSDPModule": "fully_shard",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+}
+"""Torch's wrappers -> the words for them."""

@@ -380,10 +380,6 @@ def test_wrong_uses_are_refused_before_the_start() -> None:
         BadStepGuard("ignore")  # type: ignore[arg-type]
     with raises_recorded(ConfigError):
         BadStepGuard(window=0)
-    with raises_recorded(ConfigError):
-        quiet(callbacks=BadStepGuard("rewind")).fit(Net(), data(""))
-    with raises_recorded(ConfigError):
-        quiet(callbacks=BadStepGuard("skip"), detect_anomaly=True).fit(Net(), data(""))
     module = Net()
     module.automatic_optimization = False
     with raises_recorded(ConfigError):

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "logging": (lambda folder: {"logger": SlowLogger(), "log_every_n_steps": 1}, "log_every_n_steps (it is 1)"),
     "saving": (saving, "async_save=True"),
     "transfer to device": (lambda folder: {"module": SlowTransfer()}, "in the dataset or in collate_fn"),
-    "compute": (lambda folder: {"module": SlowStep()}, "compile=True; `trainer tune throughput` measures its gain"),
+    "compute": (lambda folder: {"module": SlowStep()}, "`trainer tune throughput` measures their gain"),
 }
 
 

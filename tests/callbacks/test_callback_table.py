@@ -6,14 +6,17 @@ import importlib
 import pkgutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trainer.callbacks
+from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
-from trainer import Callback, ConfigError, Trainer
+from trainer import Callback, ConfigError, Logger, Trainer
 from trainer.callback import DEFAULT_CALLBACKS, Checkpoint, callback_named
 from trainer.callbacks import CALLBACKS
+from trainer.errors import MissingPackageError
 from trainer.settings import PROFILERS
 
 
@@ -55,3 +58,21 @@ def test_a_callback_of_the_user_replaces_a_default(argument: str) -> None:
         kinds = {type(callback).__name__ for callback in Trainer(callbacks=[given], logger=False).callbacks}
         others = set(DEFAULT_CALLBACKS.values()) - {DEFAULT_CALLBACKS[argument]}
         assert kinds == others | {type(given).__name__}
+
+
+def test_an_unknown_location_is_refused() -> None:
+    own = type("Own", (Callback,), {"in_place_of": "progress_bar"})()
+    with raises_recorded(ConfigError):
+        Trainer(callbacks=[own])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DeviceStatsMonitor", "MLFlowLogger", "RichProgressBar", "TensorBoardLogger", "WandbLogger"],
+)
+def test_a_missing_package_is_named_at_the_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.errors.find_spec", lambda package: None)
+    own = CALLBACKS[name]()
+    given: dict[str, Any] = {"logger": own} if isinstance(own, Logger) else {"callbacks": own}
+    with raises_recorded(MissingPackageError):
+        quiet(max_steps=1, **given).fit(Toy(), loader(1))

@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_for_a_while(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="trainer"):
-        patch.setattr("trainer.callbacks.csv_logger.write_all", full)
+        patch.setattr("trainer.logger.write_all", full)
         patch.setattr(os, "replace", full)
         for step in (2, 3, 4):
             logger.log_metrics({"a": float(step), "b": 1.0}, step)

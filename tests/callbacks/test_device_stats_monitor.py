@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import logging
 from pathlib import Path
 
 import pytest
@@ -40,12 +39,6 @@ def test_without_cpu_stats_nothing_is_logged_on_a_cpu() -> None:
     trainer = quiet(max_epochs=1, log_every_n_steps=1, callbacks=DeviceStatsMonitor(cpu_stats=False))
     trainer.fit(Toy(), loader(4))
     assert not [name for name in trainer.callback_metrics if "DeviceStats" in name]
-
-
-def test_a_missing_logger_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "trainer"):
-        quiet(max_steps=1, callbacks=DeviceStatsMonitor()).fit(Toy(), loader(4))
-    assert "DeviceStatsMonitor has no logger" in caplog.text
 
 
 def test_wrong_options_are_refused() -> None:

@@ -229,7 +229,7 @@ def test_a_second_fit_starts_afresh() -> None:
         assert trainer.current_epoch == 3
 
 
-@pytest.mark.parametrize("wrong", [{"monitor": ""}, {"mode": "lowest"}, {"patience": 0}, {"patience": 1.5}])
+@pytest.mark.parametrize("wrong", [{"mode": "lowest"}, {"patience": 0}, {"patience": 1.5}])
 def test_wrong_arguments(wrong: dict[str, Any]) -> None:
     with raises_recorded(ConfigError):
         EarlyStopping(**{"monitor": "val_loss", **wrong})

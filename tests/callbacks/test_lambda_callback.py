@@ -22,8 +22,8 @@ def test_functions_are_called_as_hooks() -> None:
     assert seen == ["fit", ("start", "Toy"), 0, 1]
 
 
-def test_all_problems_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        LambdaCallback(on_train_strat=print, on_fit_end=3)  # type: ignore[arg-type]
-    assert "unknown hook of LambdaCallback 'on_train_strat'. Did you mean 'on_train_start'?" in str(caught.value)
-    assert "LambdaCallback(on_fit_end=3): give a function." in str(caught.value)
+def test_what_is_not_a_hook_or_not_a_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown hook of LambdaCallback 'on_train_strat'"):
+        LambdaCallback(on_train_strat=print)
+    with pytest.raises(ConfigError, match=r"LambdaCallback\(on_fit_end=3\): give a function"):
+        LambdaCallback(on_fit_end=3)  # type: ignore[arg-type]

@@ -174,7 +174,6 @@ def test_a_resumed_run_has_the_same_bits(start: float, tmp_path: Path) -> None:
     [
         {"swa_lrs": -0.1},
         {"swa_lrs": 0.1, "swa_epoch_start": 1.5},
-        {"swa_lrs": []},
         {"swa_lrs": 0.1, "annealing_strategy": "exp"},
     ],
     ids=str,

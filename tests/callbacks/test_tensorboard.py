@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
 import math
@@ -22,7 +21,6 @@ from tests.messages import raises_recorded
 from trainer import Callback, ConfigError
 from trainer.callbacks import BadStepGuard, LambdaCallback, ModelCheckpoint, TensorBoardLogger
 from trainer.callbacks.tensorboard import _EventFile
-from trainer.errors import MissingPackageError
 
 pytest.importorskip("tensorboard")
 
@@ -336,22 +334,6 @@ def test_evaluation_after_training_adds_to_the_curves() -> None:
     assert len(found["train_loss"]) == 4
 
 
-def test_tensorboard_is_imported_late_and_a_message_says_that_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_import = builtins.__import__
-
-    def without_tensorboard(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith(("tensorboard", "torch.utils.tensorboard")):
-            raise ImportError(name)
-        return true_import(name, *args, **kwargs)
-
-    for name in [name for name in sys.modules if "tensorboard" in name and not name.startswith("trainer")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", without_tensorboard)
-    trainer = quiet(max_epochs=1, logger=TensorBoardLogger())
-    with raises_recorded(MissingPackageError):
-        trainer.fit(Toy(), loader(1))
-
-
 # -- the event file ----------------------------------------------------------------------------------------------------
 
 
@@ -370,7 +352,7 @@ def points(path: Path) -> list[tuple[int, str, float]]:
 def test_numbers_that_a_float_cannot_hold() -> None:
     file = _EventFile(Path("a"))
     file.add_scalars({"a": math.inf, "b": -1e300, "c": math.nan}, 2**40)
-    file.flush()
+    file.write()
     (_, _, a), (step, _, b), (_, _, c) = points(file.path)
     assert (a, b, step) == (math.inf, -math.inf, 2**40)
     assert math.isnan(c)
@@ -381,7 +363,7 @@ def test_the_command_that_the_docs_give_for_the_time_of_a_scalar_writes_scalars(
     command = next(line for line in page.read_text().splitlines() if "timeit" in line and "tensorboard" in line)
     prepare, statement = shlex.split(command.strip().strip("`."))[4:]
     names: dict[str, Any] = {}
-    exec(f"{prepare}\n{statement}\nf.flush()", names)
+    exec(f"{prepare}\n{statement}\nf.write()", names)
     assert points(names["f"].path) == [(1, "loss", 0.5)]
 
 
@@ -398,8 +380,8 @@ def test_points_are_kept_while_the_disk_is_full(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             file.add_scalars({"loss": 1.0}, step)
-            file.flush()
+            file.write()
     assert len([r for r in caplog.records if "cannot write" in r.message]) == 1
     file.path = path
-    file.flush()
+    file.write()
     assert points(path) == [(0, "loss", 1.0), (1, "loss", 1.0), (2, "loss", 1.0)]

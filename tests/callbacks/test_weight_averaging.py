@@ -375,21 +375,19 @@ def test_a_single_process_goes_on_with_any_checkpoint(name: str, folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("callback", "settings", "words"),
+    ("callback", "settings", "late"),
     [
-        (lambda: StochasticWeightAveraging(0.01, swa_epoch_start=9), {"max_epochs": 4}, "(swa_epoch_start=9)"),
-        (lambda: StochasticWeightAveraging(0.01), {"max_epochs": 10, "max_steps": 5}, "(swa_epoch_start=0.8)"),
-        (lambda: EMAWeightAveraging(update_starting_at_step=9), {"max_epochs": 2}, "(update_starting_at_step=9, "),
-        (lambda: StochasticWeightAveraging(0.01), {"max_epochs": 2}, ""),
-        (lambda: EMAWeightAveraging(update_starting_at_step=9, update_starting_at_epoch=1), {"max_epochs": 2}, ""),
+        (lambda: StochasticWeightAveraging(0.01, swa_epoch_start=9), {"max_epochs": 4}, True),
+        (lambda: EMAWeightAveraging(update_starting_at_step=9), {"max_epochs": 2}, True),
+        (lambda: StochasticWeightAveraging(0.01), {"max_epochs": 2}, False),
+        (lambda: EMAWeightAveraging(update_starting_at_step=9, update_starting_at_epoch=1), {"max_epochs": 2}, False),
     ],
 )
-def test_an_average_that_begins_after_the_end_is_reported_at_the_start(
-    callback: Any, settings: dict[str, int], words: str, caplog: pytest.LogCaptureFixture
+def test_an_average_that_has_not_begun_is_reported(
+    callback: Any, settings: dict[str, int], late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     quiet(callbacks=[callback()], **settings).fit(Toy(), loader(4))
-    said = [message for message in caplog.messages if "begins after the end of the run" in message]
-    assert [words in message for message in said] == [True] * bool(words)
+    assert any("no weights were averaged" in message for message in caplog.messages) == late
 
 
 class Fails(Callback):

@@ -155,7 +155,7 @@ def test_a_rendezvous_port_that_is_taken_is_reported(project: Path) -> None:
         port = listener.getsockname()[1]
         arguments = ["--nnodes", "2", "--node-rank", "0", "--rdzv", f"127.0.0.1:{port}", "mymodel.py"]
         result = run_python("-m", "trainer", "launch", *arguments, cwd=project).check(1)
-    assert f"port {port} of {socket.gethostname()} (--rdzv 127.0.0.1:{port}) is in use" in result.stderr
+    assert f"port {port} of {socket.gethostname()} (--rdzv 127.0.0.1:{port}) cannot be opened" in result.stderr
 
 
 def test_help_has_examples_and_needs_no_torch(command: Command) -> None:

@@ -43,9 +43,7 @@ def test_a_port_that_becomes_free_is_taken() -> None:
 
 def test_nobody_listens() -> None:
     port = free_port()
-    with pytest.raises(
-        TrainerError, match=f"127.0.0.1:{port}, the place, cannot be reached: the machine is there, but"
-    ):
+    with pytest.raises(TrainerError, match=f"127.0.0.1:{port}, the place, cannot be reached: .*refused"):
         connect("127.0.0.1", port, "the place", wait=0.3)
 
 
@@ -61,7 +59,7 @@ def test_whoever_listens_later_is_found() -> None:
 
 @pytest.mark.parametrize("host", ["no-such-machine.invalid", "a..b"])
 def test_a_name_of_no_machine(host: str) -> None:
-    with pytest.raises(TrainerError, match=f"{host}:29500, the place, cannot be reached: there is no machine of this"):
+    with pytest.raises(TrainerError, match=f"{host}:29500, the place, cannot be reached: "):
         connect(host, 29500, "the place", wait=0.3)
 
 
@@ -132,7 +130,7 @@ def test_processes_of_a_second_attempt_do_not_meet_the_dead_ones_of_the_first(mo
 def test_whoever_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_ATTEMPT", "")
     environment = Environment(0, 0, 3, 3, 0, 1, "Slurm", "127.0.0.1", free_port())
-    with pytest.raises(TrainerError, match="ranks 1, 2 of 3 have not come within 0 s"):
+    with pytest.raises(TrainerError, match="ranks 1, 2 of 3 did not come within 0 s"):
         join_store(environment, timedelta(seconds=0.2))
 
 
@@ -144,7 +142,7 @@ def test_missing_ranks_are_named_while_the_others_wait(
     environment = Environment(0, 0, 2, 2, 0, 1, "Slurm", "127.0.0.1", free_port())
     with pytest.raises(TrainerError):
         join_store(environment, timedelta(seconds=0.2))
-    assert "s to begin: rank 1 of 2 has not come" in caplog.text
+    assert "s to begin: rank 1 of 2 did not come" in caplog.text
 
 
 BUSY = """
@@ -193,7 +191,7 @@ def test_a_rank_that_dies_before_it_joins_is_named_by_all_others() -> None:
     ]
     for rank in ranks[:2]:
         errors = rank.wait().check(1).stderr
-        assert "rank 2 of 3 has not come within 10 s (timeout_seconds of the strategy)." in errors, errors
+        assert "rank 2 of 3 did not come within 10 s (timeout_seconds of the strategy)." in errors, errors
 
 
 def test_a_run_on_a_taken_port_ends_on_all_ranks(taken: int) -> None:
@@ -212,4 +210,4 @@ def test_processes_wait_no_longer_than_asked_for_a_master_that_is_not_there() ->
     env = {**place, "RANK": "1", "LOCAL_RANK": "1", "TRAINER_CONNECT_SECONDS": "1"}
     result = fork_python(BUSY, env=env).wait().check(1)
     assert f"127.0.0.1:{port}, where the processes meet" in result.stderr
-    assert "nobody listens on this port" in result.stderr
+    assert "Connection refused" in result.stderr

@@ -109,7 +109,7 @@ def _choices() -> None:
         assert (config.device_type, config.num_processes, config.strategy.name) == ("emulated", 2, "ddp")
         assert config.reasons["device"] == f"{accelerator}: emulated devices of torch.accelerator: 2"
     assert Trainer(accelerator="cpu", **QUIET).config.device_type == "cpu"
-    with pytest.raises(ConfigError, match="devices=3, but 2 emulated devices can be seen, counted from 0"):
+    with pytest.raises(ConfigError, match="devices=3 cannot be used: 2 emulated devices can be seen"):
         Trainer(accelerator="emulated", devices=3)
     with pytest.raises(ConfigError, match=r"unknown accelerator 'emulate'\. Did you mean 'emulated'"):
         Trainer(accelerator="emulate")

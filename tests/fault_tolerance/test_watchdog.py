@@ -59,7 +59,8 @@ def test_a_run_with_heartbeats_or_in_a_slow_phase_goes_on(how: str) -> None:
 
 def test_shows_all_stacks_and_who_is_behind() -> None:
     errors = two("hanging").check(1).stderr
-    assert "the run hangs: no progress for 1 s (watchdog_seconds). rank 1 is behind.\n  rank 1: 3 steps done" in errors
+    assert "the run hangs: no progress for 1 s (watchdog_seconds). behind the others: rank 1." in errors
+    assert "\n  rank 1: 3 steps done" in errors
     for rank in (0, 1):
         shown = errors[errors.index(f"rank {rank} of 2, ") :]
         assert shown.splitlines()[1] == "  thread MainThread (most recent call last):"

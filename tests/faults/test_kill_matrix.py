@@ -118,7 +118,7 @@ def check_failure(result: Result, how: str, who: str, root: Path, code: int) -> 
             assert f"rank {rank} of 2, " in errors
         assert errors.count("in training_step") >= (2 if who == "both" else 1)
         assert "the run hangs: no progress for 4 s" in errors
-        assert (f"rank {who} is behind" if who != "both" else "No rank is behind") in errors
+        assert (f"behind the others: rank {who}" if who != "both" else "No rank is behind") in errors
     assert (
         read_checkpoint(CheckpointDirectory(root / "version_0" / "checkpoints").resolve("last"))["progress"]["step"]
         == 5

@@ -258,8 +258,8 @@ print([value.item() for _, value in launch(total, devices=2)])
     [
         ("", None),
         ("torch.cuda.device_count()", None),
-        ("torch.ones(1).cuda()", "CUDA has been initialised in this process"),
-        ("torch.cuda.is_available()", "CUDA has been asked for its devices"),
+        ("torch.ones(1).cuda()", "CUDA has been used in this process"),
+        ("torch.cuda.is_available()", "CUDA has been used in this process"),
     ],
 )
 def test_cuda_in_a_notebook(before: str, message: str | None, tmp_path: Path) -> None:

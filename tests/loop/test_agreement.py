@@ -647,7 +647,7 @@ WARNED = {
     "validation": "the evaluation loader, Kept.kept: ",
     "hooks": "hooks differ between processes:\n  forward hooks of layers.0: missing on rank 0, and Hooked.__init__.<",
     "hooks of a parameter": "backward hooks of layers.0.weight: missing on rank 0, and Hooked.",
-    "names reduction": "the processes do not agree on the reduction: 'mean' on one, and 'max' on another.",
+    "names reduction": "the processes do not agree on the reduction: reduce_fx='mean'",
 }
 
 

@@ -125,16 +125,6 @@ def test_what_is_no_schedule(kind: Any, schedule: Any) -> None:
         quiet(max_epochs=1).fit(module, loader(1))
 
 
-@pytest.mark.parametrize(
-    ("option", "reported"), [({"monitor": "loss"}, 1), ({"frequency": 2}, 1), ({"interval": "step"}, 0)]
-)
-def test_options_without_an_effect_are_reported(
-    option: dict[str, Any], reported: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    quiet(max_epochs=1).fit(Scheduled({"scheduler": Halving(), **option}), loader(1))
-    assert caplog.text.count("monitor and frequency of Halving have no effect") == reported
-
-
 class Counted(torch.optim.SGD):
     scales: list[float]
 

@@ -43,9 +43,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "precision misspelt": ({"precision": "bf61-mixed"}, ["'bf61-mixed'", "Did you mean 'bf16-mixed'?", "32-true"]),
     "accelerator misspelt": ({"accelerator": "cudda"}, ["'cudda'", "Did you mean 'cuda'?", "cpu"]),
     "accelerator not there": ({"accelerator": "mps"}, ["accelerator='mps'", "no MPS", "Use accelerator='auto'"]),
-    "no device": ({"devices": 0}, ["devices=0", "at least one", "Allowed: 'auto'"]),
+    "no device": ({"devices": 0}, ["devices=0", "Allowed: 'auto'"]),
     "devices that cannot be read": ({"devices": "two"}, ["devices='two'", "Allowed: 'auto'"]),
-    "numbers of cpus": ({"devices": [0]}, ["devices=[0]", "cpu", "such as 1"]),
+    "numbers of cpus": ({"devices": [0]}, ["devices=[0]", "cpu", "a number of devices"]),
     "one process for two devices": (
         {"strategy": "single_device", "devices": 2},
         ["'single_device' runs one process", "asks for 2", "strategy='ddp'", "devices=1"],

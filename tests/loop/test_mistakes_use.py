@@ -26,7 +26,7 @@ LOGGED: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], list[str]]] = {
     "a text": (lambda self, loss, batch: self.log("x", "3.5"), ["got a str", "give a number"]),
     "a dict": (lambda self, loss, batch: self.log("x", {"a": 1}), ["got a dict", "self.log_dict"]),
     "None": (lambda self, loss, batch: self.log("x", None), ["got a NoneType", "give a number"]),
-    "value first": (lambda self, loss, batch: self.log(loss, "x"), ["Tensor as the name", "self.log('loss', value)"]),
+    "value first": (lambda self, loss, batch: self.log(loss, "x"), ["got a str: give a number"]),
     "the trainer's step": (
         lambda self, loss, batch: self.log("step", loss),
         ["self.log('step')", "column of epochs", "such as 'my_step'"],

@@ -501,28 +501,6 @@ def test_a_schedule_that_ends_in_nan_is_reported(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("the learning rate is nan at step 4") == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("lr", math.nan),
-        ("lr", math.inf),
-        ("lr", torch.tensor(math.nan)),
-        ("weight_decay", math.inf),
-        ("momentum", math.nan),
-    ],
-    ids=["nan", "inf", "tensor", "decay", "momentum"],
-)
-def test_options_of_optimizers_are_finite(option: str, value: Any) -> None:
-    class Options(Toy):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            optimizer.param_groups[0][option] = value
-            return optimizer
-
-    with raises_recorded(ConfigError):
-        quiet(max_epochs=1).fit(Options(), loader(2))
-
-
 @pytest.mark.parametrize("every", [1, 50])
 def test_a_loss_in_which_no_parameter_takes_part_is_reported(every: int, caplog: pytest.LogCaptureFixture) -> None:
     class Lone(Toy):

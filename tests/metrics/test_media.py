@@ -12,7 +12,7 @@ import torch
 
 from tests.messages import raises_recorded
 from trainer import ConfigError, Logger
-from trainer.metrics.media import Histogram, Images, Media, Table, Text, as_images, png
+from trainer.metrics.media import Histogram, Images, Media, Table, as_images, png
 
 
 class Kept(Logger):
@@ -54,12 +54,12 @@ def test_a_picture_of_any_form(form: str) -> None:
     assert np.array_equal(array, picture().permute(1, 2, 0).numpy())
 
 
-def test_a_picture_of_pil_and_a_file(tmp_path: Path) -> None:
+def test_a_picture_of_pil_and_a_file() -> None:
     Image = pytest.importorskip("PIL.Image")  # noqa: N806
 
     array = picture().permute(1, 2, 0).numpy()
     Image.fromarray(array).save("x.png")
-    for image in (Image.open("x.png"), "x.png", tmp_path / "x.png"):
+    for image in (Image.open("x.png"), "x.png", Path("x.png")):
         assert np.array_equal(as_images(image, None, {}).arrays[0], array)
 
 
@@ -88,8 +88,6 @@ def test_the_tensor_may_change_afterwards() -> None:
 
 def test_text_table_histogram_and_figure() -> None:
     logger = Kept()
-    logger.log_text("a", "all is well", 5)
-    assert logger.media[-1] == ("a", Text("all is well"), 5)
     logger.log_table("b", columns=["x", "y"], data=[[1, torch.tensor(2.0)], ["a|b", None]], step=6)
     assert logger.media[-1] == ("b", Table(["x", "y"], [[1, 2.0], ["a|b", None]]), 6)
     assert logger.last.markdown().splitlines() == ["| x | y |", "| --- | --- |", "| 1 | 2.0 |", "| a\\|b | None |"]
@@ -118,25 +116,17 @@ def test_a_data_frame() -> None:
 
 WRONG: dict[str, Any] = {
     "shape": lambda log: log.log_image("a", torch.zeros(5, 4, 4)),
-    "no picture": lambda log: log.log_image("a", "missing.png"),
     "object": lambda log: log.log_image("a", object()),
     "captions": lambda log: log.log_image("a", picture(), caption=["a", "b"]),
     "options": lambda log: log.log_image("a", picture(), masks=3),
-    "text": lambda log: log.log_text("a", 3),
-    "no text": lambda log: log.log_text("a"),
     "row": lambda log: log.log_table("a", ["x"], [[1], [1, 2]]),
     "no table": lambda log: log.log_table("a"),
     "nothing finite": lambda log: log.log_histogram("a", torch.full((3,), torch.nan)),
     "empty": lambda log: log.log_histogram("a", []),
-    "figure": lambda log: log.log_figure("a", picture()),
-    "key": lambda log: log.log_text("", "x"),
-    "step": lambda log: log.log_text("a", "x", step=-1),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_picture_and_the_like_is_refused(case: str) -> None:
-    if case == "no picture":
-        pytest.importorskip("PIL")
     with raises_recorded(ConfigError):
         WRONG[case](Kept())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from tests.messages import raises_recorded
 from trainer import TrainModule
-from trainer.errors import ConfigError, MissingPackageError
+from trainer.errors import ConfigError
 
 
 class Dropped(TrainModule):
@@ -27,14 +26,6 @@ class Dropped(TrainModule):
 def test_without_a_sample_it_is_asked_for() -> None:
     with raises_recorded(ConfigError):
         Dropped().to_onnx("model.onnx")
-
-
-@pytest.mark.skipif(find_spec("onnxscript") is not None, reason="onnxscript is installed")
-def test_the_missing_package_is_named(tmp_path: Path) -> None:
-    module = Dropped()
-    with raises_recorded(MissingPackageError):
-        module.to_onnx(tmp_path / "model.onnx", torch.ones(3, 4))
-    assert module.training
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # by torch's exporter itself

@@ -66,7 +66,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda c: c["optimizers"][0]["param_groups"][0].update(lr=0.1 + 1e-17 * 2),
         "optimizers.0.param_groups.0.lr",
     ),
-    "groups": (lambda c: c["optimizers"].append({}), "optimizers: 1 and 2 entries"),
+    "groups": (lambda c: c["optimizers"].append({}), "optimizers.1: only in the second"),
     "step": (lambda c: c["progress"].update(step=3), "progress.step: 2 and 3"),
     "random state": (lambda c: c["rng"][0]["torch"].add_(1), "rng.0.torch: 4 of 4 values differ"),
     "callback": (lambda c: c["callbacks"]["Mine"].update(count=True), "callbacks.Mine.count: int and bool"),
@@ -84,10 +84,13 @@ def test_every_difference_is_found(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("log", "expected"),
     [
-        (LOG.replace("0.25", "0.250"), ["metrics.csv, step 2: loss is 0.25 and 0.250"]),
-        (LOG.replace("0.25", ""), ["metrics.csv, step 2: loss is 0.25 and empty"]),
-        (LOG + "3,0.1,\n", ["metrics.csv: 2 and 3 rows; steps in one of them only: 3"]),
-        (LOG + "2,0.25,\n", ["metrics.csv: 2 and 3 rows"]),
+        (LOG.replace("0.25", "0.250"), ["metrics.csv.loss.step 2.0: '0.25' and '0.250'"]),
+        (LOG.replace("0.25", ""), ["metrics.csv.loss.step 2.0: only in the first"]),
+        (LOG + "3,0.1,\n", ["metrics.csv.step.2: only in the second", "metrics.csv.loss.step 3.0: only in the second"]),
+        (
+            LOG + "2,0.25,\n",
+            ["metrics.csv.step.2: only in the second", "metrics.csv.loss.step 2.1: only in the second"],
+        ),
         (LOG.replace(",10", ",11"), []),  # a clock
     ],
 )
@@ -97,7 +100,7 @@ def test_logs_are_compared_by_cell(log: str, expected: list[str], tmp_path: Path
 
 def test_a_missing_log_or_checkpoint_is_reported(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", log=None)
-    assert compare_runs(one, other) == [f"metrics.csv: there is no {other / 'metrics.csv'}"]
+    assert "metrics.csv.step.0: only in the first" in compare_runs(one, other)
     shutil.rmtree(other / "checkpoints")
     with raises_recorded(CheckpointError):
         compare_runs(one, other)

@@ -142,7 +142,8 @@ def test_batches_that_the_module_skips(skips: Any) -> None:
 
     finder = Tuner(quiet()).lr_find(Skips(), loader(20), num_training=40)
     if skips(0):
-        assert (finder.suggestion(), finder.stopped) == (None, "no descent seen: all steps skip their batches")
+        assert finder.suggestion() is None
+        assert "None: all steps skip their batches" in finder.stopped
     else:
         assert 0.01 < (finder.suggestion() or 0) < 1
 
@@ -327,7 +328,7 @@ def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.Mo
     found = Tuner(trainer).throughput(module, steps_per_trial=4)
     assert same(everything(trainer, module), before)
     assert larger in found.pays
-    assert list(found.found) == [larger, with_fused]
+    assert list(found.found)[:2] == [larger, with_fused]  # and both together, if both pay
     assert list(found.failed) == [wrong]
     assert all(one.name in found.table() for one in (larger, with_fused, wrong))
     with raises_recorded(ConfigError):
@@ -338,10 +339,10 @@ def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.Mo
 
 
 def test_settings_that_train_alone_may_not_train_together() -> None:
-    def attempt(settings: list[Setting]) -> float:
-        if len(settings) > 1:
+    def attempt(setting: Setting) -> float:
+        if setting.loader and setting.fused:
             raise ConfigError("a stream that worker processes begin anew has no batch")
-        return 10.0 * (1 + len(settings))
+        return 20.0 if setting.loader or setting.fused else 10.0
 
     settings = [Setting("num_workers=2", loader={"num_workers": 2}), Setting("fused", fused=True)]
     found = search_settings(attempt, iter(settings), combine=True)

@@ -12,7 +12,6 @@ from trainer.distributed.accelerators import ACCELERATORS, OTHER_ACCELERATORS
 from trainer.distributed.tpu import choose_tpu_stack, tpu_is_there
 from trainer.errors import ConfigError, unknown_name_error
 
-_ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
 _MOST_PROCESSES = 4096
 """Maximum number of processes on the CPUs of a machine, which stops answering long before."""
 
@@ -38,13 +37,19 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
     if "mps" in wanted and torch.backends.mps.is_available():
         return "mps", f"{accelerator}: Apple GPU (MPS) found"
     if accelerator == "tpu" or ("tpu" in wanted and tpu_is_there()):
-        return _tpu(accelerator)
+        device_type, reason = choose_tpu_stack()
+        if device_type is None:
+            raise ConfigError(f"accelerator={accelerator!r}, but {reason}")
+        return device_type, f"{accelerator}: {reason}"
     if other is not None and other in wanted:
         return other, f"{accelerator}: {other} devices of torch.accelerator: {torch.accelerator.device_count()}"
-    missing = {"cuda": _no_cuda(), "mps": "no MPS"}.get(accelerator, f"{_no_cuda()}, no MPS")
+    missing = "no CUDA device found, no MPS"
     if accelerator == "auto":
         return "cpu", f"auto: {missing}"
-    raise ConfigError(f"accelerator={accelerator!r}, but: {missing}. Use accelerator='auto' or 'cpu'.")
+    raise ConfigError(
+        f"accelerator={accelerator!r}, but: {missing} (this torch is built for CUDA {torch.version.cuda}, ROCm "
+        f"{torch.version.hip}). Use accelerator='auto' or 'cpu'."
+    )
 
 
 def _other_accelerator() -> str | None:
@@ -61,19 +66,6 @@ def has_streams(device_type: str) -> bool:
     https://github.com/pytorch/pytorch/issues/83015.
     """
     return device_type not in ("cpu", "mps") and hasattr(getattr(torch, device_type, None), "Stream")
-
-
-def _tpu(accelerator: str) -> tuple[str, str]:
-    device_type, reason = choose_tpu_stack()
-    if device_type is None:
-        raise ConfigError(f"accelerator={accelerator!r}, but {reason}")
-    return device_type, f"{accelerator}: {reason}"
-
-
-def _no_cuda() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return "this torch is built without CUDA"
-    return "no CUDA device found"
 
 
 def device_number(local_rank: int, device_ids: Sequence[int] | None, visible: int) -> int:
@@ -107,58 +99,30 @@ def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple
     """
     known = {"cpu": lambda: None, "xla": lambda: None, "mps": lambda: 1, "cuda": torch.cuda.device_count}
     available = known.get(device_type, torch.accelerator.device_count)()
-    wanted = _from_text(devices) if isinstance(devices, str) and devices != "auto" else devices
+    wanted = devices if not isinstance(devices, str) or devices == "auto" else _from_text(devices)
     if wanted in ("auto", -1):
-        return _all_devices(wanted, device_type, available)
-    if isinstance(wanted, int):
-        if wanted < 1:
-            raise ConfigError(f"devices={wanted}: at least one device is needed. {_ALLOWED}")
-        most = _MOST_PROCESSES if available is None else available
-        if wanted > most:
-            raise ConfigError(_not_there(wanted, device_type, most))
+        if available is not None:
+            return available, None, f"{wanted}: all {device_type} devices ({available})"
+        if wanted == "auto" or device_type == "xla":
+            return 1, None, f"{wanted}: one process on {device_type}"
+    most = _MOST_PROCESSES if available is None else available
+    if type(wanted) is int and 0 < wanted <= most:
         return wanted, None, f"{wanted}: as asked"
-    if isinstance(wanted, Sequence):
-        ids = [one for one in wanted if isinstance(one, int)]
-        if len(ids) == len(wanted):
-            return _ids(ids, device_type, available)
-    raise ConfigError(f"devices={devices!r} cannot be read. {_ALLOWED}")
+    if isinstance(wanted, Sequence) and available is not None and device_type != "tpu":
+        ids = [number for number in wanted if type(number) is int and 0 <= number < available]
+        if ids and len(set(ids)) == len(wanted):
+            return len(ids), ids, f"{ids}: as asked"
+    raise ConfigError(
+        f"devices={devices!r} cannot be used: {available or 'no numbered'} {device_type} devices can be seen "
+        "(CUDA_VISIBLE_DEVICES hides GPUs). Allowed: 'auto', a number of devices from 1, -1 for all GPUs, or a list of "
+        "different GPU numbers from 0, such as [0, 1] or '0,1'."
+    )
 
 
-def _from_text(text: str) -> int | list[int]:
+def _from_text(text: str) -> int | list[int] | None:
+    """Return the number or the numbers in a text; None if it has none."""
     if re.fullmatch(r"\s*-?\d+\s*", text):
         return int(text)
     if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*", text):
         return [int(part) for part in text.split(",") if part.strip()]
-    raise ConfigError(f"devices={text!r} cannot be read. {_ALLOWED}")
-
-
-def _all_devices(wanted: object, device_type: str, available: int | None) -> tuple[int, None, str]:
-    if available is not None:
-        return available, None, f"{wanted}: all {device_type} devices ({available})"
-    if device_type == "xla":
-        return 1, None, f"{wanted}: one process drives all devices"
-    if wanted == "auto":
-        return 1, None, "auto: one process on the cpu"
-    raise ConfigError(
-        "devices=-1 means all GPUs, but the accelerator is the cpu. Say how many processes, such as devices=2."
-    )
-
-
-def _ids(ids: list[int], device_type: str, available: int | None) -> tuple[int, list[int], str]:
-    if available is None or device_type == "tpu":
-        raise ConfigError(
-            f"devices={ids}: processes on {device_type} choose no numbers. Say how many, such as {len(ids) or 1}."
-        )
-    if not ids or len(set(ids)) < len(ids):
-        raise ConfigError(f"devices={ids}: give each process a device of its own, at least one. {_ALLOWED}")
-    if not all(0 <= i < available for i in ids):
-        raise ConfigError(_not_there(ids, device_type, available))
-    return len(ids), ids, f"{ids}: as asked"
-
-
-def _not_there(given: object, device_type: str, available: int) -> str:
-    look = ", or look at CUDA_VISIBLE_DEVICES" if device_type == "cuda" else ""
-    return (
-        f"devices={given}, but {available} {device_type} device{'' if available == 1 else 's'} can be seen, counted "
-        f"from 0. Use devices='auto'{look}."
-    )
+    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,8 @@ _REQUIRED = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 _SOURCE = "TRAINER_SOURCE"
 """Set by `Environment.export`: the source before torchrun's variables were set."""
 _HOW = (
-    "Start with torchrun, which sets all of them, or unset them (unset RANK LOCAL_RANK WORLD_SIZE "
-    "LOCAL_WORLD_SIZE) to run as a single process."
+    "Start with torchrun, which sets all of them, or set what is missing (in Azure ML under environment_variables), or "
+    "unset them (unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE) to run as a single process."
 )
 _FIRST_RESERVED_STEP = 4294967280
 """Slurm numbers its own steps (batch, interactive, extern) downwards from 2**32."""
@@ -89,11 +88,7 @@ def _refuse_incomplete_torchrun(environ: Mapping[str, str]) -> None:
     if numbers in ({}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}):
         return
     missing = [name for name in _REQUIRED if name not in given]
-    how = _HOW
-    if missing == ["LOCAL_WORLD_SIZE"]:  # as in Azure ML
-        how += " Or set LOCAL_WORLD_SIZE, the number of processes on this machine, for the job (in Azure ML under "
-        how += "environment_variables)."
-    raise ConfigError(f"{_list(given)} set, but not {', '.join(missing)}. {how}")
+    raise ConfigError(f"{_list(given)} set, but not {', '.join(missing)}. {_HOW}")
 
 
 def _refuse_one_of_several(environ: Mapping[str, str]) -> None:
@@ -109,12 +104,10 @@ def _refuse_one_of_several(environ: Mapping[str, str]) -> None:
         size = _integer(environ, *mpi.names[1], default=1) if mpi.names[1:] else 1
         if any(map(environ.get, mpi.names[0])) and (rank > mpi.first or size > 1):
             given = {name: environ[name] for choice in mpi.names for name in choice if environ.get(name)}
-            missing = [" or ".join(choice) for choice in mpi.names if not any(map(environ.get, choice))]
-            lacks = f"but not {', '.join(missing)}" if missing else "and nothing says how many processes there are"
             raise ConfigError(
-                f"{_list(given)} set, {lacks}: one of several processes, each of which would train alone. Start with "
-                f"torchrun, or have {mpi.start} start `trainer launch` on each machine, or unset them (unset "
-                f"{' '.join(given)}) to run as a single process."
+                f"{_list(given)} set, but not rank, size, local rank and local size: one of several processes, each of "
+                f"which would train alone. Start with torchrun, or have {mpi.start} start `trainer launch` on each "
+                f"machine, or unset them (unset {' '.join(given)}) to run as a single process."
             )
 
 
@@ -234,7 +227,7 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
     if size == 1:
         return "a step of one task (SLURM_STEP_NUM_TASKS=1): a single process"
     # A step started from such a shell inherits the variable, but not the terminal.
-    if environ.get("SLURM_PTY_PORT") and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
+    if environ.get("SLURM_PTY_PORT") and os.isatty(0):
         return "an interactive shell (SLURM_PTY_PORT, and a terminal): not a task of a step"
     rank, local_rank, node = (_integer(environ, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(size)

@@ -174,7 +174,7 @@ def _answer_all(store: Store, number: str, world_size: int, timeout: timedelta) 
 
 
 def _absent(ranks: list[int], world_size: int) -> str:
-    return f"{format_ranks(ranks)} of {world_size} {'has' if len(ranks) == 1 else 'have'} not come"
+    return f"{format_ranks(ranks)} of {world_size} did not come"
 
 
 def _wait(store: Store, rank: int, ready: Callable[[], bool], timeout: timedelta, who: Callable[[], str]) -> None:

@@ -51,13 +51,11 @@ def open_store(host: str, port: int, names: str, wait: float = _BUSY_TIMEOUT_S) 
             return TCPStore(host, port, is_master=True, timeout=handshake, wait_for_workers=False, multi_tenant=True)
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
             problem = errno.errorcode.get(error.errno or 0, "") if isinstance(error, OSError) else str(error)
-            if "EADDRINUSE" not in problem and "EACCES" not in problem:
-                raise TrainerError(f"{host}:{port} ({names}) cannot be opened: {_first_line(error)}") from None
-            if time.monotonic() > deadline:
-                who = "may not be opened by you" if "EACCES" in problem else "is in use, by another run or program"
+            if "EADDRINUSE" not in problem or time.monotonic() > deadline:
                 raise TrainerError(
-                    f"port {port} of {socket.gethostname()} ({names}) {who}. Give all processes another one, such as "
-                    f"{free_port()}, which is free now; `ss -ltnp 'sport = :{port}'` shows the program that has it."
+                    f"port {port} of {socket.gethostname()} ({names}) cannot be opened: {_first_line(error)}. Where it "
+                    f"is in use (`ss -ltnp 'sport = :{port}'` shows by which program) or reserved, give all processes "
+                    f"another one, such as {free_port()}, which is free now."
                 ) from None
             time.sleep(0.25)
 
@@ -174,12 +172,16 @@ def _retry(reach: Callable[[], None], wait: float, what: str) -> None:
             reach()
             return
         except OSError as error:
-            absent = not isinstance(error, ConnectionRefusedError)
-            reason, advice = _explain(error)
+            absent, reason = not isinstance(error, ConnectionRefusedError), str(error)
         limit = min(wait, _UNREACHABLE_TIMEOUT_S) if absent and TIMEOUT not in os.environ else wait
         passed = time.monotonic() - began
         if passed >= limit:
-            raise TrainerError(f"{what} cannot be reached: {reason} (tried for {limit:.0f} s). {advice}")
+            raise TrainerError(
+                f"{what} cannot be reached: {reason} (tried for {limit:.0f} s). Look at the name or address, the "
+                "network and the firewall: `nc -vz HOST PORT` from this machine. Start the process that opens the port "
+                "(rank 0, or `trainer launch` on that machine), give the same port everywhere, or wait longer: "
+                f"{TIMEOUT}=600."
+            )
         if passed > _NOTICE_S and not noticed:
             noticed = True
             print(f"still trying to reach {what} {reason}", file=sys.stderr, flush=True)
@@ -191,19 +193,6 @@ def _resolve(host: str, port: int) -> None:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a label that is empty or too long
         raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
-
-
-def _explain(error: OSError) -> tuple[str, str]:
-    """Return the reason and the advice."""
-    if isinstance(error, socket.gaierror):
-        advice = "Look at the name (`getent hosts NAME` on this machine), or give the IP address."
-        return "there is no machine of this name", advice
-    if isinstance(error, ConnectionRefusedError):
-        advice = "Start the process that opens it (rank 0, or `trainer launch` on that machine), give the same port "
-        advice += f"everywhere, or wait longer: {TIMEOUT}=600."
-        return "the machine is there, but nobody listens on this port", advice
-    reason = "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno) if error.errno else str(error)
-    return reason, "Look at the address, the network and the firewall: `nc -vz HOST PORT` from this machine."
 
 
 def _first_line(error: Exception) -> str:

@@ -17,13 +17,11 @@ def end_forked_child(parent: int, error: BaseException | None) -> None:
     """
     if os.getpid() == parent:
         return
-    code: object = 0 if error is None else 1
+    code = error.code or 0 if isinstance(error, SystemExit) else int(error is not None)
     with suppress(Exception):
-        if isinstance(error, SystemExit):
-            code = 0 if error.code is None else error.code
-            if not isinstance(code, int):
-                print(code, file=sys.stderr)
-        elif error is not None:
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+        elif error is not None and not isinstance(error, SystemExit):
             traceback.print_exception(error)
     with suppress(Exception):
         sys.stdout.flush()

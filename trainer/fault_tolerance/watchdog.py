@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +65,15 @@ class Watchdog:
         self.allow_slow = True
         if store is None or limit is None:
             return
-        self._closed = threading.Event()
         own: Any = store  # torch's stubs do not know `clone`
-        watch = _WatchThread(self, own.clone(), rank, world_size, limit, step, self._closed, folder)
-        self._thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
+        self._store, self._rank, self._world_size, self._limit = own.clone(), rank, world_size, limit
+        self._step, self._folder = step, folder
+        self._since = time.monotonic()
+        """The time of the latest sign of life."""
+        self._interval = min(2.0, limit / 10)
+        """Seconds between two looks."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(self._closed,), name="watchdog", daemon=True)
         self._thread.start()
         # A daemon thread that returns from C++ while Python exits would abort the process.
         atexit.register(self.stop)
@@ -87,103 +91,80 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             atexit.unregister(self.stop)
 
+    # -- the thread ----------------------------------------------------------------------------------------------------
 
-@dataclass
-class _WatchThread:
-    """The work of the watchdog's thread."""
-
-    watchdog: Watchdog
-    store: Any
-    rank: int
-    world_size: int
-    limit: float
-    step: Callable[[], int]
-    closed: threading.Event
-    folder: Path | None
-    since: float = field(default_factory=time.monotonic)
-    """The time of the latest sign of life."""
-
-    @property
-    def interval(self) -> float:
-        """Seconds between two looks."""
-        return min(2.0, self.limit / 10)
-
-    def run(self) -> None:
+    def _watch(self, closed: threading.Event) -> None:
         try:
-            self._run()
+            self._look_until(closed)
         except Exception:
             # Without the store (its process is gone) nothing can be found out; processes that need it will fail.
             faulthandler.cancel_dump_traceback_later()
 
-    def _run(self) -> None:
+    def _look_until(self, closed: threading.Event) -> None:
         seen = (-1, True)
         while True:
-            now = (self.watchdog.heartbeats, self.watchdog.allow_slow)
+            now = (self.heartbeats, self.allow_slow)
             if now != seen:
-                seen, self.since = now, time.monotonic()
-            limit = max(self.limit, _SLOW_LIMIT_S) if self.watchdog.allow_slow else self.limit
+                seen, self._since = now, time.monotonic()
+            limit = max(self._limit, _SLOW_LIMIT_S) if self.allow_slow else self._limit
             # The file descriptor, because sys.stderr may be an object without one.
-            faulthandler.dump_traceback_later(limit + 3 * self.interval, file=2, exit=True)
-            if self.closed.wait(self.interval):
+            faulthandler.dump_traceback_later(limit + 3 * self._interval, file=2, exit=True)
+            if closed.wait(self._interval):
                 return
-            if first_failure(self.store) is not None:
+            if first_failure(self._store) is not None:
                 continue  # the run is ending already
-            now = (self.watchdog.heartbeats, self.watchdog.allow_slow)
-            if time.monotonic() - self.since > limit and seen == now:
-                self.store.compare_set(_EXPIRED, "", f"{self.rank} {limit:g}")
-            if self.store.check([_EXPIRED]):
+            now = (self.heartbeats, self.allow_slow)
+            if time.monotonic() - self._since > limit and seen == now:
+                self._store.compare_set(_EXPIRED, "", f"{self._rank} {limit:g}")
+            if self._store.check([_EXPIRED]):
                 self._end()
 
     def _end(self) -> None:
         """Print where this process stands, wait until all processes have done so, and exit."""
         faulthandler.cancel_dump_traceback_later()
         try:
-            rank, limit = self.store.get(_EXPIRED).decode().split()
-            silent = time.monotonic() - self.since
-            state = {"step": self.step(), "heartbeats": self.watchdog.heartbeats, "silent": silent, "where": where()}
-            state["collective"] = waiting_in(self.folder, self.rank)
-            head = f"rank {self.rank} of {self.world_size}, {silent:.0f} s after its last sign of life:\n"
+            rank, limit = self._store.get(_EXPIRED).decode().split()
+            silent = time.monotonic() - self._since
+            state = {"step": self._step(), "heartbeats": self.heartbeats, "silent": silent, "where": where()}
+            state["collective"] = waiting_in(self._folder, self._rank)
+            head = f"rank {self._rank} of {self._world_size}, {silent:.0f} s after its last sign of life:\n"
             write_error(head + stacks())
-            self.store.set(f"watchdog/{self.rank}", json.dumps(state))
+            self._store.set(f"watchdog/{self._rank}", json.dumps(state))
             # The launcher ends the other processes as soon as one exits.
-            deadline = time.monotonic() + 3 * self.interval + 3.0
-            if self.rank == int(rank):
-                self._wait_for([f"watchdog/{other}" for other in range(self.world_size)], deadline)
+            deadline = time.monotonic() + 3 * self._interval + 3.0
+            if self._rank == int(rank):
+                self._wait_for([f"watchdog/{other}" for other in range(self._world_size)], deadline)
                 write_error(self._report(float(limit)))
-                self.store.set(_REPORTED, "1")
+                self._store.set(_REPORTED, "1")
             else:
                 self._wait_for([_REPORTED], deadline + 1.0)
         finally:
             with suppress(Exception):
-                mark_done(self.store, self.rank)
+                mark_done(self._store, self._rank)
             os._exit(1)
 
     def _wait_for(self, keys: list[str], deadline: float) -> None:
-        while not self.store.check(keys) and time.monotonic() < deadline:
+        while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _report(self, limit: float) -> str:
-        states: dict[int, dict[str, Any]] = {}
-        for rank in range(self.world_size):
-            key = f"watchdog/{rank}"
-            if self.store.check([key]):
-                states[rank] = json.loads(self.store.get(key))
-        silent = [rank for rank in range(self.world_size) if rank not in states]
+        keys = {rank: f"watchdog/{rank}" for rank in range(self._world_size)}
+        states = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        silent = [rank for rank in keys if rank not in states]
         least = min(state["heartbeats"] for state in states.values())
         behind = [rank for rank, state in states.items() if state["heartbeats"] == least]
         if silent:
             who = f"{format_ranks(silent)} did not answer: stopped, or something there holds Python's interpreter lock."
-        elif len(behind) < self.world_size:
-            who = f"{format_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
+        elif len(behind) < self._world_size:
+            who = f"behind the others: {format_ranks(behind)}."
         else:
             who = "No rank is behind the others; the stacks above show what each one waits for."
         if len({state["collective"] for state in states.values()}) > 1:
             who += " The processes are not in the same collective."
         lines = [f"the run hangs: no progress for {limit:g} s (watchdog_seconds). {who}"]
-        shown = sorted(states, key=lambda rank: (states[rank]["heartbeats"], rank))[:16]
-        lines += [
-            f"  rank {rank}: {states[rank]['step']} steps done, last sign of life {states[rank]['silent']:.1f} s ago, "
-            f"in {'; '.join(filter(None, (states[rank]['where'], states[rank]['collective'])))}"
-            for rank in shown
-        ]
+        for rank, state in sorted(states.items(), key=lambda one: one[1]["heartbeats"])[:16]:
+            place = "; ".join(filter(None, (state["where"], state["collective"])))
+            lines.append(
+                f"  rank {rank}: {state['step']} steps done, last sign of life {state['silent']:.1f} s ago, in {place}"
+            )
         return "\n".join(lines) + "\n"

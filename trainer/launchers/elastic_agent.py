@@ -121,8 +121,6 @@ class Agent(LocalElasticAgent):
             if self.signalled is not None or code == -signal.SIGTERM or (code > 0 and not errors):
                 continue
             how = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-            if errors == os.devnull:
-                errors = "not shown, by --local-ranks-filter; --redirects 2 writes those of each rank into a file"
             _print_message(f"rank {rank} {how}{errors and f'; its errors: {errors}'}")
 
     def training_began(self) -> bool:

@@ -97,8 +97,7 @@ def _agent(command: Sequence[str], num_processes: int, max_restarts: int, machin
     name = own if machines.node_rank is None else f"{machines.node_rank:06d}"
     rendezvous = _rendezvous(machines, store, name)
     spec = worker_spec(command, num_processes, max_restarts, rendezvous, own, (machines.host, machines.port))
-    count = f"{num_processes} process{'es' if num_processes > 1 else ''}"
-    sys.stderr.write(f"{count} on this machine ({own}), waiting for {machines}\n")
+    sys.stderr.write(f"processes on this machine ({own}): {num_processes}; waiting for {machines}\n")
     sys.stderr.flush()
     return Agent(spec, store, holds_store, str(machines), logs)
 

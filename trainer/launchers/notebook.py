@@ -57,7 +57,6 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
             checkpoint. The second Ctrl-C kills them.
     """
     number = _number(devices)
-    _refuse_nesting()
     _require_fork()
     # Hosted by this process, on a port that no other program can take.
     store, context = loopback_store(), multiprocessing.get_context("fork")
@@ -119,41 +118,33 @@ def _number(devices: int | str) -> int:
     return devices
 
 
-def _refuse_nesting() -> None:
+def _require_fork() -> None:
+    """Raise ConfigError if this process is one of several already, or if a forked process could not work."""
+    import torch
+
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(
             "launch() was called in a process that is one of several already "
             f"(RANK={os.environ['RANK']} WORLD_SIZE={os.environ['WORLD_SIZE']}): call the function itself."
         )
-
-
-def _require_fork() -> None:
-    """Raise ConfigError if a forked process could not work."""
-    import torch
-
     if not sys.platform.startswith("linux"):
         raise ConfigError(f"launch() forks processes, which is not safe on {sys.platform}: put the code into a script.")
     if not torch.cuda.device_count():  # asks NVML, which does not initialize CUDA
         return
-    why = "CUDA has been initialised in this process (a tensor or a model was moved to a GPU): it cannot be forked."
-    if not torch.cuda.is_initialized():
-        # torch.cuda.is_available() breaks forks, too, without a sign in this process: only a fork can tell.
-        with _interrupts_held_back():
-            child = os.fork()
-            if child == 0:
-                os._exit(int(torch.cuda._is_in_bad_fork()))
-            _, status = os.waitpid(child, 0)
-        if os.waitstatus_to_exitcode(status) == 0:
-            return
-        why = (
-            "CUDA has been asked for its devices in this process (torch.cuda.is_available(), or a Trainer that was "
-            "made here), after which a forked process cannot use it. Set PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python "
-            "starts to ask without harm."
+    # Only a fork can tell: torch.cuda.is_available() breaks forks, too, without a sign in this process.
+    with _interrupts_held_back():
+        child = os.fork()
+        if child == 0:
+            os._exit(int(torch.cuda._is_in_bad_fork()))
+        _, status = os.waitpid(child, 0)
+    if os.waitstatus_to_exitcode(status):
+        raise ConfigError(
+            "launch() cannot start processes here: CUDA has been used in this process (a tensor or a model was moved "
+            "to a GPU, or it was asked for its devices: by torch.cuda.is_available(), or by a Trainer made here), and "
+            "cannot be used in a fork. Begin again in a fresh kernel, and do everything on the GPU inside the "
+            "function; set PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python starts to ask without harm; or put the code "
+            "into a script with Trainer(devices=...)."
         )
-    raise ConfigError(
-        f"launch() cannot start processes here: {why} Begin again in a fresh kernel, and do everything on the GPU "
-        "inside the function; or put the code into a script with Trainer(devices=...)."
-    )
 
 
 def _packed(result: Any) -> bytes:

@@ -42,10 +42,7 @@ _FUNCTIONS = {
 
 def reduction_named(reduction: Any) -> Any:
     """Return the name of a reduction that is given as a function, or in capital letters."""
-    try:
-        return reduction.lower() if isinstance(reduction, str) else _FUNCTIONS.get(reduction, reduction)
-    except TypeError:  # not hashable
-        return reduction
+    return reduction.lower() if isinstance(reduction, str) else _FUNCTIONS.get(reduction, reduction)
 
 
 RESERVED_NAMES = ("step", "epoch")
@@ -53,11 +50,7 @@ RESERVED_NAMES = ("step", "epoch")
 
 
 def check_name(name: Any, disabled_reason: str | None) -> None:
-    """Raise `ConfigError` if `name` is not a string or one of `RESERVED_NAMES`, or if there is a `disabled_reason`."""
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"self.log got a {type(name).__name__} as the name: write self.log('loss', value), the name first."
-        )
+    """Raise `ConfigError` if `name` is one of `RESERVED_NAMES`, or if there is a `disabled_reason`."""
     if disabled_reason is not None:
         raise ConfigError(f"self.log({name!r}): {disabled_reason}")
     if name in RESERVED_NAMES:
@@ -90,10 +83,9 @@ def as_number(name: str, value: Any) -> float:
             return float(value)
     except (TypeError, ValueError):
         pass
-    kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"self.log({name!r}) got {kind}: give a number, a tensor with one element, or a torchmetrics.Metric object; "
-        "for a dict of values or a MetricCollection use self.log_dict."
+        f"self.log({name!r}) got a {type(value).__name__}: give a number, a tensor with one element, or a "
+        "torchmetrics.Metric object; for a dict of values or a MetricCollection use self.log_dict."
     )
 
 

@@ -36,6 +36,10 @@ class Text:
 
     text: str
 
+    def record(self) -> dict[str, Any]:
+        """Return what JSON holds of it."""
+        return {"text": self.text}
+
 
 @dataclass(frozen=True)
 class Histogram:
@@ -43,6 +47,11 @@ class Histogram:
 
     values: np.ndarray[Any, Any]
     bins: int = 64
+
+    def record(self) -> dict[str, Any]:
+        """Return what JSON holds of it: the counts and the edges of the bins."""
+        counts, edges = self.counts()
+        return {"counts": counts, "edges": edges}
 
     def counts(self) -> tuple[list[int], list[float]]:
         """Return the counts and the edges of the bins: one edge more than counts."""
@@ -58,6 +67,10 @@ class Table:
 
     columns: list[str]
     rows: list[list[Any]]
+
+    def record(self) -> dict[str, Any]:
+        """Return what JSON holds of it."""
+        return {"columns": self.columns, "data": self.rows}
 
     def markdown(self) -> str:
         """Return the table as Markdown."""
@@ -99,8 +112,12 @@ def as_images(images: Any, caption: str | Sequence[str] | None, options: dict[st
 def _arrays(image: Any) -> list[np.ndarray[Any, Any]]:
     import numpy as np
 
-    if isinstance(image, (str, Path)) or hasattr(image, "convert"):
-        return [_opened(image)]
+    if isinstance(image, str | Path):
+        from PIL import Image
+
+        image = Image.open(image)
+    if hasattr(image, "convert"):
+        return [_of_pillow(image)]
     if not isinstance(image, torch.Tensor):
         return [_bytes(np.asarray(image), image)]
     array = on_cpu(image, "log_image").numpy()
@@ -109,18 +126,10 @@ def _arrays(image: Any) -> list[np.ndarray[Any, Any]]:
     return [_bytes(one, image) for one in (array if array.ndim == 4 else [array])]
 
 
-def _opened(image: Any) -> np.ndarray[Any, Any]:
+def _of_pillow(image: Any) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    if isinstance(image, (str, Path)):
-        from PIL import Image
-
-        try:
-            image = Image.open(image)
-        except OSError as error:
-            raise ConfigError(f"log_image cannot read the picture {str(image)!r}: {error}.") from error
-    mode = image.mode if image.mode in ("L", "RGB", "RGBA") else "RGB"
-    array = np.asarray(image.convert(mode))
+    array = np.asarray(image.convert(image.mode if image.mode in ("L", "RGB", "RGBA") else "RGB"))
     return array[..., None] if array.ndim == 2 else array
 
 
@@ -143,17 +152,6 @@ def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
     return pixels.round().astype(np.uint8)
 
 
-def as_text(text: Any) -> Text:
-    """Wrap a text.
-
-    Raises:
-        ConfigError: it is no `str`.
-    """
-    if not isinstance(text, str):
-        raise ConfigError(f"log_text got {shown(text)}: give a text, or columns= and data= for a table of texts.")
-    return Text(text)
-
-
 def as_histogram(values: Any, bins: int) -> Histogram:
     """Copy the finite numbers of a tensor, an array or a list.
 
@@ -163,8 +161,6 @@ def as_histogram(values: Any, bins: int) -> Histogram:
     import numpy as np
 
     array = np.asarray(on_cpu(values, "log_histogram") if isinstance(values, torch.Tensor) else values)
-    if array.dtype.kind not in "biuf":
-        raise ConfigError(f"log_histogram got {shown(values)}: give a tensor, an array or a list of numbers.")
     array = array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32).reshape(-1)
     finite = array[np.isfinite(array)]
     if not finite.size:
@@ -174,14 +170,12 @@ def as_histogram(values: Any, bins: int) -> Histogram:
 
 def figure_images(figure: Any) -> Images:
     """Render a figure of matplotlib."""
-    if not hasattr(figure, "savefig"):
-        raise ConfigError(f"log_figure got {shown(figure)}: give a figure of matplotlib, such as plt.figure() returns.")
     from PIL import Image
 
     file = BytesIO()
     figure.savefig(file, format="png")
     file.seek(0)
-    return Images([_opened(Image.open(file))])
+    return Images([_of_pillow(Image.open(file))])
 
 
 def close_figure(figure: Any) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import reduce
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -552,26 +553,26 @@ class MetricLog:
         """
         numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
         mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
-        combined: dict[Any, tuple[LogOptions, float | None, float]] = {}
+        of_ranks: dict[Any, list[tuple[LogOptions, float | None, float]]] = {}
         for theirs in self.all_gather_object(mine):
-            for name, (options, value, weight) in theirs.items():
-                if name in combined:
-                    options_before, before, weight_before = combined[name]
-                    _check_reductions(name, options_before, options)
-                    if before is not None:  # a process whose weights are all 0 has no value
-                        value = before if value is None else COMBINE_HOST[options.reduction](before, value)
-                    weight += weight_before
-                combined[name] = (options, value, weight)
-        return {
-            name: (options, self._finish(name, options, value, weight))
-            for name, (options, value, weight) in combined.items()
-            if options.metric is not None or (value is not None and (options.reduction != "mean" or weight))
-        }
+            for name, one in theirs.items():
+                of_ranks.setdefault(name, []).append(one)
+        combined = {}
+        for name, values in of_ranks.items():
+            options = _common_options(name, [one[0] for one in values])
+            value = self._combine(name, options, [one[1] for one in values], sum(one[2] for one in values))
+            if value is not None:
+                combined[name] = (options, value)
+        return combined
 
-    def _finish(self, name: str, options: LogOptions, value: float | None, weight: float) -> float:
-        if value is None:
-            assert options.metric is not None
+    def _combine(self, name: Any, options: LogOptions, values: list[float | None], weight: float) -> float | None:
+        """Return the reduction of the values of all ranks that have one; None without a value."""
+        if options.metric is not None:
             return self._compute(name, self.module.get_submodule(options.metric))
+        found = [value for value in values if value is not None]  # a process whose weights are all 0 has none
+        if not found or (options.reduction == "mean" and not weight):
+            return None
+        value = reduce(COMBINE_HOST[options.reduction], found)
         return value / weight if options.reduction == "mean" else value
 
     def _compute(self, name: str, metric: Any) -> float:
@@ -596,26 +597,24 @@ def with_suffix(name: str, suffix: str, loader: str = "") -> str:
     return f"{name.removesuffix(end)}_{suffix}{end}"
 
 
-def _check_reductions(name: str | tuple[str, bool], one: LogOptions, other: LogOptions) -> None:
-    """Check that a name's values of two processes can be reduced together."""
-    if (one.reduction, one.metric) == (other.reduction, other.metric):
-        return
-    kinds = [repr(o.reduction) if o.metric is None else f"a torchmetrics object, {o.metric}" for o in (one, other)]
-    raise ConfigError(
-        f"self.log({(name if isinstance(name, str) else name[0])!r}): the processes do not agree on the reduction: "
-        f"{kinds[0]} on one, and {kinds[1]} on another. Log a name in the same way on all of them."
-    )
+def _common_options(name: Any, of_ranks: list[LogOptions]) -> LogOptions:
+    """Return the options of the last rank; raise a ConfigError if the ranks reduce a name differently."""
+    kinds = {(one.reduction, one.metric): None for one in of_ranks}
+    if len(kinds) > 1:
+        found = " or ".join(f"reduce_fx={reduction!r} (torchmetrics object: {metric})" for reduction, metric in kinds)
+        raise ConfigError(
+            f"self.log({name!r}): the processes do not agree on the reduction: {found}. Log a name in the same way on "
+            "all of them."
+        )
+    return of_ranks[-1]
 
 
 def _warn_of_sizes(sizes: Collection[int]) -> None:
-    found = ", ".join(map(str, sizes))
-    why = (
-        f"the tensors of a batch have several first dimensions ({found}): the first is taken for the number of "
-        "samples, by which means over the epoch are weighted."
-        if sizes
-        else "the number of samples of a batch is unknown, so every batch has the same weight in means over the epoch."
+    warnings.warn(
+        f"the first dimensions of a batch's tensors are {[*sizes]}: the first, or else 1, is taken for the number of "
+        "samples, by which means over the epoch are weighted. Pass batch_size=... to self.log.",
+        stacklevel=6,
     )
-    warnings.warn(f"{why} Pass batch_size=... to self.log.", stacklevel=6)
 
 
 def _several_numbers(name: str, what: str) -> ConfigError:

@@ -90,3 +90,45 @@ class _Notifying:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         for listener in self.listeners:
             listener.end_phase(self.name)
+
+
+class PhaseClock:
+    """Counts the time of phases, each without the phases inside it.
+
+    Args:
+        clock: returns the time, in seconds.
+        outside: the name of the time outside of all phases.
+    """
+
+    def __init__(self, clock: Callable[[], float], outside: str) -> None:
+        self.seconds: dict[str, float] = {}
+        """Seconds by phase."""
+        self._clock, self._outside = clock, outside
+        self._inside: list[str] = []
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Begin again, outside of all phases."""
+        self.seconds.clear()
+        self._inside.clear()
+        self._last = self._clock()
+
+    def begin(self, name: str) -> None:
+        """Count what follows as time of the phase, until another one begins inside it."""
+        self.count()
+        self._inside.append(name)
+
+    def end(self, name: str) -> None:
+        """Count what follows as time of the phase around this one."""
+        self.count()
+        if name in self._inside:
+            # The phases inside it have ended, too, even where an exception skipped their end.
+            while self._inside.pop() != name:
+                pass
+
+    def count(self) -> None:
+        """Add the time since the last call to the innermost phase."""
+        now = self._clock()
+        name = self._inside[-1] if self._inside else self._outside
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now

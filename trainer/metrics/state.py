@@ -43,14 +43,12 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
     for name, tracker in _trackers(metrics.module):
         _set_steps(tracker, max((state.get("trackers", {}).get(name, 0) for state in states), default=0))
     objects = dict(_objects(metrics.module))
-    for state in states:
-        metrics.names.update(state.get("names", ()))  # checkpoints of earlier versions have none
     metrics.train.entries.clear()
     metrics.hook_metrics.entries.clear()
     for state in states:
+        metrics.names.update(state.get("names", ()))
         _add_to_scope(metrics.train, _without_lost(state["train"], objects), device)
         _add_to_scope(metrics.hook_metrics, _without_lost(state["hooks"], objects), device)
-    for state in states:  # checkpoints of earlier versions have no "steps"
         _add_unflushed(metrics, _without_lost(state.get("steps", {}), objects), device)
     for name, metric in objects.items():
         saved = [state["objects"][name] for state in states if name in state["objects"]]
@@ -126,9 +124,8 @@ def _beside(metric: Any) -> dict[str, Any]:
 
 
 def _set_beside(metric: Any, saved: dict[str, Any]) -> None:
-    given = saved.get("beside", {})  # checkpoints of earlier versions have none
     for name, now in _beside(metric).items():
-        if type(value := given.get(name)) is type(now):
+        if type(value := saved.get("beside", {}).get(name)) is type(now):
             setattr(metric, name, _moved(value, metric.device))
 
 

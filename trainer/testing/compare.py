@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import struct
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -47,84 +46,64 @@ def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGN
         CheckpointError: one of them has no intact checkpoint.
     """
     patterns = tuple(ignore)
-    one, other = local_path(one), local_path(other)
-    found = _differences("", _last_checkpoint(one), _last_checkpoint(other), patterns)
-    return [*found, *_log_differences(one / "metrics.csv", other / "metrics.csv", patterns)]
+    first, second = (dict(_leaves("", _contents(local_path(path)), patterns)) for path in (one, other))
+    found = []
+    for where in {**first, **second}:
+        if where not in second:
+            found.append(f"{where}: only in the first")
+        elif where not in first:
+            found.append(f"{where}: only in the second")
+        elif difference := _difference(first[where], second[where]):
+            found.append(f"{where}: {difference}")
+    return found
 
 
-def _last_checkpoint(path: Path) -> dict[str, Any]:
-    checkpoint = path if is_committed(path) else CheckpointDirectory(path / "checkpoints").resolve("last")
-    return read_checkpoint(checkpoint)
+def _contents(path: Path) -> dict[str, Any]:
+    """Return the last checkpoint of a run with the columns of its log, or a checkpoint."""
+    if is_committed(path):
+        return read_checkpoint(path)
+    contents = read_checkpoint(CheckpointDirectory(path / "checkpoints").resolve("last"))
+    log = path / "metrics.csv"
+    return {**contents, log.name: _columns(log)} if log.is_file() else contents
 
 
-def _differences(where: str, one: Any, other: Any, ignore: tuple[str, ...]) -> Iterator[str]:
+def _columns(log: Path) -> dict[str, Any]:
+    """Return the steps of a log in order, and for each other column the cells of each step that are not empty."""
+    with open(log, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    columns: dict[str, Any] = {}
+    for row in rows:
+        for name, cell in row.items():
+            if cell:
+                columns.setdefault(name, {}).setdefault(f"step {row['step']}", []).append(cell)
+    return {**columns, "step": [row["step"] for row in rows]}
+
+
+def _leaves(where: str, value: Any, ignore: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested data that are not ignored, and empty containers, with their paths."""
     if any(fnmatchcase(where, pattern) for pattern in ignore):
         return
+    if not isinstance(value, dict | list | tuple) or not value:
+        yield where, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(f"{where}.{key}" if where else str(key), inner, ignore)
+
+
+def _difference(one: Any, other: Any) -> str:
+    """Return the difference between two values in words; empty if there is none."""
     if type(one) is not type(other):
-        yield f"{where}: {type(one).__name__} and {type(other).__name__}"
-    elif isinstance(one, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
-            inside = f"{where}.{key}" if where else str(key)
-            if key in one and key in other:
-                yield from _differences(inside, one[key], other[key], ignore)
-            elif not any(fnmatchcase(inside, pattern) for pattern in ignore):
-                yield f"{inside}: only in the {'first' if key in one else 'second'}"
-    elif isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            yield f"{where}: {len(one)} and {len(other)} entries"
-        for index, pair in enumerate(zip(one, other, strict=False)):
-            yield from _differences(f"{where}.{index}", *pair, ignore)
-    elif isinstance(one, torch.Tensor):
-        yield from _tensor_differences(where, one, other)
-    elif isinstance(one, np.ndarray):
-        yield from _tensor_differences(where, torch.from_numpy(one), torch.from_numpy(other))
-    elif isinstance(one, np.generic):
-        yield from _differences(where, one.item(), other.item(), ignore)
-    elif isinstance(one, float):
-        if struct.pack("<d", one) != struct.pack("<d", other):
-            yield f"{where}: {one!r} and {other!r}"
-    elif one != other:
-        yield f"{where}: {one!r} and {other!r}"
-
-
-def _tensor_differences(where: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[str]:
+        return f"{type(one).__name__} and {type(other).__name__}"
+    if isinstance(one, np.ndarray | np.generic):
+        one, other = torch.as_tensor(one), torch.as_tensor(other)
+    if not isinstance(one, torch.Tensor):
+        # As text, by which -0.0 differs from 0.0, and NaN from nothing.
+        return "" if repr(one) == repr(other) else f"{one!r} and {other!r}"
     if (one.dtype, one.shape) != (other.dtype, other.shape):
-        yield f"{where}: {one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
-        return
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
     bits = [tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (one, other)]
-    if torch.equal(*bits):
-        return
-    different = (bits[0] != bits[1]).any(1)
-    text = f"{where}: {int(different.sum())} of {one.numel()} values differ"
-    if one.is_floating_point():
-        largest = (one.double() - other.double()).abs().max().item()
-        text += f", by up to {largest:.3g}"
-    yield text
-
-
-def _log_differences(one: Path, other: Path, ignore: tuple[str, ...]) -> Iterator[str]:
-    if not one.is_file() and not other.is_file():
-        return
-    for path in (one, other):
-        if not path.is_file():
-            yield f"metrics.csv: there is no {path}"
-            return
-    tables = [_rows(path) for path in (one, other)]
-    steps = [[row["step"] for row in rows] for rows in tables]
-    if steps[0] != steps[1]:
-        strays = sorted({*steps[0]} ^ {*steps[1]}, key=lambda step: (len(step), step))
-        only = f"; steps in one of them only: {', '.join(strays[:5])}" if strays else ""
-        yield f"metrics.csv: {len(steps[0])} and {len(steps[1])} rows{only}"
-        return
-    for first, second in zip(*tables, strict=True):
-        for column in [*first, *(column for column in second if column not in first)]:
-            if any(fnmatchcase(f"metrics.csv.{column}", pattern) for pattern in ignore):
-                continue
-            values = [row.get(column, "") or "empty" for row in (first, second)]
-            if values[0] != values[1]:
-                yield f"metrics.csv, step {first['step']}: {column} is {values[0]} and {values[1]}"
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    different = int((bits[0] != bits[1]).any(1).sum())
+    if not different:
+        return ""
+    largest = f", by up to {(one.double() - other.double()).abs().max():.3g}" if one.is_floating_point() else ""
+    return f"{different} of {one.numel()} values differ{largest}"

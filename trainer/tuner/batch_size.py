@@ -184,20 +184,13 @@ def check_search(
     method: str, mode: str, steps_per_trial: int, init_val: int, max_trials: int, max_val: int, margin: float
 ) -> None:
     """Raise a ConfigError for arguments with which there is no search."""
-    if method != "fit" or mode not in ("power", "binsearch"):
+    least = min(steps_per_trial - 1, init_val, max_trials, max_val)
+    if method != "fit" or mode not in ("power", "binsearch") or least < 1 or not 0 <= margin < 1:
         raise ConfigError(
-            f"scale_batch_size(method={method!r}, mode={mode!r}): the method is 'fit', the mode 'power' or 'binsearch'."
+            f"scale_batch_size(method={method!r}, mode={mode!r}, steps_per_trial={steps_per_trial!r}, init_val="
+            f"{init_val!r}, max_trials={max_trials!r}, max_val={max_val!r}, margin={margin!r}): the method is 'fit', "
+            "the mode 'power' or 'binsearch'; give integers from 1, at least 2 steps, and a margin from 0 and below 1."
         )
-    numbers = {
-        "steps_per_trial": steps_per_trial - 1,
-        "init_val": init_val,
-        "max_trials": max_trials,
-        "max_val": max_val,
-    }
-    if min(numbers.values()) < 1:
-        raise ConfigError(f"scale_batch_size({', '.join(numbers)}): give integers from 1, and 2 steps at least.")
-    if not 0 <= margin < 1:
-        raise ConfigError(f"scale_batch_size(margin={margin!r}): give a number from 0 and below 1.")
 
 
 def check_several(config: ResolvedConfig, module: TrainModule) -> None:

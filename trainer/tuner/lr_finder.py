@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from trainer.callback import Callback
-from trainer.errors import ConfigError, MissingPackageError
+from trainer.errors import ConfigError, require_package
 from trainer.names.paths import answer_further_names
 
 if TYPE_CHECKING:
@@ -104,9 +104,14 @@ class LRFinder:
         """
         steps = self.num_training
         start = attempt(Rates([0.0] * steps))
-        if not self._is_usable(start):
+        known = [loss for loss in start if loss is not None]
+        if not known or not math.isfinite(known[-1]):
+            self.stopped = (
+                f"no descent seen: the loss of step {len(start)} is {start[-1]} (None: all steps skip their "
+                "batches) before any learning rate has acted: look at data and module with Trainer(detect_anomaly=True)"
+            )
             return
-        level = fmean(loss for loss in start if loss is not None)
+        level = fmean(known)
 
         def explodes(losses: Losses) -> bool:
             if early_stop_threshold is None:
@@ -143,17 +148,6 @@ class LRFinder:
             "than it varies from step to step. Give larger batches or more num_training; or a lower min_lr or a higher "
             "max_lr"
         )
-
-    def _is_usable(self, start: Losses) -> bool:
-        known = [loss for loss in start if loss is not None]
-        if not known:
-            self.stopped = "no descent seen: all steps skip their batches"
-        elif not math.isfinite(known[-1]):
-            self.stopped = (
-                f"no descent seen: the loss of step {len(start)} is {known[-1]} before any learning rate has acted: "
-                "look at data and module with Trainer(detect_anomaly=True)"
-            )
-        return not self.stopped
 
     def _climb(self, attempt: Attempt, start: Losses, rate: float) -> float:
         """Return the constant rate with the largest sure fall: near `rate`, or below it where the loss rises."""
@@ -199,10 +193,9 @@ class LRFinder:
             show: show the figure in a window.
             ax: draw here, instead of in a new figure.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise MissingPackageError("matplotlib", "the picture of the learning rates") from error
+        require_package("matplotlib", "the picture of the learning rates")
+        from matplotlib import pyplot
+
         figure, ax = pyplot.subplots() if ax is None else (ax.figure, ax)
         ax.plot(self.results["lr"], self.results["loss"])
         if self.mode == "exponential":
@@ -276,15 +269,13 @@ def check_range(
     method: str, min_lr: float, max_lr: float, num_training: int, mode: Literal["exponential", "linear"] | str
 ) -> None:
     """Raise a ConfigError for arguments with which there is no range test."""
-    if method != "fit" or mode not in ("exponential", "linear"):
+    numbers_fit = 0 < min_lr < max_lr < math.inf and num_training >= 2
+    if not numbers_fit or method != "fit" or mode not in ("exponential", "linear"):
         raise ConfigError(
-            f"lr_find(method={method!r}, mode={mode!r}): a range test trains, so the method is 'fit'; the mode is "
-            "'exponential' or 'linear'."
+            f"lr_find(method={method!r}, mode={mode!r}, min_lr={min_lr!r}, max_lr={max_lr!r}, num_training="
+            f"{num_training!r}): a range test trains, so the method is 'fit'; the mode is 'exponential' or 'linear'; "
+            "give 0 < min_lr < max_lr, and at least 2 steps."
         )
-    if not 0 < min_lr < max_lr < math.inf:
-        raise ConfigError(f"lr_find(min_lr={min_lr!r}, max_lr={max_lr!r}): give 0 < min_lr < max_lr.")
-    if type(num_training) is not int or num_training < 2:
-        raise ConfigError(f"lr_find(num_training={num_training!r}): give an integer from 2.")
 
 
 answer_further_names(__name__)

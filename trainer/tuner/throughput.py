@@ -44,34 +44,16 @@ class Throughput:
     """Samples per second of the settings as they are: the better of two trials, before and after the others."""
     found: dict[Setting, float] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
-    together: float | str | None = None
-    """Samples per second with all settings that pay, or why they do not go together; None: fewer than two pay."""
-
-    @property
-    def pays(self) -> list[Setting]:
-        """The settings with at least 5 % more samples per second, of each argument the best one."""
-        best: dict[tuple[str, ...], Setting] = {}
-        for setting, speed in self.found.items():
-            argument = (*setting.arguments, *(name for name in setting.loader if name != "persistent_workers"))
-            known = best.get(argument)
-            if speed >= LEAST_GROWTH * self.baseline and (known is None or speed > self.found[known]):
-                best[argument] = setting
-        return list(best.values())
+    pays: list[Setting] = field(default_factory=list)
+    """The settings with at least 5 % more samples per second, of each argument the best one."""
 
     def table(self) -> str:
         """Return a line for each setting, the fastest first."""
-        lines = [f"{'as it is':<34}{self.baseline:>12,.0f} samples/s"]
+        lines = [f"{PRESENT.name:<34}{self.baseline:>12,.0f} samples/s"]
         for setting, speed in sorted(self.found.items(), key=lambda item: -item[1]):
             note = f"   ({setting.note})" if setting.note else ""
             lines.append(f"{setting.name:<34}{speed:>12,.0f} samples/s  {speed / self.baseline - 1:>+5.0%}{note}")
         lines += [f"{setting.name:<34}{'-':>12}            {why}" for setting, why in self.failed.items()]
-        if self.together is not None:
-            names = " + ".join(setting.name for setting in self.pays)
-            lines.append(f"together: {names}")
-            if isinstance(self.together, str):
-                lines.append(f"{'':<34}{'-':>12}            {self.together}")
-            else:
-                lines.append(f"{'':<34}{self.together:>12,.0f} samples/s")
         return "\n".join(lines)
 
 
@@ -94,43 +76,55 @@ def settings_to_try(present: Settings, device_type: str) -> Iterator[Setting]:
         yield Setting('precision="bf16-mixed"', arguments={"precision": "bf16-mixed"}, note="other numbers")
 
 
-def search_settings(
-    attempt: Callable[[list[Setting]], float], settings: Iterator[Setting], combine: bool
-) -> Throughput:
+PRESENT = Setting("as it is")
+"""The settings as they are."""
+
+
+def search_settings(attempt: Callable[[Setting], float], settings: Iterator[Setting], combine: bool) -> Throughput:
     """Measure each setting by itself, and those that pay together, by `attempt`, which returns samples per second."""
-    found = Throughput(attempt([]))
+    found = Throughput(attempt(PRESENT))
     for setting in settings:
-        speed = _speed_or_reason(attempt, [setting])
-        if isinstance(speed, str):
-            found.failed[setting] = speed
-        else:
-            found.found[setting] = speed
-    found.baseline = max(found.baseline, attempt([]))
-    if combine and len(found.pays) > 1:
-        found.together = _speed_or_reason(attempt, found.pays)
+        _measure(found, attempt, setting)
+    found.baseline = max(found.baseline, attempt(PRESENT))
+    best: dict[tuple[str, ...], Setting] = {}
+    for setting, speed in sorted(found.found.items(), key=lambda item: item[1]):
+        if speed >= LEAST_GROWTH * found.baseline:
+            best[*setting.arguments, *(name for name in setting.loader if name != "persistent_workers")] = setting
+    found.pays = [*best.values()]
+    if combine and len(best) > 1:
+        _measure(found, attempt, together(found.pays))
     return found
 
 
-def _speed_or_reason(attempt: Callable[[list[Setting]], float], settings: list[Setting]) -> float | str:
-    """Return the samples per second, or why there is no training with the settings."""
+def together(settings: list[Setting]) -> Setting:
+    """Return one setting in place of several."""
+    arguments = {name: value for setting in settings for name, value in setting.arguments.items()}
+    loader = {name: value for setting in settings for name, value in setting.loader.items()}
+    name = " + ".join(setting.name for setting in settings)
+    return Setting(name, arguments, loader, any(setting.fused for setting in settings))
+
+
+def _measure(found: Throughput, attempt: Callable[[Setting], float], setting: Setting) -> None:
+    """Add the samples per second with a setting, or the reason why there is no training with it."""
     try:
-        return attempt(settings)
+        found.found[setting] = attempt(setting)
+        return
+    except TrainerError as error:
+        found.failed[setting] = str(error).splitlines()[0][:100]
     except Exception as error:
-        if not isinstance(error, TrainerError) and not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
-        why = str(error).splitlines()[0] if isinstance(error, TrainerError) else "out of memory"
+        found.failed[setting] = "out of memory"
     release_memory()
-    return why[:100]
 
 
-def apply(settings: list[Setting], module: TrainModule, datamodule: DataModule | None) -> None:
-    """Have the module and the data module of a trial make their loader and optimizers with the settings."""
-    changes = {name: value for setting in settings for name, value in setting.loader.items()}
+def apply(setting: Setting, module: TrainModule, datamodule: DataModule | None) -> None:
+    """Have the module and the data module of a trial make their loader and optimizers with the setting."""
     owner: Any = datamodule if datamodule is not None and datamodule.overrides("train_dataloader") else module
-    if changes and owner.overrides("train_dataloader"):
+    if setting.loader and owner.overrides("train_dataloader"):
         make = owner.train_dataloader
-        owner.train_dataloader = lambda: with_options(make(), changes)
-    if any(setting.fused for setting in settings):
+        owner.train_dataloader = lambda: with_options(make(), setting.loader)
+    if setting.fused:
         configure = module.configure_optimizers
         module.configure_optimizers = lambda: fused(configure())  # type: ignore[method-assign]
 
@@ -141,10 +135,10 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
     Raises:
         ConfigError: the loader is no plain DataLoader, has the options already, or has no batch size to change.
     """
-    if "batch_size" not in changes and all(getattr(loader, name, None) == value for name, value in changes.items()):
-        raise ConfigError("the loader has it already")
     if "batch_size" in changes:
         changes = {**changes, "batch_size": changes["batch_size"] * (getattr(loader, "batch_size", None) or 1)}
+    elif all(getattr(loader, name, None) == value for name, value in changes.items()):
+        raise ConfigError("the loader has it already")
     return loader_like(loader, **changes)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -81,8 +83,8 @@ class Tuner:
             ConfigError: an argument has a wrong value, or there is no such attribute.
         """
         check_range(method, min_lr, max_lr, num_training, mode)
-        attribute = _attribute(model, datamodule, (attr_name,) if attr_name else ("lr", "learning_rate"))
-        if attr_name and update_attr and not attribute:
+        attribute = _Attribute(model, datamodule, (attr_name,) if attr_name else ("lr", "learning_rate"))
+        if attr_name and update_attr and not attribute.name:
             raise ConfigError(
                 f"lr_find(attr_name={attr_name!r}): neither {type(model).__name__} nor its hparams has it."
                 f"{did_you_mean(attr_name, [*vars(model), *model.hparams])}"
@@ -100,8 +102,8 @@ class Tuner:
         if finder.stopped:
             log.warning("lr_find: %s", finder.stopped)
         if found is not None and update_attr:
-            _set(attribute, found)
-            log.info("learning rate: %.3g%s", found, "" if attribute else " (the module has no attribute lr to set)")
+            attribute.set(found)
+            log.info("learning rate: %.3g (set attribute: %s)", found, attribute.name or None)
         return finder
 
     def scale_batch_size(
@@ -151,33 +153,38 @@ class Tuner:
         if several:
             check_several(trainer.config, model)
             start_processes(trainer.config)
-        attribute = _attribute(model, datamodule, (batch_arg_name,)) if train_dataloaders is None else []
-        if train_dataloaders is None and not attribute:
-            raise _no_attribute(batch_arg_name)
+        attribute = _Attribute(model, datamodule, (batch_arg_name,) if train_dataloaders is None else ())
+        if train_dataloaders is None and not attribute.name:
+            raise ConfigError(
+                f"scale_batch_size(batch_arg_name={batch_arg_name!r}): neither the module nor the data module, nor "
+                "their hparams, has it. Set self.batch_size in __init__ and use it in train_dataloader; or give a "
+                "DataLoader as train_dataloaders."
+            )
         most = min(max_val, _samples(train_dataloaders, trainer.config.num_processes) or max_val)
         limit = _limit(memory_limit) if trainer.config.device_type == "cpu" else None
-        before = [_get(one) for one in attribute]
 
         def attempt(size: int) -> float:
             watch = AgreedStopwatch(limit) if several else Stopwatch()
             loader = train_dataloaders
             if loader is not None:
                 loader = loader_like(loader, batch_size=size, drop_last=True)
-            _set(attribute, size)
+            attribute.set(size)
             given = {"accumulate_grad_batches": "auto"} if several else {}
             with limited_memory(None if several else limit):
                 run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial, arguments=given)
             return watch.samples_per_second(size)
 
-        try:
-            self.batch_sizes = search(attempt, mode, init_val, max_trials, most, margin)
-        finally:
-            for one, value in zip(attribute, before, strict=True):
-                _set([one], value)
-        if self.batch_sizes.chosen is not None:
-            _set(attribute, self.batch_sizes.chosen)
-        _report(self.batch_sizes)
-        return self.batch_sizes.chosen
+        with attribute.restored():
+            self.batch_sizes = found = search(attempt, mode, init_val, max_trials, most, margin)
+        if found.chosen is None:
+            log.warning("scale_batch_size: not even one sample fits into the memory")
+            return None
+        attribute.set(found.chosen)
+        log.info(
+            "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%",
+            *(found.table(), found.chosen, found.worthwhile),
+        )
+        return found.chosen
 
     def throughput(
         self,
@@ -202,13 +209,11 @@ class Tuner:
             raise ConfigError(f"throughput(steps_per_trial={steps_per_trial!r}): give an integer from 2.")
         settings, config = self._trainer.settings, self._trainer.config
 
-        def attempt(tried: list[Setting]) -> float:
+        def attempt(tried: Setting) -> float:
             watch, loader = Stopwatch(), train_dataloaders
-            changes = {name: value for setting in tried for name, value in setting.loader.items()}
-            if loader is not None and changes:
-                loader = with_options(loader, changes)
-            given = {name: value for setting in tried for name, value in setting.arguments.items()}
-            prepare = partial(apply, tried)
+            if loader is not None and tried.loader:
+                loader = with_options(loader, tried.loader)
+            prepare, given = partial(apply, tried), tried.arguments
             run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
             if not watch.seconds:
                 raise ConfigError("no step is left without compilation: give more steps_per_trial (--steps)")
@@ -223,52 +228,29 @@ def _limit(given: int | None) -> int | None:
     return given if free is None else free * 9 // 10 // detect_environment().local_world_size
 
 
-def _no_attribute(name: str) -> ConfigError:
-    return ConfigError(
-        f"scale_batch_size(batch_arg_name={name!r}): neither the module nor the data module, nor their hparams, has it."
-        " Set self.batch_size in __init__ and use it in train_dataloader; or give a DataLoader as train_dataloaders."
-    )
+class _Attribute:
+    """The attribute that was searched for: the first of the names that the module, the data module, or their hparams
+    have."""
 
+    def __init__(self, model: TrainModule, datamodule: DataModule | None, names: Sequence[str]) -> None:
+        users: list[Any] = [model] if datamodule is None else [model, datamodule]
+        places = [place for user in users for place in (user, user.hparams)]
+        self.name = next((name for name in names if any(hasattr(place, name) for place in places)), "")
+        self.places = [place for place in places if hasattr(place, self.name)]
 
-def _report(found: BatchSizes) -> None:
-    if found.chosen is None:
-        log.warning("scale_batch_size: not even one sample fits into the memory")
-    else:
-        log.info(
-            "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%",
-            *(found.table(), found.chosen, found.worthwhile),
-        )
+    def set(self, value: Any) -> None:
+        for place in self.places:
+            setattr(place, self.name, value)
 
-
-Attribute = list[tuple[Any, str]]
-"""Places that have the same value: an object, or its hparams, and the name."""
-
-
-def _attribute(model: TrainModule, datamodule: DataModule | None, names: tuple[str, ...]) -> Attribute:
-    """Return the places that have the first of the names that anything has."""
-    for name in names:
-        found: Attribute = []
-        for owner in (model, datamodule):
-            if owner is not None and hasattr(owner, name):
-                found.append((owner, name))
-            if owner is not None and name in owner.hparams:
-                found.append((owner.hparams, name))
-        if found:
-            return found
-    return []
-
-
-def _get(place: tuple[Any, str]) -> Any:
-    owner, name = place
-    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
-
-
-def _set(attribute: Attribute, value: Any) -> None:
-    for owner, name in attribute:
-        if isinstance(owner, dict):
-            owner[name] = value
-        else:
-            setattr(owner, name, value)
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give the places the values back at the end of the block."""
+        before = [(place, getattr(place, self.name)) for place in self.places]
+        try:
+            yield
+        finally:
+            for place, value in before:
+                setattr(place, self.name, value)
 
 
 def _samples(loader: Any, processes: int) -> int | None:
