@@ -14,8 +14,8 @@ import torch
 from trainer.arguments import Limit, PositiveInt, failed_function
 from trainer.callback import Callback
 from trainer.errors import ConfigError
+from trainer.model.compile import compilations
 from trainer.model.peak_flops import peak_of
-from trainer.model.recompilation import compilations
 
 if TYPE_CHECKING:
     from trainer.loop.progress import Progress

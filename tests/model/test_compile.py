@@ -350,34 +350,6 @@ def fit_on(module: TrainModule, setting: Any, sizes: tuple[int, ...]) -> None:
     Trainer(accelerator="cpu", max_epochs=1, seed=3, compile=setting, **QUIET).fit(module, batches(sizes))
 
 
-def test_changing_shapes_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "trainer"):
-        fit_on(Model(), {**EAGER, "dynamic": False}, (4, 3, 2, 5, 6, 7))
-    (message,) = messages_of(caplog)
-    assert "forward (compile_models.py:" in message
-    assert "size mismatch at index 0" in message
-    assert "'dynamic': True" in message
-
-
-def test_a_changing_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Counts(Model):
-        calls = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return self.net(x) * min(1.0, self.calls / 100)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return self(batch[0]).square().mean()
-
-    with caplog.at_level(logging.WARNING, "trainer"):
-        fit_on(Counts(), EAGER, (4,) * 6)
-    (message,) = messages_of(caplog)
-    assert "calls" in message
-    assert "If it is a Python value" in message
-    assert "stack trace" not in message
-
-
 def test_no_warning_without_reason(caplog: pytest.LogCaptureFixture) -> None:
     """A short last batch, evaluation, and another epoch cause no warning."""
     with caplog.at_level(logging.WARNING, "trainer"):

@@ -155,7 +155,6 @@ class Net(Toy):
         self.net[0].bias.requires_grad_(drawn.random() < 0.5)
         self.register_buffer("queue", torch.zeros(4))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.long), persistent=False)
-        self.through = lambda x: self.net(x)
         self.net[0].weight.register_hook(lambda gradient: self.outputs.append("hook"))
         self.lr, self.steps, self.outputs, self.nested = 0.1, 0, [], {"last": [], "newest": collections.deque(maxlen=3)}
         self.plain, self.array, self.words = torch.zeros(2), np.zeros(2), collections.Counter()
@@ -191,7 +190,7 @@ class Net(Toy):
         self.nested["last"].append(self.steps)
         self.nested["newest"].append(random.random() + np.random.random())
         self.new = self.steps
-        loss = super()._loss([self.through(batch[0]), batch[1]])
+        loss = super()._loss([self.net(batch[0]), batch[1]])
         if "total" in self._modules:
             self.total.update(loss.detach())
         return loss
@@ -304,30 +303,6 @@ class Transformed(Counting):
 
     def __getitem__(self, index: int) -> Any:
         return self.transform(super().__getitem__(index))
-
-
-@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
-def test_closures_of_a_loader_are_as_they_were(search: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made() -> tuple[DataLoader[Any], Callable[[], tuple[Any, ...]]]:
-        random_numbers, count, seen = np.random.default_rng(3), 0, collections.Counter[str]()
-
-        def transform(sample: Any) -> Any:
-            seen["transform"] += 1
-            return sample[0] + float(random_numbers.random()), sample[1]
-
-        def collate(batch: Any) -> Any:
-            nonlocal count
-            count += 1
-            seen["collate"] += 1
-            return torch.utils.data.default_collate(batch)
-
-        state = lambda: (count, dict(seen), random_numbers.bit_generator.state)  # noqa: E731
-        return DataLoader(Transformed(transform), 4, collate_fn=collate), state
-
-    loader, state = made()
-    before = state()
-    getattr(Tuner(quiet(max_epochs=1)), search)(Toy(), loader)
-    assert state() == before
 
 
 AT_MODULE_LEVEL = random.Random(7)

@@ -16,7 +16,6 @@ from trainer.data.loader import has_state
 from trainer.data.sampler_state import own_generators
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
-from trainer.model.copies import deepcopy_with_functions
 from trainer.model.reachable import attributes
 from trainer.seed import isolated_rng
 
@@ -41,12 +40,12 @@ def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterat
         ConfigError: the loader can neither be copied nor put back.
     """
     try:
-        copied = deepcopy_with_functions(loader, {id(one): one for one in _large(loader, 0)} | memo)
+        copied = copy.deepcopy(loader, {id(one): one for one in _large(loader, 0)} | memo)
     except Exception as error:
         with ExitStack() as cleanup:
             yield _without_a_copy(loader, is_new, error, cleanup)
         return
-    with isolated_rng(generators=own_generators(loader, of_data=True)):  # those that a closure shares
+    with isolated_rng(generators=own_generators(loader, of_data=True)):  # those that a function shares
         yield copied
 
 

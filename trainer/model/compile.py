@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
+import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +20,6 @@ from torch import nn
 from trainer.errors import raise_problems, shortened, shown
 from trainer.model.activation_checkpointing import compile_block
 from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks, has_forward, is_compiled
-from trainer.model.recompilation import RecompilationMonitor
 
 log = logging.getLogger("trainer")
 
@@ -29,13 +28,6 @@ CompileSetting = bool | str | Mapping[str, Any] | None
 
 GRAPH_BREAKING_METHODS = ("log", "log_dict", "print")
 """Methods of a module that break the graph when a compiled `forward` calls them."""
-RECOMPILE_WARNING_THRESHOLD = 3
-"""Recompilations for one cause until a warning; varying sizes cost one, evaluation mode another."""
-ADVICE = (
-    "If the cause is a size of an input: set compile={'dynamic': True}, pad to a few lengths, or drop_last=True. If it "
-    "is a Python value: hand it over as a tensor, keep it in a buffer, or read it in the step, outside of forward. If "
-    "it is a parameter, blocks of one class differ in their weights: compile=True compiles what holds them."
-)
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,7 @@ def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
 def start_compiling(
     module: nn.Module, compilation: Compilation, steps_done: Callable[[], int] | None = None
 ) -> Callable[[], None]:
-    """Compile the module, watch for recompilations, and return a function that undoes both.
+    """Compile the module, and return a function that undoes it.
 
     Args:
         steps_done: returns the steps of training so far; None: the run does not train.
@@ -136,17 +128,15 @@ def start_compiling(
     compiled = compile_in_place(module, compilation)
     leaves_graphs = compilation.reuses_memory or any(part is module for part in compiled)
     undo_methods = keep_outside_of_graphs(module, compilation.reuses_memory) if leaves_graphs else None
-    monitor = TorchRecompilationMonitor()
     before = steps_done() if steps_done is not None else 0
 
     def undo() -> None:
-        monitor.close()
         for part in compiled:
             vars(part).pop("_compiled_call_impl", None)  # where part.compile() keeps it; torch has no undo
         if undo_methods is not None:
             undo_methods()
         # Where layers are split over processes, the first step runs uncompiled, to be checked.
-        if compiled and steps_done is not None and steps_done() > before + 1 and monitor.compilations == 0:
+        if compiled and steps_done is not None and steps_done() > before + 1 and compilations() == 0:
             log.warning(
                 "compile= had no effect: the steps of %s called none of what it compiles, which is forward, as in "
                 "self.net(x). Other methods, such as self.net.encode(x), are not compiled.",
@@ -264,49 +254,7 @@ def _copied(value: Any) -> Any:
     return {name: _copied(entry) for name, entry in value.items()} if isinstance(value, Mapping) else value
 
 
-class TorchRecompilationMonitor(RecompilationMonitor):
-    """Reads torch's records at the end of each compilation, and costs nothing in between.
-
-    torch completes a record only after the callbacks, so a warning may come with the next compilation, or at the end of
-    the run. `compilations` starts with those that torch has kept records of.
-    """
-
-    def __init__(self) -> None:
-        from torch._dynamo.callback import callback_handler
-        from torch._dynamo.utils import get_compilation_metrics
-
-        super().__init__(RECOMPILE_WARNING_THRESHOLD)
-        self._handler = callback_handler
-        self._records: Callable[[], list[Any]] = get_compilation_metrics
-        self._seen = self._records()
-        self.compilations = len(self._seen)
-        callback_handler.register_end_callback(self._read_records)
-
-    def close(self) -> None:
-        """Read the last records, and stop monitoring."""
-        self._read_records()
-        self._handler.remove_end_callback(self._read_records)
-
-    def _read_records(self, *event: Any) -> None:
-        seen = set(map(id, self._seen))
-        self._seen = self._records()  # kept alive, so that ids stay unique
-        new = [record for record in self._seen if id(record) not in seen]
-        self.compilations += len(new)
-        for record in new:
-            if record.recompile_reason:
-                self._count(record)
-
-    def _count(self, record: Any) -> None:
-        from torch._dynamo import config
-
-        reason = re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())
-        code = (record.co_name, record.co_filename, record.co_firstlineno)
-        cause = (*code, re.sub(r"-?\d+(\.\d+)?", "#", reason))  # numbers in a reason vary
-        where = f"{record.co_name} ({Path(record.co_filename or '?').name}:{record.co_firstlineno})"
-        words = " ".join(re.split(r" \(HINT|\n", reason)[0].split()).rstrip(".")
-        self.add_recompilation(
-            cause,
-            f"compile: {where} has been compiled again {self.threshold} times for the same cause: {words}. {ADVICE} "
-            f"After {config.recompile_limit} compilations torch gives up and runs it uncompiled. "
-            "TORCH_LOGS=recompiles in the environment shows each one.",
-        )
+def compilations() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
