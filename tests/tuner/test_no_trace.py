@@ -296,15 +296,6 @@ def test_a_search_leaves_everything_as_it_was(inputs: Inputs, monkeypatch: pytes
         assert not difference(before, everything(*kept)), f"{drawn}, {kind}, {name}, {where}"
 
 
-class Transformed(Counting):
-    def __init__(self, transform: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.transform = transform
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(super().__getitem__(index))
-
-
 AT_MODULE_LEVEL = random.Random(7)
 
 

@@ -72,35 +72,16 @@ def named_generators(
     return {name: of_one for name, of_one in found.items() if of_one}
 
 
-def place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
-    """Return the object that a way of `named_generators` ends in, what can be set in it, and the name there."""
-    *way, last = path.split(".")
-    for part in way:
-        owner = next((one for name, one in _inside(owner).items() if str(name) == part), None)
-    # A number stands for an item of a list, or a key that is not a text; a name in a function for a global.
-    takes_none = last.isdecimal() or isinstance(owner, FunctionType)
-    places = () if takes_none else (owner, getattr(owner, "__dict__", None))
-    return owner, next((one for one in places if isinstance(one, dict)), {}), last
-
-
 def put_generator(owner: Any, path: str, generator: Any) -> None:
     """Put a generator where `named_generators` finds it, if nothing is there and the object can take one."""
-    holder, entries, last = place_of(owner, path)
-    if _inside(holder).get(last) is None:
+    *way, last = path.split(".")
+    for part in way:
+        owner = {str(name): one for name, one in _inside(owner).items()}.get(part)
+    # A number stands for an item of a list, or a key that is not a text; a name in a function for a global.
+    takes_one = not last.isdecimal() and not isinstance(owner, FunctionType)
+    entries = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    if takes_one and _inside(owner).get(last) is None:
         entries[last] = generator
-
-
-def take_back(owner: Any, path: str, contents: Mapping[int, dict[Any, Any]]) -> None:
-    """Put back what was in the place of a generator, by the `contents` of `named_generators` before it was made.
-
-    An object that was not there then keeps it.
-    """
-    holder, entries, last = place_of(owner, path)
-    before = contents.get(id(holder), {last: entries.get(last)})
-    if last in before:
-        entries[last] = before[last]
-    else:
-        entries.pop(last, None)
 
 
 def _global_generators() -> dict[int, dict[Any, Any]]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
-from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from trainer.data.sampler_state import named_generators, put_generator, take_back
+from trainer.data.sampler_state import named_generators, put_generator
 from trainer.errors import first_of, printable
 from trainer.model.reachable import OwnGenerator, is_generator
 from trainer.optimizers import optimizers_inside
@@ -64,15 +62,8 @@ def states_with(owners: Mapping[str, Any], device: torch.device, saves: bool = F
 
 
 def _reads_a_loader(value: Iterator[Any]) -> bool:
-    """Whether an iterator is one over a DataLoader, a function with `yield` that has one, or any `cycle`."""
-    if isinstance(value, GeneratorType) and value.gi_frame is not None:
-        within = (value.gi_yieldfrom, *value.gi_frame.f_locals.values())
-        return any(isinstance(one, DataLoader) or _is_of_loader(one) for one in within)
-    return _is_of_loader(value) or type(value) is itertools.cycle
-
-
-def _is_of_loader(value: Any) -> bool:
-    return type(value).__module__.startswith(("torch.utils.data.", "torchdata.")) and isinstance(value, Iterator)
+    """Whether an iterator is one over a DataLoader, or any `cycle`."""
+    return type(value).__module__.startswith(("torch.utils.data.", "torchdata.")) or type(value) is itertools.cycle
 
 
 @cache
@@ -134,26 +125,15 @@ def report_lacking(names: Sequence[str]) -> None:
         )
 
 
-@contextmanager
 def isolated_with(
-    owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device, keeps_new: bool = False
-) -> Iterator[None]:
+    owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device
+) -> AbstractContextManager[None]:
     """Restore the states of the global generators, of those that the owners hold, and of others, on exit.
 
-    Args:
-        keeps_new: generators that are made meanwhile stay. Else they are taken from the objects that were there before,
-            which make them again, from the start.
+    Generators that are made meanwhile stay.
     """
-    contents: dict[int, dict[Any, Any]] = {}
-    own = {id(one): one for held in named_generators(owners, contents).values() for one in held.values()}
-    with isolated_rng(device, [*map(OwnGenerator, own.values()), *others]):
-        try:
-            yield
-        finally:
-            for owner, held in named_generators({} if keeps_new else owners).items():
-                for path, one in held.items():
-                    if id(one) not in own:
-                        take_back(owners[owner], path, contents)
+    own = {id(one): one for held in named_generators(owners).values() for one in held.values()}
+    return isolated_rng(device, [*map(OwnGenerator, own.values()), *others])
 
 
 class Generators:
@@ -187,9 +167,9 @@ class Generators:
         """Restore what `state` returned; return the names of generators that are missing."""
         return set_states_with(self._owners(), state, self._strategy.device)
 
-    def isolated(self, others: Sequence[OwnGenerator] = (), keeps_new: bool = False) -> AbstractContextManager[None]:
-        """Restore the states of all these generators, and of others, on exit, and take back those made meanwhile."""
-        return isolated_with(self._owners(), others, self._strategy.device, keeps_new)
+    def isolated(self, others: Sequence[OwnGenerator] = ()) -> AbstractContextManager[None]:
+        """Restore the states of all these generators, and of others, on exit."""
+        return isolated_with(self._owners(), others, self._strategy.device)
 
     def share(self) -> None:
         """Have all processes of one model draw the same numbers from now on. Collective."""
