@@ -25,8 +25,9 @@ log = logging.getLogger("trainer")
 
 PLAIN = (bool, int, float, str, None)
 KIND = {"values": {str: {"made?": PLAIN, "began?": PLAIN, "now?": PLAIN}}, "groups": [int], "names?": {str: [[str]]}}
-"""The value of `HookChanges.state_dict`; a moment is missing at which an attribute had no plain value. Of each optimizer
-as the run began "groups" has the number of groups, "names", by its number, the names in them if they have changed."""
+"""The value of `HookChanges.state_dict`; a moment is missing at which an attribute had no plain value. Of each
+optimizer as the run began "groups" has the number of groups, "names", by its number, the names in them if they have
+changed."""
 
 _NOT_OF_USERS = ("_", "ds_grads_remaining", "ds_id", "ds_model_", "ds_recompute_", "applied_pre_backward_ref_cnt")
 """Beginnings of names that are private, or that DeepSpeed gives to attributes of modules."""
