@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
@@ -535,38 +534,3 @@ class OwnLoader(DataLoader[Any]):
 def batches_of(own: Any) -> Any:
     while True:
         yield from own
-
-
-WAYS_TO_ITERATE: dict[str, Any] = {
-    "plain": lambda module: setattr(module, "plain", iter(module.own)),
-    "listed": lambda module: setattr(module, "some", [{"listed": iter(module.own)}]),
-    "by_yield": lambda module: setattr(module, "by_yield", batches_of(module.own)),
-    "cycled": lambda module: setattr(module, "cycled", itertools.cycle(module.own)),
-    "": lambda module: [*module.own],
-}
-
-
-@pytest.mark.parametrize("way", WAYS_TO_ITERATE)
-def test_an_iterator_over_a_loader_is_named_at_the_first_save(
-    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Iterating(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = OwnLoader(loader(4).dataset, 4, num_workers=1, persistent_workers=True)
-
-        def on_train_start(self) -> None:
-            WAYS_TO_ITERATE[way](self)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            iterator = self.some[0]["listed"] if way == "listed" else getattr(self, way, iter([batch]))
-            return super().training_step(next(iterator), batch_idx)
-
-    trainer = quiet(max_epochs=1)
-    trainer.fit(Iterating(), loader(2))
-    assert "place of an iterator" not in caplog.text
-    for name in ("one", "another"):
-        trainer.save_checkpoint(tmp_path / name)
-    said = [text for text in caplog.messages if "place of an iterator" in text]
-    assert len(said) == bool(way)
-    assert all(f"begins anew: {way}. Give the loader to the trainer" in text for text in said)

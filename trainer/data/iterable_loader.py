@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -22,8 +21,6 @@ from trainer.errors import ConfigError, restoring
 from trainer.metrics.metric_log import add_sizes
 from trainer.model.reachable import OwnGenerator
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
-
-log = logging.getLogger("trainer")
 
 _EMPTY_ROUNDS = 2
 """Times that a stateful loader is iterated again if it yields nothing: torchdata's loader, and then its dataset, first
@@ -143,7 +140,7 @@ class IterableLoader(BatchLoader):
         """The batches of the epoch in progress, of a loader with a state; None: none is in progress."""
         self._told: int | None = None
         """The epoch that `set_epoch` was told for the iteration that comes next."""
-        self._used = self._reported = False
+        self._used = False
         self._reshuffles = reshuffles
         """False: each epoch is the first one."""
         self.one_shot = defines(loader, "__next__") and iter(loader) is loader
@@ -165,16 +162,11 @@ class IterableLoader(BatchLoader):
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
         length = _length(self._loader)
-        if epoch is not None and length is not None:
-            # It may follow from the epoch, and from the state with which that begins or goes on.
+        if epoch is not None and length is not None:  # which may follow from the epoch
             with isolated_rng(generators=_generators(self._loader)):
-                state = self._state_before(start)
-                if state is not None and start == 0:
-                    self._load(state)
                 self._seed_and_tell(epoch, mix_seed(self._seed, epoch if self._reshuffles else 0))
-                self._told = epoch if state is None or start > 0 else None
-                if state is not None and start > 0:
-                    self._load(state)
+            # Before an epoch the state of the last one may be restored, which has to be told again.
+            self._told = epoch if start > 0 or self._state_before(start) is None else None
             length = _length(self._loader)
         self._length = length = None if length is None else self._share.length_of(length)
         self._set_lengths(length, length)
@@ -276,14 +268,12 @@ class IterableLoader(BatchLoader):
             self._refuse_nothing()
             return
         self._used = True
-        given = itertools.count(start)
         if self.stateful:
             cuts = self._length is None or self.limit is None or self._length > self.limit
             sure = 0 if self._promised is None or self._slack else self._promised - start
             begun = self._batches = _WithNext(begun, rest if cuts else None, sure)
-        batches = map(self._received, islice(begun, rest), given)
+        batches = map(self._received, islice(begun, rest), itertools.count(start))
         yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
-        self._report_short_epoch(next(given))
 
     def _with_first(self, batches: Iterator[Any], seed: int) -> Iterator[Any] | None:
         """Return the batches of an epoch, of which the first one is drawn with its random numbers; None if it has none.
@@ -316,18 +306,6 @@ class IterableLoader(BatchLoader):
         samples = next(iter(sizes), 0)
         fits = len(sizes) == 1 and 0 < samples <= (self._loader.batch_size or samples)
         return samples if fits else None
-
-    def _report_short_epoch(self, given: int) -> None:
-        """Report, once, that an epoch had fewer batches than the limit, by which schedules are made."""
-        if not self._reported and self._length is None and self.limit is not None and given < self.limit:
-            self._reported = True
-            log.log(
-                logging.WARNING if self._training else logging.DEBUG,
-                "%s gave %d batches, fewer than its limit of %d: schedules made at the start go by the limit",
-                self.label,
-                given,
-                self.limit,
-            )
 
     def _state_before(self, start: int) -> dict[str, Any] | None:
         """Return the state with which batch number `start` of an epoch is read; None: the one that the loader has."""
@@ -436,15 +414,11 @@ def _why_not_exact(loader: Any, stateful: bool) -> str | None:
             "has no state_dict and load_state_dict by which its place is known (torchdata's StatefulDataLoader has "
             "them), so a resumed run reads the batches already used again and skips them"
         )
-    if _shuffles_in_a_buffer(dataset):
+    if _shuffles_in_a_buffer(dataset) or _generators(loader):
         return (
-            "shuffles in a buffer, whose samples are not in its state. Use a plain DataLoader without workers, which "
-            "reads the batches already used again and skips them; or shuffle a map-style dataset"
-        )
-    if _generators(loader):
-        return (
-            "has a sampler with a random generator, which is not in the loader's state. Give the sampler state_dict "
-            "and load_state_dict, or use a plain DataLoader"
+            "has a buffer of shuffled samples, or a sampler with a random generator, which is not in its state. Give "
+            "the sampler state_dict and load_state_dict; or use a plain DataLoader without workers, which reads the "
+            "batches already used again and skips them"
         )
     if getattr(loader, "num_workers", 0) > 0:
         return (

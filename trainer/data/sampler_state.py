@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from functools import partial, partialmethod
+from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,24 +17,24 @@ from torch.utils.data import Dataset, Sampler
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_scalar
 from trainer.model.reachable import (
+    CONTAINERS,
     WRAPPERS,
     OwnGenerator,
     attributes,
-    functions_of,
-    is_filled,
     is_generator,
-    used_globals,
+    named_inside,
 )
 
-_MAX_DEPTH, _MAX_ITEMS, _MAX_NUMBERS = 5, 1000, 100_000
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_MAX_DEPTH, _MAX_NUMBERS = 5, 100_000
 _COMMON = frozenset({dict, OrderedDict, list, tuple, set})
 _OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
 _NOT_STATE = (torch.Tensor, np.ndarray, Dataset, Sampler, type, ModuleType, *SCALARS)
 """The same where the state of a program is looked for; the loaders' own is kept with them."""
-_LOOKED_INTO = (*_CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
+_LOOKED_INTO = (*CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
 _HOLDERS = {"argparse", "collections", "types"}
 """Packages with namespaces, and with objects around a dict or a list."""
+_WITHOUT_GENERATORS = ("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc", "collections", "functools")
+"""Beginnings of modules whose classes have none in their attributes."""
 _LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names} - _HOLDERS)
 """Packages whose other objects are not looked into then."""
 
@@ -48,25 +48,19 @@ def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False)
         depth: levels of objects in objects that are looked through.
         of_data: also those of datasets.
     """
-    seen, opaque = _global_generators(), tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
-    found = _generators_in(dict(enumerate(owners)), depth, seen, opaque)
+    opaque = tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
+    found = _generators_in(dict(enumerate(owners)), depth, {*map(id, _global_generators())}, opaque)
     return [OwnGenerator(one) for _, one in found]
 
 
-def named_generators(
-    owners: Mapping[str, Any], contents: dict[int, dict[Any, Any]] | None = None
-) -> dict[str, dict[str, Any]]:
+def named_generators(owners: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the generators in the attributes of parts of a program, by the part and the way to them, such as "noise".
 
     Those in globals that the methods use, too. Datasets, samplers and objects of libraries are not looked into.
-
-    Args:
-        contents: is given what is inside each object that is looked into, by its id.
     """
-    seen = {} if contents is None else contents
-    seen |= _global_generators() | {id(owner): _inside(owner) for owner in owners.values()}
+    seen = {id(one) for one in (*_global_generators(), *owners.values())}
     found = {
-        name: dict(_generators_in(seen[id(owner)], _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES))
+        name: dict(_generators_in(_inside(owner), _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES))
         for name, owner in owners.items()
     }
     return {name: of_one for name, of_one in found.items() if of_one}
@@ -84,15 +78,14 @@ def put_generator(owner: Any, path: str, generator: Any) -> None:
         entries[last] = generator
 
 
-def _global_generators() -> dict[int, dict[Any, Any]]:
-    known = torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
-    return {id(one): {} for one in known}
+def _global_generators() -> tuple[Any, ...]:
+    return torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
 
 
 def _generators_in(
     values: dict[Any, Any],
     depth: int,
-    seen: dict[int, dict[Any, Any]],
+    seen: set[int],
     opaque: tuple[type, ...],
     libraries: Collection[str] = (),
 ) -> list[tuple[str, Any]]:
@@ -100,7 +93,7 @@ def _generators_in(
 
     Args:
         depth: levels of objects in objects that are looked through.
-        seen: objects that are left out, by their id; is given what is inside each object that is looked into.
+        seen: ids of objects that are left out; those that are looked into are added.
     """
     found: list[tuple[str, Any]] = []
     waiting = [(one, str(name), depth) for name, one in reversed(values.items())]
@@ -110,41 +103,21 @@ def _generators_in(
         # Most attributes of modules are scalars or empty.
         if kind in SCALARS or (kind in _COMMON and not value) or id(value) in seen or isinstance(value, opaque):
             continue
-        seen[id(value)] = {}
+        seen.add(id(value))
         is_holder = isinstance(value, _LOOKED_INTO)
         if not is_holder and is_generator(value):
             found.append((way, value))
-        elif is_holder or kind.__module__.partition(".")[0] not in libraries:
-            seen[id(value)] = inside = _inside(value)
-            for name, one in reversed(inside.items()) if levels else ():
-                waiting.append((one, f"{way}.{name}", levels - 1))
+        elif levels and (is_holder or kind.__module__.partition(".")[0] not in libraries):
+            inside = reversed(_inside(value).items())
+            waiting += [(one, f"{way}.{name}", levels - 1) for name, one in inside]
     return found
 
 
 def _inside(value: Any) -> dict[Any, Any]:
-    """Return what is inside a value by its name, or its number."""
-    container: Any = next(filter(partial(isinstance, value), _CONTAINERS), None)
-    if container is not None:
-        # By its own methods: a subclass may do anything in them.
-        several = container.__len__(value) <= _MAX_ITEMS
-        items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
-        # A key may be anything: an optimizer's are parameters.
-        return {key if type(key) is str else n: one for n, (key, one) in enumerate(items)} if several else {}
-    if isinstance(value, CellType):
-        return {"": value.cell_contents} if is_filled(value) else {}
-    if isinstance(value, FunctionType):
-        used = {name: one for name, one in used_globals(value).items() if is_generator(one)}
-        enclosed = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=False))
-        return used | enclosed | dict(enumerate(value.__defaults__ or ()))
-    if isinstance(value, MethodType):
-        return {"": value.__func__, "self": value.__self__}
-    if isinstance(value, (partial, partialmethod)):
-        return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
-    if isinstance(value, WRAPPERS):
-        return dict(enumerate(functions_of(value)))
-    found = attributes(value)
+    """Return what is inside an object, and in its class where that is the user's."""
+    found = named_inside(value)
     for kind in type(value).__mro__:
-        if not kind.__module__.startswith(("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc")):
+        if not kind.__module__.startswith(_WITHOUT_GENERATORS):
             found = {**vars(kind), **found}
     return found
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial, partialmethod
 from operator import is_
@@ -26,6 +26,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 WRAPPERS = (staticmethod, classmethod, property, cached_property, partialmethod)
 """Classes of objects that a class holds around a function, in one of the attributes of the next line."""
 _WRAPPED = ("__func__", "fget", "fset", "func")
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _LARGEST = 1000
 """Items of a container that is looked through: larger ones are data."""
 _LARGEST_COPY = 100_000
@@ -270,39 +271,38 @@ def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
         yield from objects_behind(one, seen)
 
 
-def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
-    """Return the containers and objects that several blocks have in attributes, or their hooks know, and global lists.
-
-    A dict at module level may be a cache, which each process can fill for itself.
-    """
-    found: dict[int, Any] = {}
-    times: Counter[int] = Counter()
-    for block in blocks.values():
-        seen: set[int] = set()
-        of_block = [one for _, place in places("", block) for one in objects_behind(place, seen) if is_container(one)]
-        found.update({id(one): one for one in of_block})
-        times.update(map(id, of_block))
-    of_all = [one for block in blocks.values() for _, one in global_containers(block) if isinstance(one, list)]
-    shared = [found[key] for key, number in times.items() if number > 1]
-    return [*shared, *{id(one): one for one in of_all if is_container(one)}.values()]
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return []
-    if isinstance(value, (dict, list, tuple, set, deque)):
-        several = len(value) <= _LARGEST
-        return [*(value.values() if isinstance(value, dict) else value)] if several else []
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__]
+def named_inside(value: Any) -> dict[Any, Any]:
+    """Return what is inside an object by its name, or its number: items, attributes, and what functions know."""
+    container: Any = next(filter(partial(isinstance, value), CONTAINERS), None)
+    if container is not None:
+        # By its own methods: a subclass may do anything in them.
+        several = container.__len__(value) <= _LARGEST
+        items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
+        # A key may be anything: an optimizer's are parameters.
+        return {key if type(key) is str else n: one for n, (key, one) in enumerate(items)} if several else {}
     if isinstance(value, CellType):
-        return [value.cell_contents] if is_filled(value) else []
+        return {"": value.cell_contents} if is_filled(value) else {}
     if isinstance(value, FunctionType):
-        return [*(value.__closure__ or ()), *used_globals(value).values()]
-    # Of a module its own attributes, which a hook may write; its parts are asked for by themselves.
-    return [one for key, one in attributes(value).items() if not isinstance(value, nn.Module) or key[:1] != "_"]
+        used = {name: one for name, one in used_globals(value).items() if is_generator(one)}
+        enclosed = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=False))
+        return used | enclosed | dict(enumerate(value.__defaults__ or ()))
+    if isinstance(value, MethodType):
+        return {"": value.__func__, "self": value.__self__}
+    if isinstance(value, (partial, partialmethod)):
+        return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
+    if isinstance(value, WRAPPERS):
+        return dict(enumerate(functions_of(value)))
+    return attributes(value)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """Return what a block may write to in an object: of functions also globals, of a module its own attributes only."""
+    if isinstance(value, torch.Tensor):
+        return ()
+    if isinstance(value, nn.Module):  # its parts are asked for by themselves
+        return [one for name, one in attributes(value).items() if name[:1] != "_"]
+    used = used_globals(value).values() if isinstance(value, FunctionType) else ()
+    return [*named_inside(value).values(), *used]
 
 
 class Held:

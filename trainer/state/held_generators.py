@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import torch
@@ -43,38 +41,13 @@ def parts_of(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimize
     }
 
 
-def states_with(owners: Mapping[str, Any], device: torch.device, saves: bool = False) -> dict[str, Any]:
-    """Return the states of the global generators, and of those that the owners hold, as data.
-
-    Args:
-        saves: they are for a checkpoint, which does not have the places of iterators that the owners hold: say so once.
-    """
-    contents: dict[int, dict[Any, Any]] = {}
+def states_with(owners: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the states of the global generators, and of those that the owners hold, as data."""
     own = {
         owner: {name: state for name, one in held.items() if (state := generator_state(one))}
-        for owner, held in named_generators(owners, contents).items()
+        for owner, held in named_generators(owners).items()
     }
-    if saves:
-        held = [pair for inside in contents.values() for pair in inside.items() if isinstance(pair[1], Iterator)]
-        # A loader that has one for its persistent workers begins anew by it in each epoch.
-        _report_iterators(tuple(str(name) for name, one in held if name != "_iterator" and _reads_a_loader(one)))
     return {**rng_state(device), "own": own}
-
-
-def _reads_a_loader(value: Iterator[Any]) -> bool:
-    """Whether an iterator is one over a DataLoader, or any `cycle`."""
-    return type(value).__module__.startswith(("torch.utils.data.", "torchdata.")) or type(value) is itertools.cycle
-
-
-@cache
-def _report_iterators(names: tuple[str, ...]) -> None:
-    if names:
-        log.warning(
-            "checkpoints do not have the place of an iterator over a loader that the program itself holds, which a "
-            "resumed run begins anew: %s. Give the loader to the trainer, as one of several (a dict, a list, or a "
-            "trainer.utilities.CombinedLoader); with an Engine, to engine.setup_dataloaders.",
-            printable(first_of(names)),
-        )
 
 
 def set_states_with(owners: Mapping[str, Any], state: dict[str, Any], device: torch.device) -> list[str]:
@@ -156,12 +129,9 @@ class Generators:
     def __init__(self, owners: Callable[[], Mapping[str, Any]], strategy: Strategy) -> None:
         self._owners, self._strategy = owners, strategy
 
-    def state(self, saves: bool = False) -> dict[str, Any]:
-        """Return the states of all generators as data.
-
-        `saves`: for a checkpoint; see `states_with`.
-        """
-        return states_with(self._owners(), self._strategy.device, saves)
+    def state(self) -> dict[str, Any]:
+        """Return the states of all generators as data."""
+        return states_with(self._owners(), self._strategy.device)
 
     def set_state(self, state: dict[str, Any]) -> list[str]:
         """Restore what `state` returned; return the names of generators that are missing."""

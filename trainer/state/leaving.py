@@ -39,8 +39,8 @@ class Leaving(Staying):
     """Ends a validation after the batch at which a signal or a deadline stops the run.
 
     The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
-    first batch. A checkpoint then has the states of before the validation: those of `keep_states`, logged values, buffers
-    and random numbers. Its last hooks are not called: they would judge a part of the samples.
+    first batch. A checkpoint then has the states of before the validation: those of `keep_states`, logged values,
+    buffers and random numbers. Its last hooks are not called: they would judge a part of the samples.
 
     A validation is not left while weights, frozen ones too, are others than before, as by the user's own averages or
     merged adapters: its last hooks have to put them back. Callbacks with `swaps_weights` save the trained weights in
