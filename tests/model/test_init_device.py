@@ -59,13 +59,11 @@ def test_modules_that_initialize_themselves_have_the_values_of_their_constructio
     assert all(tensor.is_meta for tensor in values_of(module).values())
 
 
-@pytest.mark.parametrize("loaded", [(), ("model.norm.weight",)], ids=["all new", "some loaded"])
-def test_a_tied_model_of_transformers_initializes_itself(loaded: tuple[str, ...]) -> None:
+def test_a_tied_model_of_transformers_initializes_itself() -> None:
     pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
     model = on_meta(lambda: make("Llama, tied"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    values = initialize(model, {name: tensor.to("meta") for name, tensor in values_of(model).items()}, loaded)
-    assert {name for name, value in values.items() if value.is_meta} == set(loaded)
+    values = initialize(model, {name: tensor.to("meta") for name, tensor in values_of(model).items()})
     assert values["model.embed_tokens.weight"].std().item() == pytest.approx(model.config.initializer_range, rel=0.2)
     assert torch.equal(values["model.layers.0.input_layernorm.weight"], torch.ones(32))
     assert model.lm_head.weight is model.model.embed_tokens.weight

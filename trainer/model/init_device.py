@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from torch.func import functional_call
 from trainer.distributed.process_group import TorchProcessGroup, broadcast_into
 from trainer.errors import ConfigError, first_of, raise_problems
 from trainer.model.reachable import tensors_in
-
-log = logging.getLogger("trainer")
 
 InitDevice = Literal["cpu", "mixed", "meta"]
 INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
@@ -81,15 +78,14 @@ def initial_values(
     Raises:
         ConfigError: a tensor would have no values.
     """
-    tensors = named_tensors(module)
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in loaded}
-    absent = {name for name, tensor in wanted.items() if tensor.is_meta}
+    wanted = {name: tensor for name, tensor in named_tensors(module).items() if name not in loaded}
+    # With "mixed" rank 0 has built what the others lack.
+    elsewhere = init_device == "mixed" and dist.get_rank() > 0
+    absent = {name for name, tensor in wanted.items() if tensor.is_meta and not elsewhere}
+    needed = {id(wanted[name]) for name in absent}
     units = units_of(module) if init_device == "meta" else {}
     # A second module with a shared weight draws random numbers as well, as in its construction.
-    needed = {id(wanted[name]) for name in absent}
-    units = {key: unit for key, unit in units.items() if any(id(t) in needed for t in named_tensors(unit).values())}
-    if init_device == "mixed" and dist.get_rank() > 0:
-        absent = set()  # rank 0 has built them
+    units = {key: unit for key, unit in units.items() if needed & set(map(id, named_tensors(unit).values()))}
     given = {prefix + name for prefix, unit in units.items() for name in named_tensors(unit)}
     _check_built(module, init_device, absent - given)
     if init_device == "cpu":
@@ -103,13 +99,10 @@ def initial_values(
         for name in list(built):
             yield name, _from_rank_0(built.pop(name), device)
         for prefix, unit in units.items():
-            later = {name for name in shapes[prefix] if prefix + name in loaded}
-            values = initialize(unit, shapes[prefix], later) if dist.get_rank() == 0 else shapes[prefix]
-            for name in list(values):
-                value = values.pop(name)
-                if prefix + name in absent:
-                    absent.remove(prefix + name)
-                    yield prefix + name, _from_rank_0(value, device)
+            made = initialize(unit, shapes[prefix]) if dist.get_rank() == 0 else shapes[prefix]
+            for name in [name for name in made if prefix + name in absent]:
+                absent.remove(prefix + name)
+                yield prefix + name, _from_rank_0(made.pop(name), device)
 
     return values()
 
@@ -197,33 +190,23 @@ class _Initialize(nn.Module):
             getattr(module, initializer)()
 
 
-def initialize(unit: nn.Module, shapes: Tensors, loaded: Collection[str] = ()) -> Tensors:
+def initialize(unit: nn.Module, shapes: Tensors) -> Tensors:
     """Return, on the CPU, the initial values of a module's parameters and buffers, without changing the module.
 
     Args:
         shapes: the module's tensors on the meta device, by name.
-        loaded: names of those whose values come from a checkpoint. They stay on the meta device if the initializers can
-            do without them, so that rank 0 does not need memory for the full module.
 
     Raises:
         ConfigError: the initializers leave a tensor without values.
     """
-    if loaded:
-        try:
-            return _initialize(unit, {name: t if name in loaded else _unset(t) for name, t in shapes.items()})
-        except (RuntimeError, NotImplementedError) as error:
-            log.info("init_device='meta': all of %s is initialized on rank 0: %s", type(unit).__name__, error)
-    return _initialize(unit, {name: _unset(shape) for name, shape in shapes.items()})
-
-
-def _initialize(unit: nn.Module, tensors: Tensors) -> Tensors:
     # As parameters, for which initializers of ties ask by name.
     parameters = dict(unit.named_parameters(remove_duplicate=False))
+    tensors = {name: _unset(shape) for name, shape in shapes.items()}
     values = {
-        f"unit.{name}": nn.Parameter(tensor.detach(), requires_grad=False) if name in parameters else tensor
+        f"unit.{name}": nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
         for name, tensor in tensors.items()
     }
-    before = {name: (value, value._version) for name, value in values.items() if not value.is_meta}
+    before = {name: (value, value._version) for name, value in values.items()}
     with torch.no_grad():
         functional_call(_Initialize(unit), values, ())
     left = [name.removeprefix("unit.") for name in before if _is_unset(values[name], *before[name])]
