@@ -264,9 +264,9 @@ DATA: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a loader of a class": (lambda: fit(Net(), DataLoader(Dataset)), ["the class Dataset, which has no samples"]),
     "a function": (lambda: fit(Net(), loader), ["function", "cannot be iterated", "DataLoader"]),
     "an empty list": (lambda: fit(Net(), []), ["no batch", "length 0"]),
-    "an empty dataset": (lambda: fit(Net(), loader(0)), ["no batch", "TensorDataset has length 0"]),
-    "all dropped": (lambda: fit(Net(), loader(3, 4, drop_last=True)), ["drop_last=True drops all 3", "batch_size"]),
-    "an empty validation": (lambda: fit(Net(), loader(), loader(0)), ["evaluation loader has no batch", "length 0"]),
+    "an empty dataset": (lambda: fit(Net(), loader(0)), ["no batch", "over TensorDataset gives 0 samples"]),
+    "all dropped": (lambda: fit(Net(), loader(3, 4, drop_last=True)), ["3 samples, and with drop_last=True", "batch_size"]),
+    "an empty validation": (lambda: fit(Net(), loader(), loader(0)), ["evaluation loader has no batch", "0 samples"]),
     "no second validation": (
         lambda: fit(Net(), loader(), [loader(), None]),
         ["'dataloader_idx_1' is None", "DataLoader"],

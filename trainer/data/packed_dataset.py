@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from trainer.errors import ConfigError, shown
+from trainer.errors import ConfigError
 
 IGNORED = -100
 """The label that losses ignore."""
@@ -38,7 +38,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         lengths: the lengths of the documents, if they are known; else all documents are read once.
 
     Raises:
-        ConfigError: an argument is wrong; or there are no documents, or one of them is no sequence of tokens.
+        ConfigError: an argument is wrong; or there are no tokens, or a document is not a sequence of tokens.
     """
 
     def __init__(
@@ -48,15 +48,11 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         pad_token_id: int = 0,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        if not isinstance(length, int) or length < 2:
-            raise ConfigError(f"PackedDataset(length={length!r}): give the number of tokens in a row, at least 2.")
-        if not is_sequence(documents):
+        if length < 2 or not is_sequence(documents) or (lengths is not None and len(lengths) != len(documents)):
             raise ConfigError(
-                f"PackedDataset packs a sequence of documents by their lengths, and got a {type(documents).__name__}: "
-                "give a list of token lists, or a map-style dataset."
+                f"PackedDataset packs a sequence of documents, each with its length if lengths are given, into rows of "
+                f"at least 2 tokens: it got a {type(documents).__name__} and length={length!r}."
             )
-        if lengths is not None and len(lengths) != len(documents):
-            raise ConfigError(f"PackedDataset: lengths has {len(lengths)} entries for {len(documents)} documents.")
         self.documents, self.length, self.pad_token_id = documents, length, pad_token_id
         found = [len(_tokens(document)) for document in documents] if lengths is None else [int(n) for n in lengths]
         if not any(found):
@@ -75,7 +71,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             piece = list(_tokens(self.documents[document])[start : start + count])
             if len(piece) != count:
                 raise ConfigError(f"PackedDataset: document {document} is shorter than its entry in lengths.")
-            tokens += [_number(token, document) for token in piece]
+            tokens += map(operator.index, piece)
             positions += range(count)
             documents += [number] * count
         padding = self.length - len(tokens)
@@ -117,20 +113,6 @@ def _tokens(document: Any) -> Any:
             'with "input_ids" (tokenize texts before).'
         )
     return tokens
-
-
-def _number(token: Any, document: int) -> int:
-    """Return a token as an integer.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        return operator.index(token)
-    except TypeError:
-        raise ConfigError(
-            f"PackedDataset: document {document} has the token {shown(token)}: give integers (tokenize texts before)."
-        ) from None
 
 
 def _pack(lengths: Iterable[int], length: int) -> list[list[tuple[int, int, int]]]:

@@ -59,13 +59,11 @@ def name_of_shard(module: nn.Module, value: Any) -> str | None:
     local = getattr(value, "_local_tensor", None) if isinstance(value, torch.Tensor) else None
     if local is None:
         return None
-    found = None
     for name, parameter in module.named_parameters():
         own = getattr(parameter, "_local_tensor", None)
         if parameter is value or (own is not None and local.numel() and own.data_ptr() == local.data_ptr()):
             return name
-        found = name if found is None and own is not None and own.shape == local.shape else found
-    return found
+    return None
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
