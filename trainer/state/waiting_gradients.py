@@ -33,8 +33,8 @@ def waiting_gradients(run: Run) -> list[dict[str, Any]]:
         return []  # there are none: another method of the optimizer has used them, or `zero_grad` has dropped them
     if not (stored and manual.synced) and len(run.optimizers) == 1 and run.progress.step > 0:
         log.warning(
-            "the checkpoint of step %d lacks gradients that wait for a later step: strategy %r does not show them on all "
-            "processes. A resume from it is not exact; one from a step in which the optimizer steps is.",
+            "the checkpoint of step %d lacks gradients that wait for a later step: strategy %r does not show all of "
+            "them. A resume from it is not exact; one from a step in which the optimizer steps is.",
             run.progress.step,
             run.strategy.name,
         )
