@@ -420,43 +420,8 @@ def test_searches_and_checks_leave_them(tmp_path: Path) -> None:
         ).fit(module, datamodule=Data(KINDS["numpy"](1) if place == "data" else None))
         return [value.tolist() for value in module.state_dict().values()]
 
-    for place in ("module", "listed", "late", "data", "inside a callback", "global"):
+    for place in ("module", "listed", "data", "inside a callback", "global"):
         assert weights(place, 2, True) == weights(place, 0, False), place
-
-
-class Holder:
-    """Has a generator once it was asked for a number."""
-
-    def draw(self) -> float:
-        if getattr(self, "noise", None) is None:
-            self.noise = random.Random(1)
-        return self.noise.random()
-
-
-class HolderOfNone(Holder):
-    def __init__(self) -> None:
-        self.noise = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("kind", [Holder, HolderOfNone])
-def test_a_check_takes_back_what_it_made(kind: type[Holder]) -> None:
-    def weights(sanity: int) -> list[Any]:
-        class Draws(Toy):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                holder.draw()
-                super().validation_step(batch, batch_idx)
-
-            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-                assert self.global_step or vars(holder) == before
-                return super().training_step(batch, batch_idx) * holder.draw()
-
-        torch.manual_seed(0)
-        module, holder = Draws(), kind()
-        module.holder, before = holder, dict(vars(holder))
-        quiet(max_epochs=1, num_sanity_val_steps=sanity).fit(module, loader(STEPS), loader(2))
-        return [value.tolist() for value in module.state_dict().values()]
-
-    assert weights(1) == weights(0)
 
 
 def test_generators_of_a_program_that_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

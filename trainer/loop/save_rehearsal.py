@@ -18,6 +18,7 @@ from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.runs.callback_states import callbacks_by_state_key
 from trainer.state.held_generators import without_generators
+from trainer.state.no_trace import keep_users
 
 log = logging.getLogger("trainer")
 
@@ -29,7 +30,7 @@ the loss scale is too large, or `training_step` steps another optimizer."""
 def rehearse_save(run: Run) -> None:
     """Check that a checkpoint can hold what users, hooks, optimizers and schedulers give it, but for weights.
 
-    Their methods are called as in a save. One that fails may need what a
+    Their methods are called as in a save, and their plain attributes are put back. One that fails may need what a
     validation or the first step makes: it ends nothing, and the first save calls it again. Collective.
 
     Raises:
@@ -37,12 +38,15 @@ def rehearse_save(run: Run) -> None:
     """
     processes, problem = run.strategy.processes, None
     with run.generators.isolated():
+        restore = [*keep_users(run)]
         state = _rehearsed_state(run)
         if processes.is_global_zero or run.strategy.shards_state:
             try:
                 serialize_state(state)
             except CheckpointError as error:
                 problem = error
+        for put_back in restore:
+            put_back()
     # Else a collective in a method that has failed on another process would be paired with ours.
     processes.wait_for_all("the rehearsal of a checkpoint, before the first step")
     problem = next(filter(None, processes.all_gather_object(problem)), None)

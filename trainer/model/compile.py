@@ -10,7 +10,6 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +102,12 @@ def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
     """Return what torch.compile's default backend lacks on this machine, one sentence each."""
     if device_type == "xla":
         return ["compile= has no effect on torch_xla's devices, which compile every step anyway: leave it out."]
-    if compilation.options.get("backend", "inductor") != "inductor":
+    if device_type != "cpu" or compilation.options.get("backend", "inductor") != "inductor":
         return []
-    missing = []
-    if device_type == "cuda":
-        missing = [] if find_spec("triton") else ["the package 'triton'"]
-    elif device_type == "cpu":
-        compiler = (os.environ.get("CXX") or "g++").split()[0]
-        headers = Path(sysconfig.get_path("include"), "Python.h")
-        missing = [] if shutil.which(compiler) else [f"a C++ compiler, and {compiler!r} is not found"]
-        missing += [] if headers.exists() else [f"Python's header files (apt-get install python3-dev): no {headers}"]
+    compiler = (os.environ.get("CXX") or "g++").split()[0]
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [] if shutil.which(compiler) else [f"a C++ compiler, and {compiler!r} is not found"]
+    missing += [] if headers.exists() else [f"Python's header files (apt-get install python3-dev): no {headers}"]
     instead = "Install it, or try compile={'backend': 'aot_eager'}, which needs no compiler and is not faster."
     return [f"compile= needs on {device_type} {what}. {instead}" for what in missing]
 

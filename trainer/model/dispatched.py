@@ -14,7 +14,7 @@ def dispatched_models(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost submodules with accelerate's hooks, which bring weights to the layers, by name."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        inside = any(not outer or name == outer or name.startswith(f"{outer}.") for outer in found)
+        inside = f"{name}.".startswith(tuple(f"{outer}." for outer in found)) or "" in found
         if "_hf_hook" in vars(child) and not inside:
             found[name] = child
     return found

@@ -13,8 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from trainer.distributed.process_group import TorchProcessGroup, broadcast_into
-from trainer.errors import ConfigError, first_of, raise_problems
-from trainer.model.reachable import tensors_in
+from trainer.errors import ConfigError, first_of
 
 InitDevice = Literal["cpu", "mixed", "meta"]
 INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
@@ -109,34 +108,15 @@ def initial_values(
 
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
     """Raise ConfigError, on all processes, if a tensor would have no values. Collective."""
-    plain = _plain_meta_tensors(module) if init_device != "cpu" else []
     everyone = TorchProcessGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
-    found = everyone.all_gather_object((sorted(without), plain))
-    problems = []
-    if names := sorted({name for without, _ in found for name in without}):
-        problems.append(
-            f"{', '.join(names)}: no init_weights or reset_parameters gives them values. Define one in the module that "
-            "has them, or give init_device='mixed' or 'cpu'."
-            if init_device == "meta"
-            else _without_values(module, names)
+    names = sorted({name for one in everyone.all_gather_object(sorted(without)) for name in one})
+    if names and init_device == "meta":
+        raise ConfigError(
+            f"{type(module).__name__}: {', '.join(names)}: no init_weights or reset_parameters gives them values. "
+            "Define one in the module that has them, or give init_device='mixed' or 'cpu'."
         )
-    if names := sorted({name for _, plain in found for name in plain}):
-        problems.append(
-            f"{', '.join(names)}: a plain tensor gets no values with init_device={init_device!r}. Make it a buffer "
-            "(register_buffer), or give init_device='cpu'."
-        )
-    raise_problems(problems, type(module).__name__)
-
-
-def _plain_meta_tensors(module: nn.Module) -> list[str]:
-    """Return the names of attributes that are or hold meta tensors, apart from parameters and buffers."""
-    found = []
-    for prefix, owner in module.named_modules():
-        for name, value in vars(owner).items():
-            held = [] if name in ("_parameters", "_buffers") else tensors_in(value)
-            if any(one.is_meta and not isinstance(one, nn.Parameter) for one in held):
-                found.append(f"{prefix}.{name}".removeprefix("."))
-    return found
+    if names:
+        raise ConfigError(_without_values(module, names))
 
 
 def _from_rank_0(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -320,7 +320,7 @@ class Held:
         written = [value for child in modules for _, value in _written_by(child)]
         written += [value for _, value in global_containers(block)]
         found = [one for value in written for one in objects_behind(value, seen)]
-        found += [buffer for child in modules for buffer in child._buffers.values() if buffer is not None]
+        found += block.buffers()
         tensors = [one for one in found if isinstance(one, torch.Tensor)]
         small = [one for one in tensors if not one.requires_grad and one.numel() <= largest_copy]
         self._copies = {id(one): one.detach().clone() for one in small}

@@ -52,7 +52,7 @@ class Leaving(Staying):
         self._rng = run.generators.state()
         self.logged = {id(logger): logger.state_dict() for logger in run.loggers}
         """The states of the loggers before the validation, by their ids."""
-        self._restore: list[Restore] = [*keep_states(run)]
+        self._restore: list[Restore] = [*keep_states(run, inside=True)]
         buffers = [buffer for buffer in run.module.buffers() if is_dense(buffer)]
         if sum(buffer.nbytes for buffer in buffers) <= _MOST:
             self._restore += [one for part in run.module.modules() for one in keep_buffers(part)]

@@ -21,7 +21,7 @@ from trainer.callback import Callback
 from trainer.hyperparameters import is_scalar
 from trainer.metrics.state import kept_torchmetrics
 from trainer.metrics.torchmetrics_lists import is_torchmetric
-from trainer.model.reachable import attributes, is_generator
+from trainer.model.reachable import attributes, is_generator, is_users
 from trainer.model.unsupported import shares_elements
 from trainer.module import EXCLUDED_FROM_PICKLE
 from trainer.state.held_generators import with_generators, without_generators
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _OWN = frozenset({*vars(nn.Module()), *EXCLUDED_FROM_PICKLE})
 _LARGEST = 2**26
 """Bytes of a tensor that is no buffer, or of an array, up to which its values are kept."""
-_LARGE, _SMALL = 2**20, 2**10
-"""The same of what a checkpoint has, and of the states of optimizers, which are as many as the weights."""
+_SMALL = 2**10
+"""The same of the states of optimizers, which are as many as the weights."""
 _DEEPEST, _MANY = 4, 1000
 """Levels of containers in containers, and items of one, up to which what is in them is kept, too."""
 # No subclasses, which may do more than store; a tuple cannot change, but what is in it can.
@@ -65,13 +65,16 @@ def no_trace(run: Run) -> Iterator[None]:
                 put_back()
 
 
-def keep_states(run: Run) -> Iterator[Restore]:
-    """Yield functions that put back what a checkpoint has now, but for weights, buffers and large tensors."""
+def keep_states(run: Run, inside: bool = False) -> Iterator[Restore]:
+    """Yield functions that put back what a checkpoint has now, but for weights, buffers and large tensors.
+
+    `inside`: as for `keep_attributes`.
+    """
     yield run.hook_changes.kept()
     yield kept_torchmetrics(run.metrics)
-    yield from keep_users(run, [one for one in run.callbacks if not type(one).__module__.startswith("trainer.")])
+    yield from keep_users(run, inside)
     for optimizer in run.optimizers:
-        yield from _keep_values([optimizer.param_groups], _LARGE)
+        yield from _keep_values([optimizer.param_groups], _LARGEST)
         yield from _keep_values([optimizer.state], _SMALL)
     for config in run.scheduler_configs:
         state = config.scheduler.state_dict()
@@ -79,30 +82,20 @@ def keep_states(run: Run) -> Iterator[Restore]:
         yield partial(config.scheduler.load_state_dict, copied)
 
 
-def keep_users(run: Run, callbacks: Collection[Callback]) -> list[Restore]:
-    """Return functions that put back the states of the data module, of the module, and of the user's callbacks, by
-    their own methods for checkpoints."""
-    owners: list[Any] = [*callbacks, *([run.datamodule] if run.datamodule else [])]
-    methods: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
-        (partial(_add_state, owner), owner.load_state_dict) for owner in owners
-    ]
+def keep_users(run: Run, inside: bool = False) -> Iterator[Restore]:
+    """Yield functions that put back the plain attributes of users' callbacks, data module and module with a state."""
+    owners: list[Any] = []
+    for callback in run.callbacks:
+        kind = type(callback)
+        methods = (kind.state_dict, kind.on_save_checkpoint)
+        if methods != (Callback.state_dict, Callback.on_save_checkpoint) and not kind.__module__.startswith("trainer."):
+            owners.append(callback)
+    if run.datamodule is not None and run.datamodule.overrides("state_dict"):
+        owners.append(run.datamodule)
     if run.module.overrides("on_save_checkpoint"):
-        methods.append((run.module.on_save_checkpoint, run.module.on_load_checkpoint))
-    for one in callbacks:
-        if type(one).on_save_checkpoint is not Callback.on_save_checkpoint:
-            given = run.module.trainer, run.module
-            methods.append((partial(one.on_save_checkpoint, *given), partial(one.on_load_checkpoint, *given)))
-    restore: list[Restore] = []
-    for save, load in methods:
-        state: dict[str, Any] = {}
-        with suppress(Exception):  # it changes what others have put into a checkpoint, or needs what a step makes
-            save(state)
-            restore += [partial(load, deepcopy(state))] if state else []
-    return restore
-
-
-def _add_state(owner: Any, state: dict[str, Any]) -> None:
-    state.update(owner.state_dict())
+        owners += [part for part in run.module.modules() if not is_torchmetric(part)]
+    for owner in owners:
+        yield from keep_attributes(owner, _LARGEST, inside)
 
 
 def keep_buffers(module: nn.Module) -> Iterator[Restore]:
@@ -112,14 +105,17 @@ def keep_buffers(module: nn.Module) -> Iterator[Restore]:
     yield from _keep_values([one for one in module._buffers.values() if one is not None], math.inf)
 
 
-def keep_attributes(owner: Any, largest: float) -> Iterator[Restore]:
+def keep_attributes(owner: Any, largest: float, inside: bool = False, depth: int = 0) -> Iterator[Restore]:
     """Yield functions that put back the plain attributes of an object.
 
-    `largest`: bytes of a tensor or an array up to which its values are kept.
+    Args:
+        largest: bytes of a tensor or an array up to which its values are kept.
+        inside: also those of users' objects in it, which may be connections: not where the run goes on.
+        depth: of the object within others.
     """
-    kept = {name: value for name, value in _attributes(owner).items() if _is_plain(value)}
-    yield partial(_put_attributes, owner, kept)
-    yield from _keep_values(kept.values(), largest)
+    found = _attributes(owner)
+    yield partial(_put_attributes, owner, {name: value for name, value in found.items() if _is_plain(value)})
+    yield from _keep_values(found.values(), largest, inside, depth)
 
 
 def keeps_an_iterator(stream: Any) -> bool:
@@ -140,9 +136,9 @@ def _keep_tensor(value: torch.Tensor, largest: float) -> Iterator[Restore]:
         yield partial(_put_values, value, value.detach().clone())
 
 
-def _keep_values(values: Collection[Any], largest: float, depth: int = 0) -> Iterator[Restore]:
+def _keep_values(values: Collection[Any], largest: float, inside: bool = False, depth: int = 0) -> Iterator[Restore]:
     """Yield functions that put back what tensors, arrays and containers hold, and what is in these."""
-    for value in values:
+    for value in values if depth <= _DEEPEST else ():
         kind = type(value)
         if kind is torch.Tensor:  # no parameter, which a strategy may have emptied
             yield from _keep_tensor(value, largest)
@@ -152,8 +148,11 @@ def _keep_values(values: Collection[Any], largest: float, depth: int = 0) -> Ite
         elif kind in _PLAIN:
             if kind is not tuple:
                 yield partial(_put_items, value, copy(value))
-            if depth < _DEEPEST and len(value) <= _MANY:
-                yield from _keep_values(value.values() if isinstance(value, dict) else value, largest, depth + 1)
+            if len(value) <= _MANY:
+                items = value.values() if isinstance(value, dict) else value
+                yield from _keep_values(items, largest, inside, depth + 1)
+        elif inside and is_users(value):
+            yield from keep_attributes(value, largest, inside, depth + 1)
 
 
 def _is_plain(value: Any) -> bool:

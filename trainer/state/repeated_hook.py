@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,6 @@ from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
 from trainer.metrics.state import kept_torchmetrics
 from trainer.runs.hook_checks import users_callbacks
-from trainer.state.no_trace import keep_users
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -51,10 +51,22 @@ def _kept(run: Run, users: list[Callback]) -> list[Callable[[], object]]:
     weights = {name: _on_host(entry) for name, entry in run.strategy.module_state().items()}
     restore: list[Callable[[], object]] = [partial(run.strategy.load_module_state, weights, hooks=False)]
     restore += [_kept_state(optimizer) for optimizer in run.optimizers]
-    for config in run.scheduler_configs:
-        restore.append(partial(config.scheduler.load_state_dict, deepcopy(config.scheduler.state_dict())))
+    owners = [config.scheduler for config in run.scheduler_configs], [run.datamodule] if run.datamodule else []
+    for owner in (*chain(*owners), *users):
+        if state := owner.state_dict():
+            restore.append(partial(owner.load_state_dict, deepcopy(state)))
     restore.append(kept_torchmetrics(run.metrics))
-    restore += keep_users(run, users)
+    of_module = run.module.on_save_checkpoint, run.module.on_load_checkpoint
+    hooks = [of_module] if run.module.overrides("on_save_checkpoint") else []
+    for one in users:
+        if type(one).on_save_checkpoint is not Callback.on_save_checkpoint:
+            given = run.module.trainer, run.module
+            hooks.append((partial(one.on_save_checkpoint, *given), partial(one.on_load_checkpoint, *given)))
+    for save, load in hooks:
+        entries: dict[str, Any] = {}
+        with suppress(LookupError):  # of one that changes what others have put into a checkpoint
+            save(entries)
+            restore.append(partial(load, deepcopy(entries)))
     return restore
 
 
