@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.errors import raise_problems, shortened, shown
 from trainer.model.activation_checkpointing import compile_block
-from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks, has_forward, is_compiled
+from trainer.model.blocks import BlockPolicy, find_blocks, has_forward, is_compiled
 
 log = logging.getLogger("trainer")
 
@@ -146,26 +146,20 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
 
     Names, weights and parts that the user has compiled stay as they are. A module whose `forward` is torch's own
     (nn.Sequential, nn.Linear, nn.TransformerEncoder) is compiled only within the `forward` of a compiled module, since
-    Dynamo skips torch's files; a warning names modules with weights that stay uncompiled.
+    Dynamo skips torch's files.
 
     Raises:
         ConfigError: no submodule fits the choice of blocks, or one graph cannot hold what is to be recomputed.
     """
-    parts, uncompiled = parts_to_compile(module, compilation)
+    parts = parts_to_compile(module, compilation)
     compiled = [one for part in parts.values() for one in compile_block(part, compilation.options)]
     kind = type(module).__name__
     if parts:
         log.info("compile, %s: %s", compilation.describe(), ", ".join(name or kind for name in parts))
-    if uncompiled:
+    else:
         log.warning(
-            "compile= leaves uncompiled: %s. torch.compile skips TorchScript, and modules whose forward is torch's own "
-            "when a step calls them directly: call them in the forward of a class of your own.",
-            describe_blocks(uncompiled),
-        )
-    elif not parts:
-        log.warning(
-            "compile= finds nothing to compile in %s: it has neither a forward nor submodules with one that are not "
-            "compiled yet. What training_step does itself is not compiled: move it into a forward.",
+            "compile= finds nothing to compile in %s: it needs a class with a forward of its own, of the module or a "
+            "submodule. torch.compile skips TorchScript, modules whose forward is torch's own, and training_step.",
             kind,
         )
     return compiled
@@ -175,38 +169,25 @@ NamedModules = dict[str, nn.Module]
 """Modules by name."""
 
 
-def parts_to_compile(module: nn.Module, compilation: Compilation) -> tuple[NamedModules, NamedModules]:
-    """Return the modules to compile (`""`: `module` itself), and modules with weights that stay uncompiled."""
+def parts_to_compile(module: nn.Module, compilation: Compilation) -> NamedModules:
+    """Return the outermost modules to compile; `""`: `module` itself."""
     if compilation.blocks is not None:
-        chosen = find_blocks(module, compilation.blocks)
-    else:
-        chosen = {"": module} if has_forward(module) else {}
-        chosen |= dict(module.named_children())
-    parts, uncompiled = _split(chosen)
-    # Compiled with the forward that calls them.
-    covered = {id(child) for part in parts.values() for child in part.modules()}
-    return parts, {name: child for name, child in uncompiled.items() if id(child) not in covered}
+        return _outermost(find_blocks(module, compilation.blocks))
+    chosen = {"": module} if has_forward(module) else {}
+    return _outermost({**chosen, **dict(module.named_children())})
 
 
-def _split(modules: NamedModules) -> tuple[NamedModules, NamedModules]:
-    """Return the outermost modules in `modules` that can be compiled, and other modules with weights."""
+def _outermost(modules: NamedModules) -> NamedModules:
+    """Return the outermost modules in `modules` that can be compiled."""
     parts: NamedModules = {}
-    uncompiled: NamedModules = {}
     for name, module in modules.items():
         if _is_metric(module) or is_compiled(module):
             continue
         if has_forward(module) and is_compilable(module):
             parts[name] = module
-            continue
-        within, rest = _split(
-            {f"{name}.{child_name}".lstrip("."): child for child_name, child in module.named_children()}
-        )
-        parts |= within
-        if within or not has_forward(module):
-            uncompiled |= rest
-        elif any(True for _ in module.parameters()):
-            uncompiled[name] = module
-    return parts, uncompiled
+        else:
+            parts |= _outermost({f"{name}.{child}".lstrip("."): one for child, one in module.named_children()})
+    return parts
 
 
 def is_compilable(module: nn.Module) -> bool:
