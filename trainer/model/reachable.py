@@ -76,10 +76,10 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of an attribute: itself, in containers, and in the attributes of a user's object."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple, set, deque, dict)) or is_users(value):
-        for one in value if isinstance(value, (list, tuple, set, deque)) else content(value).values():
-            if one is not value:
-                yield from tensors_of(one) if not is_users(one) else ()
+    elif isinstance(value, CONTAINERS) or is_users(value):
+        for one in content(value).values():
+            if one is not value and not is_users(one):
+                yield from tensors_of(one)
 
 
 def is_users(one: Any) -> bool:
@@ -101,10 +101,12 @@ def keep_attributes_of(one: Any, other: Any) -> None:
 
 
 def content(container: Any) -> dict[Any, Any]:
-    """Return the entries of a dict by key, of a list or set by number, of an object by attribute."""
-    if isinstance(container, (dict, nn.Module)):
-        return dict(container if isinstance(container, dict) else vars(container))
-    return dict(enumerate(container)) if isinstance(container, (list, deque, set)) else attributes(container)
+    """Return the entries of a dict by key, of a list, tuple or set by number, of an object by attribute."""
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, nn.Module):
+        return dict(vars(container))
+    return dict(enumerate(container)) if isinstance(container, CONTAINERS) else attributes(container)
 
 
 def fill(container: Any, entries: dict[Any, Any]) -> None:
@@ -239,19 +241,18 @@ def _written_by(child: nn.Module) -> list[tuple[str, Any]]:
 
 
 def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield containers and random generators at module level that a block's methods use, and functions of theirs."""
-    kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if kind is not nn.Module}
-    waiting = [function for kind in kinds for one in vars(kind).values() for function in functions_of(one)]
-    seen: set[int] = set()
-    for function in waiting:
-        package = function.__module__.partition(".")[0]
-        for name, value in used_globals(function).items() if id(function) not in seen else ():
-            is_written = isinstance(value, (list, deque, set, dict)) or is_generator(value)
-            if is_written and package not in _LIBRARIES:
+    """Yield containers and random generators at module level that the methods of a block's classes use, with words."""
+    kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if _is_users_class(kind)}
+    functions = [function for kind in kinds for one in vars(kind).values() for function in functions_of(one)]
+    for function in functions:
+        for name, value in used_globals(function).items():
+            if isinstance(value, (list, deque, set, dict)) or is_generator(value):
                 yield f"{name} at the level of {function.__module__}", value
-            elif isinstance(value, FunctionType) and value.__module__.partition(".")[0] == package:
-                waiting.append(value)
-        seen.add(id(function))
+
+
+def _is_users_class(kind: type) -> bool:
+    """Whether a class does not belong to this package or to a library of modules."""
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -259,11 +260,9 @@ def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
 
     What belongs to this package or to a library is not looked into.
     """
-    of = value if isinstance(value, FunctionType) else type(value)
-    is_package = of.__module__ and of.__module__.partition(".")[0] in _LIBRARIES
-    if id(value) in seen or (is_package and not isinstance(value, (torch.Tensor, torch.Generator))):
-        return
-    if isinstance(value, _OPAQUE):
+    of: Any = value if isinstance(value, FunctionType) else type(value)
+    known = isinstance(value, (torch.Tensor, torch.Generator)) or not of.__module__ or _is_users_class(of)
+    if id(value) in seen or not known or isinstance(value, _OPAQUE):
         return
     seen.add(id(value))
     yield value
