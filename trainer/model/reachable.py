@@ -225,7 +225,7 @@ def _is_dataclass(one: Any) -> bool:
 def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str, Any]]:
     """Yield what a block may write to, with words for it: attributes, objects among its inputs, what its hooks know."""
     for path, child in block.named_modules():
-        place = ".".join(filter(None, (name, path)))
+        place = f"{name}.{path}".strip(".")
         for attribute, value in _written_by(child):
             yield f"{place}.{attribute}" if attribute else f"what a hook of {place} writes to", value
     leaves, _ = torch.utils._pytree.tree_flatten(inputs)
