@@ -502,7 +502,7 @@ def test_training_takes_a_batch_of_each_of_several_loaders(make: Any) -> None:
 
 
 def test_what_cannot_be_iterated_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the training loader is a int, which cannot be iterated"):
+    with pytest.raises(ConfigError, match=r"the training loader is \d+, which cannot be iterated"):
         loader_of(5)
     with pytest.raises(ConfigError, match="the training loader is None"):
         loader_of(None)
