@@ -383,5 +383,5 @@ def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_blocks_that_are_not_there() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'Block'"):
+    with pytest.raises(ConfigError, match="with a forward is a Blok"):
         trained(Model(), {**EAGER, "blocks": "Blok"})
