@@ -152,15 +152,13 @@ class Log(list[Any]):
 
 
 class Table(OrderedDict[str, Any]):
-    def clear(self) -> None:
-        raise NotImplementedError
+    """A dict with a class."""
 
 
 class Holder:
     def __init__(self) -> None:
         self.meters, self.names = {"own": Meter()}, SimpleNamespace(seen=0)
         self.log, self.table = Log(), Table(values=Log([torch.zeros(2)]))
-        self.total, self.several = torchmetrics.SumMetric(), nn.ModuleList([torchmetrics.MeanMetric()])
 
     def update(self, value: float) -> None:
         self.meters["own"].update(value)
@@ -169,12 +167,9 @@ class Holder:
         self.log.name = f"{value}"
         self.table["values"][0] += 1
         self.table[f"{value}"] = value
-        self.total.update(value)
-        self.several[0].update(value)
 
     def state(self) -> dict[str, Any]:
-        of_metrics = [float(self.total.sum_value), float(self.several[0].weight)]
-        state = {"own": list(astuple(self.meters["own"])), "seen": self.names.seen, "metrics": of_metrics}
+        state = {"own": list(astuple(self.meters["own"])), "seen": self.names.seen}
         return {
             **state,
             "log": [*self.log, self.log.name],
@@ -186,7 +181,6 @@ class Holder:
         self.meters["own"], self.names.seen = Meter(*state["own"]), state["seen"]
         self.log[:], self.log.name = state["log"][:-1], state["log"][-1]
         self.table = Table(dict.fromkeys(state["in"]), values=Log([torch.tensor(state["values"])]))
-        self.total.sum_value, self.several[0].weight = map(torch.tensor, state["metrics"])
 
 
 class Holds(Net):

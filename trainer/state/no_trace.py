@@ -144,14 +144,14 @@ def _keep_values(values: Collection[Any], largest: float, inside: bool = False, 
             yield from _keep_tensor(value, largest)
         elif kind is np.ndarray:
             if value.nbytes <= largest and value.flags.writeable:
-                yield partial(np.copyto, value, value.copy())
-        elif kind in _PLAIN:
+                yield partial(_put_array, value, value.copy())
+        elif kind in _PLAIN or (inside and isinstance(value, (dict, deque, list, set))):
             if kind is not tuple:
                 yield partial(_put_items, value, copy(value))
             if len(value) <= _MANY:
                 items = value.values() if isinstance(value, dict) else value
                 yield from _keep_values(items, largest, inside, depth + 1)
-        elif inside and is_users(value):
+        if inside and kind not in _PLAIN and is_users(value):
             yield from keep_attributes(value, largest, inside, depth + 1)
 
 
@@ -178,6 +178,11 @@ def _put_values(tensor: torch.Tensor, before: torch.Tensor) -> None:
     if tensor.shape != before.shape:  # as observers of quantization do it in their first forward
         tensor.resize_(before.shape)
     tensor.copy_(before)
+
+
+def _put_array(array: Any, before: Any) -> None:
+    if array.flags.writeable and array.shape == before.shape:
+        np.copyto(array, before)
 
 
 def _put_items(items: Any, before: Any) -> None:
