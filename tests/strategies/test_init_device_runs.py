@@ -221,8 +221,8 @@ def test_a_resumed_run_has_the_weights_of_the_checkpoint_and_the_tables_of_the_c
 
 
 REFUSAL = (
-    "weight: no init_weights or reset_parameters gives them values. Define one in the module that has them, or give "
-    "init_device='mixed' or 'cpu'."
+    "Built: weight: no init_weights or reset_parameters gives them values. Define one in the module that has them, or "
+    "give init_device='mixed' or 'cpu'."
 )
 
 
