@@ -1,7 +1,9 @@
 """What users are told: every message that a test causes is in one snapshot, tests/messages.json.
 
-A sentence is changed in the product alone; `pytest --rewrite-messages` writes what is said now, and a reviewer reads
-the difference. A test asks with `raises_recorded(ConfigError)` instead of `pytest.raises(ConfigError, match="...")`.
+A test asks with `raises_recorded(ConfigError)` instead of `pytest.raises(ConfigError, match="...")`. A sentence is
+changed in the product alone; `pytest --rewrite-messages FILES` writes what is said now, and a reviewer reads the
+difference. What differs from run to run, or from machine to machine, has a pattern in `VARYING`, or a match in its
+test; so has what a process of a test says, which is not of any test itself.
 """
 
 from __future__ import annotations
@@ -9,57 +11,77 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
+
+from tests.helpers.processes import DEVICE
 
 E = TypeVar("E", bound=BaseException)
 
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOT = ROOT / "tests" / "messages.json"
-REWRITTEN = "TESTS_REWRITTEN_MESSAGES"
-"""The environment variable with the file to which the processes of `pytest --rewrite-messages` add what they hear."""
 
-VARYING = (
-    (re.escape(tempfile.gettempdir()) + r"/pytest-of-[^/]+/pytest-\d+(/popen-gw\d+)?/[\w\[\]-]+", "<folder>"),
+VARYING = [
     (re.escape(str(ROOT)), "<repository>"),
     (r"0x[0-9a-f]{6,}", "<address>"),
-)
+    (r"\.py:\d+", ".py:<line>"),
+    (r"\d+ MB are free", "<number> MB are free"),
+    (r"\.tmp\w{6}\b", ".tmp<name>"),
+    (r"\+(cpu|cu\d+)\b", "+<build>"),
+]
 _seen = dict[str, int]()
+_heard: dict[str, str | None] | None = None
+"""With --rewrite-messages: what was said, by name; and of each test that was collected None, or "" once it passed."""
 
 
 @contextmanager
 def raises_recorded(error: type[E]) -> Iterator[pytest.ExceptionInfo[E]]:
     """Expect this error, with the message that the snapshot has for it: the first of a test, its second, ..."""
+    __tracebackhide__ = True
     with pytest.raises(error) as caught:
         yield caught
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
     number = _seen[test] = _seen.get(test, 0) + 1
-    name, message = f"{test} {number}", str(caught.value)
-    for pattern, text in VARYING:
-        message = re.sub(pattern, text, message)
-    if REWRITTEN in os.environ:
-        with Path(os.environ[REWRITTEN]).open("a") as file:
-            file.write(json.dumps([name, message]) + "\n")
+    name, message = f"{test} {number}", as_everywhere(str(caught.value), test)
+    if _heard is not None:
+        _heard[name] = message
     elif _speaks_as_here():
-        assert message == _snapshot().get(name), f"{name}: rewrite the snapshot if this is meant"
+        assert message == snapshot().get(name), f"{name}: if this is meant, pytest --rewrite-messages"
+
+
+def as_everywhere(message: str, test: str) -> str:
+    """Return the message without what VARYING lists, and without the name of the test's folder."""
+    folder = re.sub(r"\W", "_", test.partition("::")[2])[:30] + r"\d+"  # as pytest's tmp_path
+    for pattern, text in [*VARYING, (rf"\b{folder}\b", "<folder>")]:
+        message = re.sub(pattern, text, message)
+    return message
 
 
 @cache
-def _snapshot() -> dict[str, str]:
+def snapshot() -> dict[str, str]:
     return json.loads(SNAPSHOT.read_text())
 
 
 @cache
 def _speaks_as_here() -> bool:
-    """Whether this is the torch of constraints.txt: others say some things, and so we, in other words."""
-    return f"torch=={torch.__version__.partition('+')[0]}\n" in (ROOT / "constraints.txt").read_text()
+    """Whether this is the Python, torch and device of the snapshot: others say some things, and so we, otherwise."""
+    pinned = f"torch=={torch.__version__.partition('+')[0]}\n" in (ROOT / "constraints.txt").read_text()
+    return pinned and sys.version_info[:2] == (3, 11) and DEVICE == "cpu"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _folders_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    VARYING.insert(0, (re.escape(str(tmp_path_factory.getbasetemp())) + r"/[\w\[\]-]+", "<folder>"))
+
+
+# -- writing the snapshot ----------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,16 +89,49 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--rewrite-messages") and not hasattr(config, "workerinput"):
-        os.environ[REWRITTEN] = tempfile.mkstemp(suffix=".jsonl")[1]
+    global _heard
+    _heard = {} if config.getoption("--rewrite-messages") else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Note which tests there are, before some are left out."""
+    if _heard is not None:
+        _heard.update({item.nodeid: None for item in items})
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if _heard is not None and report.when == "call" and report.passed:
+        _heard[report.nodeid] = ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a process of pytest-xdist has heard."""
+    if _heard is not None:
+        for name, text in node.workeroutput["messages"].items():
+            _heard.setdefault(name, text)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Replace the messages of the tests that ran; forget those of tests that are no more in the files that ran."""
-    if REWRITTEN in os.environ and not hasattr(session.config, "workerinput"):
-        heard = dict(json.loads(line) for line in Path(os.environ.pop(REWRITTEN)).read_text().splitlines())
-        files = {name.partition("::")[0] for name in heard}
-        kept = {name: text for name, text in _snapshot().items() if name.partition("::")[0] not in files}
-        if session.config.getoption("-k") or any("::" in argument for argument in session.config.args):
-            kept = _snapshot()
-        SNAPSHOT.write_text(json.dumps(kept | heard, indent=0, sort_keys=True, ensure_ascii=False) + "\n")
+    """Replace the messages of the tests that passed; forget those of tests that are no more in the files that ran."""
+    if _heard is None:
+        return
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["messages"] = _heard
+        return
+    kept = {name: text for name, text in snapshot().items() if (ROOT / _file(name)).exists()}
+    if not any("::" in argument for argument in session.config.args):
+        files = {_file(name) for name in _heard}
+        kept = {name: text for name, text in kept.items() if _test(name) in _heard or _file(name) not in files}
+    kept = {name: text for name, text in kept.items() if _heard.get(_test(name)) is None}
+    said = {name: text for name, text in _heard.items() if text}
+    SNAPSHOT.write_text(json.dumps(kept | said, indent=0, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def _test(name: str) -> str:
+    return name.rpartition(" ")[0]
+
+
+def _file(name: str) -> str:
+    return name.partition("::")[0]

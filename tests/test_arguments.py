@@ -17,6 +17,7 @@ import pytest
 
 import trainer.callbacks
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, Trainer
 from trainer.arguments import (
     PositiveFloat,
@@ -73,48 +74,39 @@ def test_every_argument_takes_what_its_annotation_says_or_refuses_it_with_a_mess
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "argument", "value"),
     [
-        (
-            lambda: DDPStrategy(comm_hook=-0.5),
-            r"DDPStrategy\(comm_hook=-0.5\): give 'fp16_compress', .* a function or None",
-        ),  # type: ignore[arg-type]
-        (lambda: DDPStrategy(static_graph="no"), r"static_graph='no'\): give True or False"),  # type: ignore[arg-type]
-        (
-            lambda: DDPStrategy(bucket_cap_mb=-25),
-            r"bucket_cap_mb=-25\): give a number above 0 up to 1,000,000,000 or None",
-        ),
-        (lambda: DDPStrategy(timeout_seconds=0), r"timeout_seconds=0\): give a number above 0"),
-        (lambda: DDPStrategy(timeout_seconds=math.inf), r"timeout_seconds=inf\): give a number above 0"),
-        (lambda: FSDPStrategy(cpu_offload=1), r"cpu_offload=1\): give True or False"),  # type: ignore[arg-type]
-        (
-            lambda: FSDPStrategy(device_mesh=(2, "2")),
-            r"device_mesh=\(2, '2'\)\): give a list \(an integer, an integer\) or None",
-        ),  # type: ignore[arg-type]
-        (lambda: FSDPStrategy(auto_wrap_policy=-1), r"auto_wrap_policy=-1\): give .*an integer from 1"),
-        (lambda: FSDPStrategy(auto_wrap_policy=True), r"auto_wrap_policy=True\): give "),
-        (lambda: FSDPStrategy(reshard_after_forward=-2), r"reshard_after_forward=-2\): give .*an integer from 2"),
-        (lambda: DeepSpeedStrategy(cpu_adam="yes"), r"cpu_adam='yes'\): give True or False"),  # type: ignore[arg-type]
-        (lambda: CSVLogger(flush_seconds=-1), r"CSVLogger\(flush_seconds=-1\): give a number from 0"),
-        (lambda: EarlyStopping("loss", min_delta="0.1"), "min_delta='0.1'"),  # type: ignore[arg-type]
-        (lambda: PredictionWriter(max_shard_size=0), r"max_shard_size=0\): give an integer from 1"),
-        (lambda: ThroughputMonitor(items_per_batch=-3), "items_per_batch=-3"),
-        (lambda: ModelCheckpoint(verbose="yes"), "verbose='yes'"),  # type: ignore[arg-type]
-        (lambda: ModelCheckpoint(monitor=""), "monitor=''"),
-        (lambda: ModelCheckpoint(filename="x" * 240), "at most 200 bytes"),
-        (lambda: ModelCheckpoint(filename="{epoch:0300d}"), "at most 200 bytes"),
-        (lambda: ModelCheckpoint(filename="{epoch:99999999999999999999d}"), "cannot be written as"),
-        (lambda: ModelCheckpoint(filename="a\0b"), "control characters"),
-        (lambda: ModelCheckpoint(filename="a\nb"), "control characters"),
-        (lambda: ModelCheckpoint(filename=".hidden"), "does not begin with"),
-        (lambda: ModelCheckpoint(filename="  "), "does not begin with"),
-        (lambda: ModelCheckpoint(dirpath="a/" + "b" * 300), "dirpath"),
-        (lambda: ModelCheckpoint(dirpath="a\0"), "dirpath"),
+        (DDPStrategy, "comm_hook", -0.5),
+        (DDPStrategy, "static_graph", "no"),
+        (DDPStrategy, "bucket_cap_mb", -25),
+        (DDPStrategy, "timeout_seconds", 0),
+        (DDPStrategy, "timeout_seconds", math.inf),
+        (FSDPStrategy, "cpu_offload", 1),
+        (FSDPStrategy, "device_mesh", (2, "2")),
+        (FSDPStrategy, "auto_wrap_policy", -1),
+        (FSDPStrategy, "auto_wrap_policy", True),
+        (FSDPStrategy, "reshard_after_forward", -2),
+        (DeepSpeedStrategy, "cpu_adam", "yes"),
+        (CSVLogger, "flush_seconds", -1),
+        (EarlyStopping, "min_delta", "0.1"),
+        (PredictionWriter, "max_shard_size", 0),
+        (ThroughputMonitor, "items_per_batch", -3),
+        (ModelCheckpoint, "verbose", "yes"),
+        (ModelCheckpoint, "monitor", ""),
+        (ModelCheckpoint, "filename", "x" * 240),
+        (ModelCheckpoint, "filename", "{epoch:0300d}"),
+        (ModelCheckpoint, "filename", "{epoch:99999999999999999999d}"),
+        (ModelCheckpoint, "filename", "a\0b"),
+        (ModelCheckpoint, "filename", "a\nb"),
+        (ModelCheckpoint, "filename", ".hidden"),
+        (ModelCheckpoint, "filename", "  "),
+        (ModelCheckpoint, "dirpath", "a/" + "b" * 300),
+        (ModelCheckpoint, "dirpath", "a\0"),
     ],
 )
-def test_the_message_says_what_to_give(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+def test_the_message_says_what_to_give(kind: Any, argument: str, value: Any) -> None:
+    with raises_recorded(ConfigError):
+        kind(**{**({"monitor": "loss"} if kind is EarlyStopping else {}), argument: value})
 
 
 @pytest.mark.parametrize(
@@ -175,7 +167,7 @@ def test_messages_stay_short() -> None:
         with pytest.raises(ConfigError) as raised:
             Trainer(**given)  # type: ignore[arg-type]
         assert 20 < len(str(raised.value)) < 3000
-    with pytest.raises(ConfigError, match="and 70 more") as raised:
+    with raises_recorded(ConfigError) as raised:
         Trainer(**{f"argument_{number}": 1 for number in range(100)})  # type: ignore[arg-type]
     assert len(raised.value.problems) == 100
 
@@ -186,15 +178,12 @@ def test_integers_of_texts(text: str, number: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"deterministic": 1}, "deterministic=1: give"),
-        ({"default_root_dir": "s3:/"}, "give a path of this machine"),
-    ],
+    "given",
+    [{"deterministic": 1}, {"default_root_dir": "s3:/"}],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_values_that_no_run_can_have_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_values_that_no_run_can_have_are_refused(given: dict[str, Any]) -> None:
+    with raises_recorded(ConfigError):
         Trainer(**{"accelerator": "cpu", **given})
 
 
@@ -206,10 +195,10 @@ FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize("path", ["a\0b", "~nobody-here/x", "y" * 300], ids=ascii)
+@pytest.mark.parametrize("path", ["a\0b", "~nobody-here/x", "y" * 300], ids=["control", "nobody", "long"])
 @pytest.mark.parametrize(("kind", "name"), FOLDERS)
 def test_a_wrong_path_is_refused_by_the_name_of_its_argument(kind: type, name: str, path: str) -> None:
-    with pytest.raises(ConfigError, match=rf"\b{name}\b"):
+    with raises_recorded(ConfigError):
         kind(**{name: path})
 
 
@@ -220,7 +209,7 @@ LOCAL_FOLDERS = [(kind, name) for kind, name in FOLDERS if kind not in (ModelChe
 @pytest.mark.parametrize(("kind", "name"), LOCAL_FOLDERS)
 def test_a_url_is_refused_where_a_folder_of_this_machine_is_meant(kind: type, name: str, path: str | Path) -> None:
     """It would be a local folder "s3:", about which nobody hears."""
-    with pytest.raises(ConfigError, match=rf"\b{name}=.*is a URL: give a path of this machine"):
+    with raises_recorded(ConfigError):
         kind(**{name: path})
 
 
@@ -256,34 +245,34 @@ def not_a_clock() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make",
     [
-        (lambda: SimpleProfiler(clock=not_a_clock), "SimpleProfiler(clock=...) returned a str"),
-        (lambda: SimpleProfiler(clock=len), "SimpleProfiler(clock=...) raised TypeError"),  # type: ignore[arg-type]
-        (lambda: StragglerMonitor(clock=not_a_clock), "StragglerMonitor(clock=...) returned a str"),
-        (lambda: DDPStrategy(comm_hook=print), "give a function (state, bucket) -> Future"),
-        (lambda: DDPStrategy(comm_hook=int), "give a function (state, bucket) -> Future"),
+        lambda: SimpleProfiler(clock=not_a_clock),
+        lambda: SimpleProfiler(clock=len),  # type: ignore[arg-type]
+        lambda: StragglerMonitor(clock=not_a_clock),
+        lambda: DDPStrategy(comm_hook=print),
+        lambda: DDPStrategy(comm_hook=int),
     ],
     ids=["profiler", "profiler-raises", "straggler", "print", "class"],
 )
-def test_functions_that_cannot_be_what_they_are_given_for(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_functions_that_cannot_be_what_they_are_given_for(make: Callable[[], object]) -> None:
+    with raises_recorded(ConfigError):
         make()
 
 
 @pytest.mark.parametrize(
-    ("callback", "message"),
+    "callback",
     [
-        (lambda: ThroughputMonitor(items_per_batch=len, flops_per_sample=int), "flops_per_sample=...) raised"),  # type: ignore[arg-type]
-        (lambda: ThroughputMonitor(items_per_batch=int), "items_per_batch=...) raised"),  # type: ignore[arg-type]
-        (lambda: CSVLogger(save_dir="/dev/null/x"), "CSVLogger(save_dir=...): the folder '/dev/null/x"),
+        lambda: ThroughputMonitor(items_per_batch=len, flops_per_sample=int),  # type: ignore[arg-type]
+        lambda: ThroughputMonitor(items_per_batch=int),  # type: ignore[arg-type]
+        lambda: CSVLogger(save_dir="/dev/null/x"),
     ],
     ids=["flops", "items", "folder"],
 )
-def test_what_is_seen_in_the_run_is_reported_with_a_message(callback: Callable[[], Callback], message: str) -> None:
+def test_what_is_seen_in_the_run_is_reported_with_a_message(callback: Callable[[], Callback]) -> None:
     given = callback()
     more: Any = {"logger": given} if isinstance(given, CSVLogger) else {"callbacks": given}
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with raises_recorded(ConfigError):
         quiet(max_steps=2, log_every_n_steps=1, **more).fit(Toy(), loader(2))
 
 
@@ -361,7 +350,7 @@ def test_the_window_takes_a_number_of_numpy_while_training_too() -> None:
     trainer = quiet()
     trainer.accumulate_grad_batches = np.int64(3)  # type: ignore[assignment]
     assert type(trainer.accumulate_grad_batches) is int
-    with pytest.raises(ConfigError, match="give an integer from 1"):
+    with raises_recorded(ConfigError):
         trainer.accumulate_grad_batches = np.float64(2.0)  # type: ignore[assignment]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
+from tests.messages import raises_recorded
 from trainer import CheckpointError, ConfigError, Engine, Trainer, TrainModule
 from trainer.checkpoint.left_out import LeftOutError
 
@@ -157,7 +157,7 @@ def test_what_comes_out_of_autocast_is_float32_and_a_marked_method_runs_as_forwa
         assert model.in_features == 4
         assert not model.eval().training
         assert not net.training
-        with pytest.raises(ConfigError, match=r"mark_forward_method\('name'\)"):
+        with raises_recorded(ConfigError):
             model.twice(x)
         model.mark_forward_method("twice")
         assert_same_bits(model.twice(x), model(x) * 2)
@@ -349,7 +349,7 @@ def test_a_save_that_would_leave_out_a_step_is_refused(at: str, tmp_path: Path) 
                 following.step()
                 engine.save(tmp_path / "saved", state)
                 engine.backward(mse_loss(other(x), y))
-            with pytest.raises(ConfigError, match="Save after the last step of a batch"):
+            with raises_recorded(ConfigError):
                 following.step()
             return
 
@@ -360,7 +360,7 @@ def test_a_batch_may_be_given_up_by_zero_grad(by: str, tmp_path: Path) -> None:
         net = make_net()
         model, optimizer = engine.setup(net, AdamW(net.parameters()))
         engine.backward(model(torch.zeros(2, FEATURES)).mean() * math.nan)
-        with pytest.raises(ConfigError, match="between backward and optimizer"):
+        with raises_recorded(ConfigError):
             engine.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
         (optimizer if by == "optimizer" else model).zero_grad()
         engine.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
@@ -459,18 +459,17 @@ def test_a_checkpoint_is_written_without_what_it_cannot_hold(
         else:
             state["scheduler"].seen = {1}
         nn.init.constant_(weight, 5.0)
-        with pytest.raises(LeftOutError, match="it is a set") as caught:
+        with raises_recorded(LeftOutError):
             engine.save(tmp_path / "one", state)
-    kind = "values" if spoiled == "seen" else "stateful"
-    assert f"without engine['{kind}']['{spoiled}']" in str(caught.value)
     with Engine(**CPU) as engine:
         state = state_of(engine)
         state["step"] = 0
         engine.load(tmp_path / "one", state)
         assert (state["seen"], state["step"], float(state["model"].module[0].weight.detach().min())) == ([1], 3, 5.0)
+        kind = "values" if spoiled == "seen" else "stateful"
         assert f"begins anew: engine['{kind}']['{spoiled}']" in caplog.text
         state["optimizer"].param_groups[0]["seen"] = {1}
-        with pytest.raises(CheckpointError, match=r"optimizers\[0\]\['param_groups'\]\[0\]\['seen'\]"):
+        with raises_recorded(CheckpointError):
             engine.save(tmp_path / "two", state)
         assert not (tmp_path / "two").exists()
 
@@ -492,7 +491,7 @@ def test_a_load_inside_the_loop_is_refused_and_after_it_goes_back(tmp_path: Path
                     engine.save(tmp_path / "good", state)
                     saved = weights(net)
                 if seen == [1, 2, 3, 4]:
-                    with pytest.raises(ConfigError, match="inside a loop over a loader"):
+                    with raises_recorded(ConfigError):
                         engine.load(tmp_path / "good", state)
                     break
             if len(seen) == 4:
@@ -516,7 +515,7 @@ def test_labels_are_not_rounded_and_outputs_are_float32_in_16_bits() -> None:
 def test_two_iterators_of_one_loader_at_once_are_refused() -> None:
     with Engine(accelerator="cpu") as engine:
         loader = engine.setup_dataloaders(DataLoader(dataset(), 4, shuffle=True))
-        with pytest.raises(ConfigError, match="set up two loaders"):
+        with raises_recorded(ConfigError):
             next(zip(loader, loader, strict=True))
         iter(loader)  # one that is never asked is none
         assert len([*loader]) == 6
@@ -551,7 +550,7 @@ def test_checkpoints_of_the_trainer_and_the_engine_have_one_format(tmp_path: Pat
         optimizer.step()
         engine.save(tmp_path / "engine", {"model": model, "optimizer": optimizer, "note": "here"})
         inner = engine.setup(trained.net)
-        with pytest.raises(CheckpointError, match="whose attribute net is this one"):
+        with raises_recorded(CheckpointError):
             engine.load(tmp_path / "trainer", {"model": inner})
         assert engine.load(tmp_path / "engine") == {"note": "here"}
     assert_same_bits(weights(Module.load_from_checkpoint(tmp_path / "engine")), weights(module))
@@ -561,13 +560,13 @@ def test_checkpoints_of_the_trainer_and_the_engine_have_one_format(tmp_path: Pat
 
 
 def test_arguments_are_checked_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="no_backward_sync"):
+    with raises_recorded(ConfigError):
         Engine(gradient_accumulation_steps=4)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'bf16-mixed'"):
+    with raises_recorded(ConfigError):
         Engine(precision="bf17-mixed")
-    with pytest.raises(ConfigError, match="with Engine"):
+    with raises_recorded(ConfigError):
         Engine(**CPU).setup(nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="xla"):
+    with raises_recorded(ConfigError):
         Engine(strategy="xla")
 
 
@@ -576,50 +575,50 @@ def test_mistakes_in_the_loop_are_reported_with_their_fix(tmp_path: Path) -> Non
     raw = SGD(net.parameters(), lr=0.1)
     loss = net(torch.ones(1, 2)).mean()
     with Engine(**CPU) as engine:
-        with pytest.raises(ConfigError, match=r"model, optimizer = engine\.setup"):
+        with raises_recorded(ConfigError):
             engine.backward(loss)
-        with pytest.raises(ConfigError, match="A scheduler is not set up"):
+        with raises_recorded(ConfigError):
             engine.setup(net, CosineAnnealingLR(raw, 3))  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="is not in"):
+        with raises_recorded(ConfigError):
             engine.setup(nn.Linear(2, 1), raw)
         model, optimizer = engine.setup(net, raw)
-        with pytest.raises(ConfigError, match="set up already"):
+        with raises_recorded(ConfigError):
             engine.setup(net, raw)
-        with pytest.raises(ConfigError, match="has not been called"):
+        with raises_recorded(ConfigError):
             engine.backward(loss)
-        with pytest.raises(ConfigError, match=r"call engine\.backward"):
+        with raises_recorded(ConfigError):
             optimizer.step()
         out = model(torch.ones(3, 2))
-        with pytest.raises(ConfigError, match="without a gradient"):
+        with raises_recorded(ConfigError):
             engine.backward(out.mean().detach())
-        with pytest.raises(ConfigError, match=r"loss\.mean\(\)"):
+        with raises_recorded(ConfigError):
             engine.backward(out)
         engine.backward(out.mean())
-        with pytest.raises(ConfigError, match="Save after a step"):
+        with raises_recorded(ConfigError):
             engine.save(tmp_path / "c", {"model": model})
-        with pytest.raises(ConfigError, match="either clip_val= or max_norm="):
+        with raises_recorded(ConfigError):
             engine.clip_gradients(model, optimizer)
-        with pytest.raises(ConfigError, match="cannot be nested"), engine.no_backward_sync(model):  # noqa: SIM117
+        with raises_recorded(ConfigError), engine.no_backward_sync(model):  # noqa: SIM117
             with engine.no_backward_sync(model):
                 pass
         optimizer.step()
-        for wrong, words in [(net, "give what engine.setup returned"), (DataLoader([1]), "setup_dataloaders")]:
-            with pytest.raises(ConfigError, match=words):
+        for wrong in (net, DataLoader([1])):
+            with raises_recorded(ConfigError):
                 engine.save(tmp_path / "c", {"it": wrong})
-        with pytest.raises(ConfigError, match="without its model"):
+        with raises_recorded(ConfigError):
             engine.save(tmp_path / "c", {"optimizer": optimizer})
-        with pytest.raises(ConfigError, match="the dataset"):
+        with raises_recorded(ConfigError):
             engine.setup_dataloaders(dataset())
         engine.save(tmp_path / "c", {"model": model, "optimizer": optimizer, "steps": 1})
-        with pytest.raises(CheckpointError, match="Did you mean 'steps'"):
+        with raises_recorded(CheckpointError):
             engine.load(tmp_path / "c", {"model": model, "step": 0})
         loader = engine.setup_dataloaders([[1]])
-        with pytest.raises(ConfigError, match="positions of 0 training loaders"):
+        with raises_recorded(ConfigError):
             engine.load(tmp_path / "c", {"model": model, "optimizer": optimizer})
         del loader
         with torch.no_grad():
             net.bias.fill_(float("nan"))
-        with pytest.raises(CheckpointError, match="bias not finite"):
+        with raises_recorded(CheckpointError):
             engine.save(tmp_path / "c", {"model": model})
 
 
@@ -627,9 +626,9 @@ def test_a_copy_of_what_setup_returned_is_refused_in_words() -> None:
     net = nn.Linear(2, 1)
     with Engine(**CPU) as engine:
         model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
-        with pytest.raises(ConfigError, match=r"copy\.deepcopy\(model\.module\)"):
+        with raises_recorded(ConfigError):
             copy.deepcopy(model)
-        with pytest.raises(ConfigError, match=r"copy\.deepcopy\(optimizer\.state_dict\(\)\)"):
+        with raises_recorded(ConfigError):
             copy.deepcopy(optimizer)
         assert_same_bits(copy.deepcopy(model.module).state_dict(), net.state_dict())
         assert copy.deepcopy(optimizer.state_dict())["param_groups"][0]["lr"] == 0.1
@@ -642,21 +641,21 @@ def test_numbers_that_were_infinite_in_setup_are_saved_and_others_are_not(tmp_pa
         model, optimizer = engine.setup(net, AdamW(net.parameters()))
         parts = {"model": model, "adam": optimizer}
 
-        def assert_refused(name: str) -> None:
-            with pytest.raises(CheckpointError, match=f"^{re.escape(name)} not finite: the checkpoint is not written"):
+        def assert_refused() -> None:
+            with raises_recorded(CheckpointError):
                 engine.save(tmp_path / "c", parts)
 
         engine.backward(model(torch.ones(3, FEATURES)).mean())
         optimizer.step()
         engine.save(tmp_path / "c", parts)
         net.mask.fill_(math.nan)
-        assert_refused("mask")
+        assert_refused()
         net.mask.zero_()
         optimizer.param_groups[0]["lr"] = math.nan
-        assert_refused("adam.param_groups.0.lr")
+        assert_refused()
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.state[net[0].bias]["exp_avg_sq"].fill_(math.inf)
-        assert_refused("adam.state.0.bias.exp_avg_sq")
+        assert_refused()
 
 
 def test_collectives_of_one_process_return_what_they_get() -> None:
@@ -668,7 +667,7 @@ def test_collectives_of_one_process_return_what_they_get() -> None:
         assert engine.gather_uneven(several) is several
         assert (engine.rank, engine.global_rank, engine.world_size, engine.is_global_zero) == (0, 0, 1, True)
         engine.barrier()
-        with pytest.raises(ConfigError, match="reduce_op"):
+        with raises_recorded(ConfigError):
             engine.all_reduce(1.0, reduce_op="median")  # type: ignore[arg-type]
 
 

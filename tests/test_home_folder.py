@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.examples import restored_imports
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.arguments import local_path
 from trainer.callbacks import (
@@ -249,7 +250,7 @@ def test_commands_and_configuration_files(home: Path) -> None:
 def test_a_configuration_of_deepspeed(home: Path) -> None:
     (home / "ds.json").write_text(json.dumps({"train_batch_size": 4}))
     assert read_config("~/ds.json") == {"train_batch_size": 4}
-    with pytest.raises(ConfigError, match="no home folder of '~nobody-here'"):
+    with raises_recorded(ConfigError):
         read_config("~nobody-here/ds.json")
 
 
@@ -273,7 +274,7 @@ def test_another_users_home_and_names_that_only_begin_so(home: Path) -> None:
     ],
 )
 def test_an_unknown_user_is_an_error(use: Callable[[], object], home: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no home folder of '~nobody-here'.*Write the path in full"):
+    with raises_recorded(ConfigError):
         use()
     assert list(Path.cwd().iterdir()) == []
 

@@ -62,7 +62,7 @@ def test_the_lowest_versions_are_tried() -> None:
     """In the environment of `make test-xla`, which has the torch that is the lowest."""
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     tried = dict(re.findall(r"^([\w-]+)==(.*)$", (ROOT / "constraints-xla.txt").read_text(), re.MULTILINE))
-    for name, lowest in (text.split(">=") for text in required):
+    for name, lowest in (text.partition(",")[0].split(">=") for text in required):
         assert f"{tried[name]}.".startswith(f"{lowest}."), name
 
 
@@ -292,7 +292,7 @@ def test_a_file_of_the_user_called_trainer_is_named_and_not_run(tmp_path: Path) 
     start = "import sys; sys.path.remove(''); from trainer.__main__ import main; sys.exit(main())"
     model = ["--module", f"{ROOT}/examples/gan/module.py:GAN", "--print-config"]
     ended = run([sys.executable, "-c", start, "fit", *model], tmp_path)
-    note = f"trainer.py in {tmp_path}: scripts, spawned workers and `python -m trainer` in this folder import it"
+    note = f"{tmp_path}/trainer.py: scripts, spawned workers and `python -m trainer` in this folder import it"
     assert note in ended.stderr
     launched = run([sys.executable, "-c", start, "launch", "--nproc-per-node", "2", "trainer", "fit", *model], tmp_path)
     assert "the file of the user" not in launched.stdout + launched.stderr
@@ -327,14 +327,14 @@ class Spawning(TrainModule):
 """
 
 
-def test_a_run_whose_spawned_workers_import_that_file_ends_with_its_name(tmp_path: Path) -> None:
+def test_a_run_whose_spawned_workers_import_that_file_names_it(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(OWN_FILE)
     (tmp_path / "module.py").write_text(SPAWNING)
     start = "import sys; sys.path.remove(''); from trainer.__main__ import main; sys.exit(main())"
     model = ["--module", "module.py:Spawning", "--trainer.fast_dev_run", "true"]
     ended = run([sys.executable, "-c", start, "fit", *model], tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith(f"note: trainer.py in {tmp_path}: ")
+    assert f"note: {tmp_path}/trainer.py: " in ended.stderr
 
 
 def test_a_file_called_trainer_is_named_wherever_python_searches_first(
@@ -345,7 +345,7 @@ def test_a_file_called_trainer_is_named_wherever_python_searches_first(
     (folder / "trainer.py").touch()
     assert not [note for note in collisions() if "trainer.py" in note]
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    assert [note for note in collisions() if note.startswith(f"trainer.py in {folder}: ")]
+    assert [note for note in collisions() if note.startswith(f"{folder}/trainer.py: ")]
     (folder / "pyproject.toml").write_text('[project]\nname = "exact-trainer"\n')  # a checkout of this package
     assert not collisions()
 

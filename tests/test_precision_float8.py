@@ -17,6 +17,7 @@ from tests.helpers.decoder import Architecture, Decoder
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
+from tests.messages import raises_recorded
 from tests.tiers import selected
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
@@ -209,21 +210,18 @@ def test_a_later_run_of_float32_computes_in_float32() -> None:
 @pytest.mark.parametrize("name", ["deepspeed_stage_2", "xla"])
 def test_engines_without_it_refuse_it_in_words(name: str) -> None:
     problems = STRATEGIES[name]().problems(PRECISIONS["fp8"], "cpu", 1)
-    assert any("'fp8'" in problem and "'bf16-mixed'" in problem for problem in problems)
+    assert any("'fp8'" in problem and "bf16-mixed" in problem for problem in problems)
 
 
-@pytest.mark.parametrize(
-    ("other", "answer"),
-    [("transformer-engine", "'fp8', 'fp8-rowwise' or 'mxfp8'"), ("nvfp4", "'mxfp8', or 'fp8'")],
-)
-def test_other_names_are_answered(other: str, answer: str) -> None:
-    with pytest.raises(ConfigError, match=answer):
+@pytest.mark.parametrize("other", ["transformer-engine", "nvfp4"])
+def test_other_names_are_answered(other: str) -> None:
+    with raises_recorded(ConfigError):
         resolve_precision(other)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.precision.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="torchao>="):
+    with raises_recorded(ConfigError):
         resolve_precision("fp8")
 
 

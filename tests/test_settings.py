@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.processes import run_python
+from tests.messages import raises_recorded
 from trainer import Trainer
 from trainer.callbacks import ModelCheckpoint, Timer
 from trainer.errors import ConfigError
@@ -64,7 +64,7 @@ def test_the_trainer_and_the_timer_read_the_same_durations(given: Any, seconds: 
     ],
 )
 def test_what_is_no_duration(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="duration="):
+    with raises_recorded(ConfigError):
         read_duration(wrong)
     assert len(Settings(max_time=wrong).problems()) == 1
 
@@ -78,32 +78,32 @@ def test_none_means_the_default_where_it_is_lightnings_default() -> None:
 
 @pytest.mark.parametrize("name", ["num_nodes", "accumulate_grad_batches"])
 def test_none_for_a_number_that_is_needed_is_refused_at_once(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=None: give an integer"):
+    with raises_recorded(ConfigError):
         Trainer(**{name: None})
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "advice"),
+    ("argument", "value"),
     [
-        ("precision", "no", "'32-true'"),
-        ("precision", "fp64", "'64-true'"),
-        ("precision", "float16", "'16-mixed'"),
-        ("precision", "transformer-engine", "'fp8', 'fp8-rowwise' or 'mxfp8'"),
-        ("strategy", "zero2", "'deepspeed_stage_2'"),
-        ("strategy", "tpu", "'xla' or 'xla_fsdp', with accelerator='tpu'"),
-        ("strategy", "deepspeed_stage_1_offload", "DeepSpeedStrategy(stage=1, offload_optimizer='cpu')"),
-        ("strategy", "ddp_notebook", "trainer.launch(function, devices=...)"),
-        ("accelerator", "npu", "'auto', or this name where torch itself knows the accelerator"),
-        ("cpu", True, "accelerator='cpu'"),
-        ("deepspeed_plugin", None, "strategy=DeepSpeedStrategy(...)"),
-        ("fsdp_plugin", None, "strategy=FSDPStrategy(...)"),
-        ("log_with", "wandb", "logger=TensorBoardLogger()"),
-        ("kwargs_handlers", [], "options of the strategy, such as DDPStrategy(find_unused_parameters=True)"),
-        ("split_batches", True, "a DataLoader with the batch_size of one process"),
-        ("config", "a.yaml", "trainer fit --config FILE"),
+        ("precision", "no"),
+        ("precision", "fp64"),
+        ("precision", "float16"),
+        ("precision", "transformer-engine"),
+        ("strategy", "zero2"),
+        ("strategy", "tpu"),
+        ("strategy", "deepspeed_stage_1_offload"),
+        ("strategy", "ddp_notebook"),
+        ("accelerator", "npu"),
+        ("cpu", True),
+        ("deepspeed_plugin", None),
+        ("fsdp_plugin", None),
+        ("log_with", "wandb"),
+        ("kwargs_handlers", []),
+        ("split_batches", True),
+        ("config", "a.yaml"),
     ],
 )
-def test_words_of_accelerate_are_answered_with_the_words_here(argument: str, value: Any, advice: str) -> None:
+def test_words_of_accelerate_are_answered_with_the_words_here(argument: str, value: Any) -> None:
     arguments: dict[str, Any] = {argument: value}
-    with pytest.raises(ConfigError, match=re.escape(f" Use {advice}")):
+    with raises_recorded(ConfigError):
         Trainer(**arguments)

@@ -201,24 +201,24 @@ def _without_address(value: Any) -> str:
     return "" if " at 0x" in repr(value) else repr(value)
 
 
-def with_python_numbers(value: Any) -> Any:
+def with_python_numbers(value: Any, depth: int = 3) -> Any:
     """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool.
 
-    Also those inside lists, tuples and dicts, of which copies are returned then. Sequences and mappings of other
-    classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
+    Also those inside lists, tuples and dicts, of which copies are returned then, down to `depth`. Sequences and
+    mappings of other classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
     """
-    if type(value) in (bool, int, float, str, NoneType):
+    if depth < 0 or type(value) in (bool, int, float, str, NoneType):
         return value
     if isinstance(value, MutableSequence) and not isinstance(value, (list, bytearray)):
         value = list(value)
     if isinstance(value, MutableMapping) and not isinstance(value, dict):
         value = dict(value)
     if type(value) in (list, tuple):
-        items = [with_python_numbers(item) for item in value]
+        items = [with_python_numbers(item, depth - 1) for item in value]
         return value if all(map(operator.is_, items, value)) else type(value)(items)
     if type(value) is dict:
         pairs = [*value.items()]
-        plain = with_python_numbers(pairs)
+        plain = with_python_numbers(pairs, depth + 1)
         return value if plain is pairs else dict(plain)
     if isinstance(value, numbers.Integral):
         return int(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -193,7 +194,7 @@ class Settings:
                 continue
             default = value is None and field.name in NONE_IS_DEFAULT
             object.__setattr__(self, field.name, field.default if default else with_python_numbers(value))
-        if self.gradient_clip_val == 0:  # off, as in Lightning
+        if isinstance(self.gradient_clip_val, (int, float)) and self.gradient_clip_val == 0:  # off, as in Lightning
             object.__setattr__(self, "gradient_clip_val", None)
 
     def problems(self) -> list[str]:
@@ -217,6 +218,8 @@ class Settings:
             return f"{name}={value!r}: give {describe_annotation(annotation)}."
         if least is not None and isinstance(value, (int, float)) and value < least:
             return f"{name}={value!r}: give a number from {least}."
+        if isinstance(value, int) and value > sys.maxsize:
+            return f"{name}={value!r}: give at most {sys.maxsize}, which Python can count to."
         return None
 
     def logs_at(self, step: int) -> bool:

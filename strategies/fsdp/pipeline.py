@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, describe_blocks
+from trainer.model.reachable import shared_objects
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
@@ -87,7 +88,7 @@ class Pipeline:
         }
         """The stage of each buffer of a block, where it may change."""
         self.connect(forwards, backwards, shared)
-        self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, verify)
+        self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, shared_objects(blocks), verify)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
         self._dress(list(blocks.items()))

@@ -35,6 +35,7 @@ class StageChecks:
         stage: its number.
         elsewhere: names of the parameters of other stages.
         blocks: names of all blocks.
+        shared: objects that several blocks know.
         verify: see `FSDPStrategy`.
     """
 
@@ -44,9 +45,10 @@ class StageChecks:
         stage: int,
         elsewhere: set[str],
         blocks: Iterable[str],
+        shared: Iterable[Any] = (),
         verify: bool = True,
     ) -> None:
-        self._module, self._stage, self._elsewhere = module, stage, elsewhere
+        self._module, self._stage, self._elsewhere, self._shared = module, stage, elsewhere, [*shared]
         within = tuple(f"{name}." for name in blocks)
         self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
         """Names of those that are outside of the blocks."""
@@ -78,21 +80,21 @@ class StageChecks:
         """Compute a block once without consequences, in the first call of each kind, and look at what it leaves.
 
         Raises:
-            ConfigError: others could compute from it: a tensor with a gradient, or what is in its arguments.
+            ConfigError: others could compute from it: a tensor with a gradient, or what several blocks can read.
         """
         if not self.verification.is_due(name, block, args, kwargs):
             return
         inputs: Inputs = without_caches(args), without_caches(kwargs)
         with rehearsal(block, inputs, in_float32=False):
             own = map_leaves(inputs, _as_input)
-            given = [*filter(is_container, objects_behind(own, set()))]
-            before = [*map(content, given)]
+            shared = [*self._shared, *filter(is_container, objects_behind(own, set()))]
+            before = [*map(content, shared)]
             try:
                 output = block.forward(*own[0], **own[1])
             except (RuntimeError, TypeError, ValueError):
                 return  # the forward itself raises it, or it cannot compute with gradients
             left = tensors_left(block, own, tensors_in((own, output)))
-            written = [one for one, then in zip(given, before, strict=True) if not same_content(content(one), then)]
+            written = [one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then)]
         found = [f"a tensor with a gradient in {place}" for place in left]
         found += [f"a {type(one).__name__} that others read, too" for one in written]
         if found:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer
 from trainer.callback import Checkpoint
 from trainer.callbacks import ModelCheckpoint
@@ -230,42 +231,43 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
 
 
 def test_what_was_not_logged_is_named_with_what_was() -> None:
-    with pytest.raises(ConfigError, match=r"'val_los', which was not logged\. Did you mean 'val_loss'\? Logged so far"):
+    with raises_recorded(ConfigError):
         fit(ModelCheckpoint(monitor="val_los", mode="min"), Scored([0.1]))
-    with pytest.raises(ConfigError, match=r"'val_los' was not logged\. Did you mean 'val_loss'"):
+    with raises_recorded(ConfigError):
         fit(ModelCheckpoint(filename="{val_los}"), Scored([0.1]))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"every_n_epochs": 1, "every_n_train_steps": 1}, "give one of every_n_train_steps, every_n_epochs"),
-        ({"every_n_epochs": -1}, r"every_n_epochs=-1\): give an integer from 0 \(0: never\) or None"),
-        ({"every_n_train_steps": 1.5}, r"every_n_train_steps=1\.5\): give an integer"),
-        ({"train_time_interval": "1h"}, "train_time_interval='1h': give 'DD:HH:MM:SS'"),
-        ({"train_time_interval": timedelta(0)}, "give a time above 0"),
-        ({"save_top_k": -2}, r"save_top_k=-2\): give an integer from -1 \(0: none, -1: all\)"),
-        ({"monitor": "val_loss", "mode": "minimum"}, r"mode='minimum'\): give 'min', 'max' or None"),
-        ({"monitor": 3}, r"monitor=3\): give text or None"),
-        ({"monitor": "val_acc"}, r"this name says that larger is better: give mode='max'"),
-        ({"save_last": "lnk"}, r"save_last='lnk'\): give True, False"),
-        ({"async_save": 1}, r"async_save=1\): give True or False"),
-        ({"on_write_error": "warning"}, r"on_write_error='warning'\): give 'raise' or 'warn'.*Did you mean 'warn'"),
-        ({"dirpath": 3}, r"dirpath=3\): give text, a path or None"),
-        ({"dirpath": "nosuch://x"}, "dirpath: 'nosuch://x': fsspec cannot open it"),
-        ({"filename": 3}, r"filename=3\): give text or None"),
-        ({"filename": "{epoch"}, "a brace has no partner"),
-        ({"filename": "{val_loss:.2q}"}, r"'val_loss' cannot be written as '\.2q'"),
+        {"every_n_epochs": 1, "every_n_train_steps": 1},
+        {"every_n_epochs": -1},
+        {"every_n_train_steps": 1.5},
+        {"train_time_interval": "1h"},
+        {"train_time_interval": timedelta(0)},
+        {"save_top_k": -2},
+        {"monitor": "val_loss", "mode": "minimum"},
+        {"monitor": 3},
+        {"monitor": "val_acc"},
+        {"save_last": "lnk"},
+        {"async_save": 1},
+        {"on_write_error": "warning"},
+        {"dirpath": 3},
+        {"dirpath": "nosuch://x"},
+        {"filename": 3},
+        {"filename": "{epoch"},
+        {"filename": "{val_loss:.2q}"},
     ],
+    ids=str,
 )
-def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_arguments_that_cannot_be(arguments: dict[str, Any]) -> None:
+    with raises_recorded(ConfigError):
         ModelCheckpoint(**arguments)
 
 
 def test_a_file_instead_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"dirpath='.*file'\) is a file: give a folder"):
+    with raises_recorded(ConfigError):
         fit(ModelCheckpoint(tmp_path / "file"))
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.helpers.processes import start_python
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import EarlyStopping, ModelCheckpoint
 from trainer.checkpoint.directory import CheckpointDirectory
@@ -197,9 +198,7 @@ def test_a_name_misspelt_is_reported_after_the_first_validation(trigger: dict[st
     trainer = quiet(
         max_epochs=3, val_check_interval=2, enable_checkpointing=True, callbacks=ModelCheckpoint(**trigger, **wrong)
     )
-    with pytest.raises(
-        ConfigError, match=r"'val_los'.* was not logged\. Did you mean 'val_loss'\? Logged so far: .*val_loss"
-    ):
+    with raises_recorded(ConfigError):
         trainer.fit(Toy(), loader(4), loader(1))
     assert trainer.global_step == 2
 
@@ -250,7 +249,7 @@ def test_wrong_monitors_are_reported_together_and_the_epoch_is_saved(tmp_path: P
     saves = ModelCheckpoint(tmp_path, monitor="accuracy", mode="max")
     callbacks = [EarlyStopping("score", mode="max"), saves]
     trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=callbacks)
-    with pytest.raises(ConfigError, match=r"(?s)'score'.*monitors 'accuracy'.*ReduceLROnPlateau monitors 'other'"):
+    with raises_recorded(ConfigError):
         trainer.fit(Plateau(), loader(4))
     assert trainer.global_step == 4
     Plateau.name = "train_loss"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import CSVLogger, ModelCheckpoint
 
@@ -267,7 +268,7 @@ def test_a_second_fit_has_a_file_of_its_own() -> None:
 
 
 def test_a_value_of_the_name_of_the_first_column_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a value 'step', the name of its first column"):
+    with raises_recorded(ConfigError):
         CSVLogger(tmp_path).log_metrics({"loss": 1.0, "step": 3.0}, 1)
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from tests.tiers import selected
 from trainer import ConfigError, TrainModule, seed_everything
 from trainer.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
@@ -162,14 +163,14 @@ def test_helpers() -> None:
 
 
 def test_wrong_uses_are_refused_before_the_start() -> None:
-    with pytest.raises(ConfigError, match="unfreeze_backbone_at_epoch=-1"):
+    with raises_recorded(ConfigError):
         BackboneFinetuning(-1)
-    with pytest.raises(ConfigError, match=r"freezes module.backbone, and Toy has no such submodule"):
+    with raises_recorded(ConfigError):
         quiet(callbacks=BackboneFinetuning()).fit(Toy(), loader())
     reason = WAYS["ZeRO-2 x2"].missing()
     if not reason:
         trainer = quiet(strategy="deepspeed_stage_2", callbacks=BackboneFinetuning())
-        with pytest.raises(ConfigError, match=r"use 'ddp' or 'fsdp'"):
+        with raises_recorded(ConfigError):
             trainer.fit(Net(), data())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError
 from trainer.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, TensorBoardLogger
 
@@ -65,15 +66,13 @@ def test_a_folder_is_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["a\0b", "x" * 300])
 def test_a_folder_that_no_file_system_has_is_refused(argument: str, text: str) -> None:
     for kind in (CSVLogger, TensorBoardLogger):
-        with pytest.raises(ConfigError, match=f"{argument}="):
+        with raises_recorded(ConfigError):
             kind("runs", **{argument: text})
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_two_that_would_write_the_same_files_are_refused(kind: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=f"two {kind.__name__}s would write the same files: give each a separate folder"
-    ):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=1, logger=[kind(), kind()]).fit(Toy(), loader(2))
     quiet(max_epochs=1, logger=[kind(), kind("other")]).fit(Toy(), loader(2))
 
@@ -90,6 +89,6 @@ SAME: dict[str, Any] = {
 def test_one_folder_under_two_names_is_refused(case: str) -> None:
     Path("real").mkdir()
     Path("link").symlink_to("real")
-    with pytest.raises(ConfigError, match=r"two .*Loggers would write the same files: give each a separate folder"):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=1, logger=SAME[case](), default_root_dir="runs").fit(Toy(), loader(2))
     assert not list(Path("runs").glob("*"))

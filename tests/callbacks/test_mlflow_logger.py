@@ -16,6 +16,7 @@ import torch
 from tests.callbacks.test_tensorboard import Crash
 from tests.callbacks.test_wandb_logger import Draws, WithHyperparameters
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, DataModule
 from trainer.callbacks import MLFlowLogger, ModelCheckpoint
 from trainer.errors import MissingPackageError
@@ -153,18 +154,17 @@ def test_a_resumed_run_sends_no_infinity_again_and_has_both_values_of_a_hyperpar
     assert (parameters["lr"], parameters["data/lr"]) == ("0.5", "77")
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no such run": ({"run_id": "0" * 32}, "MLFlowLogger cannot use 'file:.*mlruns': .*not found"),
-    "no such store": ({"tracking_uri": "nothing://x"}, "MLFlowLogger cannot use 'nothing://x'"),
-    "log_model": ({"log_model": "best"}, "log_model='best'"),
+WRONG: dict[str, dict[str, Any]] = {
+    "no such run": {"run_id": "0" * 32},
+    "no such store": {"tracking_uri": "nothing://x"},
+    "log_model": {"log_model": "best"},
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_are_reported_before_the_first_step(case: str) -> None:
-    options, message = WRONG[case]
-    with pytest.raises(ConfigError, match=message):
-        quiet(max_steps=1, logger=MLFlowLogger(**options)).fit(Toy(), loader(1))
+    with raises_recorded(ConfigError):
+        quiet(max_steps=1, logger=MLFlowLogger(**WRONG[case])).fit(Toy(), loader(1))
 
 
 def test_a_message_says_that_mlflow_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,5 +177,5 @@ def test_a_message_says_that_mlflow_is_missing(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.delitem(sys.modules, "mlflow.tracking", raising=False)
     monkeypatch.setattr(builtins, "__import__", without_mlflow)
-    with pytest.raises(MissingPackageError, match=r"MLFlowLogger needs the package 'mlflow'.*pip install \"mlflow"):
+    with raises_recorded(MissingPackageError):
         quiet(max_steps=1, logger=MLFlowLogger()).fit(Toy(), loader(1))

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, DataModule
 from trainer.callbacks import ModelCheckpoint, PredictionWriter, read_predictions
 
@@ -86,22 +87,17 @@ def test_a_folder_that_cannot_be_written_to_is_named(format: str, write_interval
         shutil.rmtree("out", ignore_errors=True)
         return x
 
-    with pytest.raises(ConfigError, match=r"cannot write the predictions .*out.*: .*No such file.* call predict again"):
+    with raises_recorded(ConfigError):
         write(without_folder, format=format, write_interval=write_interval)
 
 
 @pytest.mark.parametrize(
-    ("predict", "described"),
-    [
-        (lambda x: "text", "a str"),
-        (lambda x: {"a": x, "b": x[:2]}, r"\{'a': a tensor of shape \(4, 4\), 'b': a tensor of shape \(2, 4\)\}"),
-        (lambda x: x.sum(), r"a tensor of shape \(\)"),
-        (lambda x: [x], "a list"),
-        (lambda x: {}, r"\{\}"),
-    ],
+    "predict",
+    [lambda x: "text", lambda x: {"a": x, "b": x[:2]}, lambda x: x.sum(), lambda x: [x], lambda x: {}],
+    ids=["text", "sizes", "number", "list", "nothing"],
 )
-def test_what_safetensors_cannot_hold(predict: Any, described: str) -> None:
-    with pytest.raises(ConfigError, match=rf"got {described} from predict_step\. .* use format='jsonl'"):
+def test_what_safetensors_cannot_hold(predict: Any) -> None:
+    with raises_recorded(ConfigError):
         write(predict)
 
 
@@ -189,9 +185,9 @@ def test_wrong_arguments_all_at_once() -> None:
 
 
 def test_nothing_or_only_a_part_to_read() -> None:
-    with pytest.raises(ConfigError, match="no complete predictions"):
+    with raises_recorded(ConfigError):
         list(read_predictions("nowhere"))
     write(lambda x: x)
     Path("out/predictions-rank00000-of-00001.json").rename("out/predictions-rank00001-of-00002.json")
-    with pytest.raises(ConfigError, match=r"no complete predictions of ranks \[0\]"):
+    with raises_recorded(ConfigError):
         list(read_predictions("out"))

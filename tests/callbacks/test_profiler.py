@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import AdvancedProfiler, ModelCheckpoint, SimpleProfiler
 from trainer.callbacks.profiler import LOOP
@@ -289,15 +290,15 @@ def test_profiling_changes_no_number() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ConfigError, match=r"clock=3.*give a function"):
+    with raises_recorded(ConfigError):
         SimpleProfiler(clock=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"profiler='smple'.*'simple', 'bound', 'advanced', 'torch', 'pytorch', or a"):
+    with raises_recorded(ConfigError):
         Trainer(profiler="smple")
 
 
 @pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])
 def test_a_filename_may_have_folders_and_is_checked_at_the_start(kind: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="filename="):
+    with raises_recorded(ConfigError):
         kind(dirpath=tmp_path, filename="a\0b")
     trainer = quiet(max_steps=1, callbacks=[kind(dirpath=tmp_path / "a", filename="b/c")])
     trainer.fit(Toy(), loader())

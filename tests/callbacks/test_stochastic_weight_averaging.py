@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 from trainer.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 
@@ -169,23 +170,24 @@ def test_a_resumed_run_has_the_same_bits(start: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"swa_lrs": -0.1}, "swa_lrs"),
-        ({"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "swa_epoch_start=1.5"),
-        ({"swa_lrs": []}, r"swa_lrs=\[\] is empty"),
-        ({"swa_lrs": 0.1, "annealing_strategy": "exp"}, "annealing_strategy='exp'"),
+        {"swa_lrs": -0.1},
+        {"swa_lrs": 0.1, "swa_epoch_start": 1.5},
+        {"swa_lrs": []},
+        {"swa_lrs": 0.1, "annealing_strategy": "exp"},
     ],
+    ids=str,
 )
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with raises_recorded(ConfigError):
         StochasticWeightAveraging(**options)
 
 
 def test_wrong_uses_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 callbacks average"):
+    with raises_recorded(ConfigError):
         quiet(callbacks=[StochasticWeightAveraging(0.1), EMAWeightAveraging()]).fit(Net(), data())
-    with pytest.raises(ConfigError, match="has 2 rates for 1 parameter groups"):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=2, callbacks=[StochasticWeightAveraging([0.1, 0.2])]).fit(Net(), data())
-    with pytest.raises(ConfigError, match="a part of max_epochs"):
+    with raises_recorded(ConfigError):
         quiet(max_steps=5, callbacks=[StochasticWeightAveraging(0.1)]).fit(Net(), data())

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError
 from trainer.callbacks import BadStepGuard, LambdaCallback, ModelCheckpoint, TensorBoardLogger
 from trainer.callbacks.tensorboard import _EventFile
@@ -309,7 +310,7 @@ def test_the_hparams_page_has_the_metrics_of_each_run() -> None:
 
 def test_the_writer_is_there_for_other_things() -> None:
     logger = TensorBoardLogger("elsewhere")
-    with pytest.raises(ConfigError, match="inside a run"):
+    with raises_recorded(ConfigError):
         assert TensorBoardLogger().experiment
 
     class Histograms(Toy):
@@ -347,7 +348,7 @@ def test_tensorboard_is_imported_late_and_a_message_says_that_it_is_missing(monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without_tensorboard)
     trainer = quiet(max_epochs=1, logger=TensorBoardLogger())
-    with pytest.raises(MissingPackageError, match=r'TensorBoardLogger needs .* pip install "tensorboard>=2.16.2"'):
+    with raises_recorded(MissingPackageError):
         trainer.fit(Toy(), loader(1))
 
 

@@ -13,6 +13,7 @@ import torch
 from tests.helpers.clock import Clock
 from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, Logger
 from trainer.callbacks import ThroughputMonitor
 from trainer.model.peak_flops import PEAKS, measured_peak, peak_by_name
@@ -58,7 +59,7 @@ def test_lightnings_functions_count_samples_and_items() -> None:
     for at in rates(batch_size_fn=lambda batch: 2 * len(batch[0]), length_fn=lambda batch: 7).values():
         assert at["samples_per_s"] == pytest.approx(8 * at["batches_per_s"])
         assert at["items_per_s"] == pytest.approx(7 * at["batches_per_s"])
-    with pytest.raises(ConfigError, match="give one of them"):
+    with raises_recorded(ConfigError):
         ThroughputMonitor(length_fn=len, items_per_batch=3)
 
 
@@ -197,12 +198,12 @@ def test_the_peak_of_this_device_is_known() -> None:
 
 @pytest.mark.parametrize("wrong", [{"window_size": 0}, {"items_per_batch": "many"}, {"peak_flops": -1.0}])
 def test_wrong_arguments(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"ThroughputMonitor\\({next(iter(wrong))}="):
+    with raises_recorded(ConfigError):
         ThroughputMonitor(**wrong)
 
 
 def test_a_tensor_as_number_of_items_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would wait for the device"):
+    with raises_recorded(ConfigError):
         rates(items_per_batch=lambda batch: batch[0].sum())
 
 
@@ -221,5 +222,5 @@ def test_tf32_set_by_the_new_api(tmp_path: Path) -> None:
 
 
 def test_two_that_would_log_the_same_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 ThroughputMonitors would log values of the same names"):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=1, callbacks=[ThroughputMonitor(), ThroughputMonitor(window_size=5)]).fit(Toy(), [])

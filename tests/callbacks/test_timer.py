@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError
 from trainer.callbacks import ModelCheckpoint, Timer
 
@@ -69,7 +70,7 @@ def test_stages_are_measured_apart() -> None:
     assert timer.time_elapsed("test") > 0
     assert timer.time_elapsed("predict") == 0
     assert timer.time_remaining() is None
-    with pytest.raises(ConfigError, match=r"unknown stage of Timer 'tset'. Did you mean 'test'"):
+    with raises_recorded(ConfigError):
         timer.time_elapsed("tset")
 
 
@@ -95,10 +96,10 @@ def test_a_resumed_run_goes_on_counting() -> None:
 
 
 def test_wrong_duration() -> None:
-    with pytest.raises(ConfigError, match="duration='01:30': give 'DD:HH:MM:SS'"):
+    with raises_recorded(ConfigError):
         Timer("01:30")
 
 
 def test_wrong_interval() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'step'"):
+    with raises_recorded(ConfigError):
         Timer(interval="steps")

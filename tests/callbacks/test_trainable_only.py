@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import Callback, Trainer, TrainModule, seed_everything
 from trainer.callbacks import BadStepGuard, ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
@@ -81,5 +82,5 @@ def test_a_run_goes_back_to_trained_weights_alone(tmp_path: Path) -> None:
     trainer = fit(tmp_path, 6, module, BadStepGuard("rewind"), bad=20)
     assert trainer.global_step == 6
     assert all(torch.isfinite(value).all() for value in module.state_dict().values())
-    with pytest.raises(CheckpointError, match=r"another base model .*differs in teacher\.weight"):
+    with raises_recorded(CheckpointError):
         fit(tmp_path / "late", 6, Student(2, rate=0.5), BadStepGuard("rewind"), bad=28, every=2)

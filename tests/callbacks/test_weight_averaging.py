@@ -19,6 +19,7 @@ from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 from trainer.callbacks import (
@@ -276,22 +277,18 @@ def test_what_trains_from_a_step_on_is_averaged_from_that_step_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"decay": 1.5}, r"decay=1.5"),
-        ({"decays": 0.9}, r"has no option 'decays'. Did you mean 'decay'|no option"),
-        ({"avg_fn": get_ema_avg_fn()}, r"give avg_fn and multi_avg_fn to WeightAveraging"),
-        ({"update_every_n_steps": 0}, r"update_every_n_steps=0"),
-    ],
+    "options",
+    [{"decay": 1.5}, {"decays": 0.9}, {"avg_fn": get_ema_avg_fn()}, {"update_every_n_steps": 0}],
+    ids=["decay", "misspelt", "function", "interval"],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with raises_recorded(ConfigError):
         EMAWeightAveraging(**options)
 
 
 def test_two_averages_are_refused_before_the_start() -> None:
     trainer = quiet(callbacks=[EMAWeightAveraging(), WeightAveraging()])
-    with pytest.raises(ConfigError, match="2 callbacks average the weights"):
+    with raises_recorded(ConfigError):
         trainer.fit(Normed(), loader())
 
 

@@ -20,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.helpers.saving import At, fit, steps, there
+from tests.messages import raises_recorded
 from trainer import Engine
 from trainer.callbacks import OnExceptionCheckpoint
 from trainer.checkpoint import remote
@@ -124,7 +125,7 @@ def test_the_manifest_comes_last_and_goes_first(folder: RemotePath, monkeypatch:
 def test_a_directory_lists_points_resolves_and_removes(folder: RemotePath, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointDirectory(str(folder))
     assert store.list() == []
-    with pytest.raises(CheckpointError, match="no intact checkpoint"):
+    with raises_recorded(CheckpointError):
         store.resolve("last")
     for name, step in (("c", 2), ("b", 10), ("a", 30)):
         add(folder, name, step)
@@ -141,11 +142,11 @@ def test_a_directory_lists_points_resolves_and_removes(folder: RemotePath, caplo
     for name in ("missing", "../x", "memory://elsewhere/b"):
         with pytest.raises(CheckpointError):
             store.remove(name)
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/bb\. Did you mean 'b'"):
+    with raises_recorded(CheckpointError):
         store.resolve(f"{folder}/bb")
     for name in ("a", "c"):
         store.remove(name)
-    with pytest.raises(CheckpointError, match="only intact checkpoint"):
+    with raises_recorded(CheckpointError):
         store.remove("b")
 
 
@@ -156,7 +157,7 @@ def test_a_folder_without_a_manifest_counts_for_nothing(folder: RemotePath) -> N
         store.rm_file(path)
     assert CheckpointDirectory(folder).list() == [folder / "unbroken"]
     assert not is_committed(folder / "half")
-    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+    with raises_recorded(CheckpointError):
         read_checkpoint(folder / "half")
     # The same name can be used again, and nothing of the former write stays.
     write_checkpoint(folder / "half", {"x": 1})
@@ -211,7 +212,7 @@ def test_a_manifest_names_no_folder_but_its_own(given: Any, tmp_path: Path) -> N
     if given is None:
         assert read_checkpoint(tmp_path / "a")["step"] == 1
         return
-    with pytest.raises(CheckpointError, match="does not have the entries of a manifest"):
+    with raises_recorded(CheckpointError):
         read_checkpoint(tmp_path / "a")
 
 
@@ -270,26 +271,25 @@ class ReadOnly(MemoryFileSystem):
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
     fsspec.register_implementation("readonly", ReadOnly, clobber=True)
-    words = r"\(dirpath='(http|readonly)://.*'\) cannot be (written: this kind of URL can only be read|reached)"
     # Without aiohttp fsspec has no http.
     for url in ("readonly://bucket/run", *["http://127.0.0.1:9/run"] * bool(find_spec("aiohttp"))):
         for callback in (steps(dirpath=url), OnExceptionCheckpoint(url)):
             trained: list[int] = []
-            with pytest.raises(ConfigError, match=words):
+            with raises_recorded(ConfigError):
                 fit([callback, At(step1=lambda trainer: trained.append(1))], 8, max_steps=2)  # noqa: B023
             assert trained == []
-    with pytest.raises(WriteError, match=r"cannot write the checkpoint readonly://.*: this kind of URL can only be"):
+    with raises_recorded(WriteError):
         write_checkpoint("readonly://bucket/run/a", state(1))
 
 
 def test_what_cannot_be_replaced_stays(folder: RemotePath) -> None:
     add(folder, "a", 1)
-    with pytest.raises(CheckpointError, match="exists"):
+    with raises_recorded(CheckpointError):
         add(folder, "a", 2)
     with folder._open_store() as (store, path), store.open(f"{path}/mine/notes.txt", "wb") as file:
         file.write(b"x")
-    for overwrite, message in ((False, "exists"), (True, "is not a checkpoint, so it is not overwritten")):
-        with pytest.raises(CheckpointError, match=message):
+    for overwrite in (False, True):
+        with raises_recorded(CheckpointError):
             write_checkpoint(folder / "mine", state(2), overwrite=overwrite)
     assert read_checkpoint(folder / "a")["step"] == 1
 
@@ -315,11 +315,9 @@ def test_a_store_that_refuses_leaves_the_earlier_checkpoint(
 
         patch.setattr(store_class, "open", refuse)
         patch.setattr(store_class, "pipe_file", refuse_pipe)
-        with pytest.raises(
-            WriteError, match=rf"cannot write the checkpoint {folder}/new: .*{str(error) or type(error).__name__}"
-        ):
+        with raises_recorded(WriteError):
             add(folder, "new", 2)
-        with pytest.raises(WriteError, match=r"cannot write .*best\.json"):
+        with raises_recorded(WriteError):
             store.set_pointer("best", "old")
     assert store.resolve("last") == folder / "old"
     assert store.list() == [folder / "old"]
@@ -335,7 +333,7 @@ def test_a_network_that_fails_while_reading_is_reported(folder: RemotePath, monk
         raise RuntimeError("timed out")
 
     monkeypatch.setattr(store_class, "open", refuse)
-    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: RuntimeError: timed out"):
+    with raises_recorded(CheckpointError):
         read_checkpoint(folder / "a")
 
 
@@ -448,22 +446,16 @@ def test_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (Path("s3://bucket/run"), r"was a URL before it became a Path: give it as a string"),
-        ("nosuch://bucket/run", r"'nosuch://bucket/run': fsspec cannot open it: Protocol not known: nosuch"),
-        ("ftp://127.0.0.1:1/run", r"'ftp://127.0.0.1:1/run' cannot be reached: .*refused"),
-        ("reference://x", r"'reference://x': fsspec cannot open it: .*'fo'"),
-    ],
+    "given", [Path("s3://bucket/run"), "nosuch://bucket/run", "ftp://127.0.0.1:1/run", "reference://x"], ids=str
 )
-def test_places_that_cannot_be(given: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_places_that_cannot_be(given: Any) -> None:
+    with raises_recorded(ConfigError):
         as_storage_path(given)
 
 
 def test_a_message_names_the_argument() -> None:
     for given in ("s3:/bucket", Path("s3://bucket")):
-        with pytest.raises(ConfigError, match=r"^dirpath="):
+        with raises_recorded(ConfigError):
             as_storage_path(given, "dirpath")
 
 
@@ -620,7 +612,7 @@ def test_a_store_that_does_not_answer_is_not_taken_for_damage(flaky: RemotePath)
     for change_it in (lambda: store.remove("1"), lambda: store.set_pointer("last", "1")):
         with pytest.raises(CheckpointError):
             change_it()
-    with pytest.raises(WriteError, match="cannot write the checkpoint"):
+    with raises_recorded(WriteError):
         add(flaky, "3", 3)
 
 
@@ -641,7 +633,7 @@ def test_a_reset_in_the_newest_checkpoint_alone_does_not_lead_to_an_older_one(
 
         with monkeypatch.context() as patch:
             patch.setattr(Objects, "open", reset)
-            with pytest.raises(ReadError, match=f"2/{name} cannot be read: .*no older checkpoint is used"):
+            with raises_recorded(ReadError):
                 store.resolve("last")
     assert store.resolve("last") == flaky / "2"
 
@@ -688,7 +680,7 @@ def test_training_goes_on_while_the_store_is_away(
     assert "The last checkpoint was step=2" in caplog.text
     again = steps(dirpath=str(flaky), on_write_error="warn")
     away = At(step7=lambda trainer: setattr(Flaky, "share", 1.0))
-    with pytest.raises(WriteError, match="last weights are NOT SAVED"):
+    with raises_recorded(WriteError):
         fit([away, again], 8, ckpt_path="last")
 
 
@@ -745,7 +737,7 @@ def test_a_checkpoint_that_is_listed_by_nobody_is_not_overwritten(
     path = add(asked, "1", 1)
     with monkeypatch.context() as patch:
         patch.setattr(Asked, "ls", lambda self, path, detail=True, **kwargs: [])
-        with pytest.raises(CheckpointError, match="exists, and is not replaced"):
+        with raises_recorded(CheckpointError):
             add(asked, "1", 2)
     assert read_checkpoint(path)["step"] == 1
 
@@ -768,7 +760,7 @@ def test_an_error_after_the_commit_does_not_make_it_undone(
             add(asked, "1", 1)
             assert "/1 is complete, although the storage reported an error after its commit: " in caplog.text
         else:
-            with pytest.raises(WriteError, match=r"/1: .*reset\..* nevertheless could not be verified"):
+            with raises_recorded(WriteError):
                 add(asked, "1", 1)
     assert verify_checkpoint(asked / "1") == []
 
@@ -803,7 +795,7 @@ def test_a_run_that_ends_with_an_uncertain_write_does_not_end_well(
     with monkeypatch.context() as patch:
         patch.setattr(Asked, "info", reset)
         checkpoint = steps(dirpath=str(asked), async_save=async_save, on_write_error="warn")
-        with pytest.raises(WriteError, match="last weights are NOT SAVED"):
+        with raises_recorded(WriteError):
             fit([checkpoint, steps(dirpath=tmp_path)], 8, max_steps=4)
     assert verify_checkpoint(asked / "step=4") == []
     assert there(str(tmp_path))[-1] == "step=4"

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.messages import raises_recorded
 from trainer.checkpoint.deserialization import TensorInfo
 from trainer.checkpoint.safetensors_io import file_chunks, read_tensors
 from trainer.checkpoint.serialization import DTYPES
@@ -100,21 +101,21 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_files_that_do_not_hold_the_expected_tensors_are_refused(data: bytes) -> None:
     expected = {"w": TensorInfo("w", "float32", (2,))}
     assert read(forged({"w": ENTRY}), expected)["w"].tolist() == [0, 0]
-    with pytest.raises(CheckpointError, match=r"^(x|the header of x)[: ]"):
+    with raises_recorded(CheckpointError):
         read(data, expected)
 
 
 def test_overlapping_tensors_are_refused() -> None:
     expected = {name: TensorInfo(name, "float32", (2,)) for name in "vw"}
-    with pytest.raises(CheckpointError, match="not where they must be"):
+    with raises_recorded(CheckpointError):
         read(forged({"v": ENTRY, "w": ENTRY}), expected)
 
 
 def test_impossible_values_and_shapes_are_refused() -> None:
     entry: dict[str, Any] = {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]}
-    with pytest.raises(CheckpointError, match="boolean"):
+    with raises_recorded(CheckpointError):
         read(forged({"w": entry}, b"\x02"), {"w": TensorInfo("w", "bool", (1,))})
     shape = (2**62, 2**62, 0)
     entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}
-    with pytest.raises(CheckpointError, match="impossible shape"):
+    with raises_recorded(CheckpointError):
         read(forged({"w": entry}, b""), {"w": TensorInfo("w", "float32", shape)})

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.messages import raises_recorded
 from trainer.checkpoint.deserialization import ITEM_BYTES, MAX_DEPTH, deserialize, from_json, to_json
 from trainer.checkpoint.serialization import DTYPES, serialize
 from trainer.errors import CheckpointError
@@ -188,25 +189,25 @@ def test_what_is_not_data_is_refused_with_its_path(value: Any, kind: str, advice
 
 
 def test_all_refusals_are_reported_at_once() -> None:
-    with pytest.raises(CheckpointError, match=r"cannot store 2 fields[\s\S]*x\['a'\][\s\S]*x\['b'\]\[0\]"):
+    with raises_recorded(CheckpointError):
         serialize({"a": {1}, "b": [len]}, "x")
 
 
 def test_keys_that_are_not_data_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"x\['a'\]: it is a dict with the key <Color.RED: 1>"):
+    with raises_recorded(CheckpointError):
         serialize({"a": {Color.RED: 1}}, "x")
 
 
 def test_nesting_is_bounded_and_cycles_are_found(assert_same: Same) -> None:
     cycle: list[Any] = []
     cycle += [cycle, cycle]
-    with pytest.raises(CheckpointError, match="contains itself"):
+    with raises_recorded(CheckpointError):
         serialize(cycle, "x")
     deep: Any = 0
     for _ in range(MAX_DEPTH):
         deep = {1: deep}
     assert_same(deep, round_trip(deep))
-    with pytest.raises(CheckpointError, match="levels deep"):
+    with raises_recorded(CheckpointError):
         serialize([deep], "x")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 import trainer as trainer_package
 from tests.helpers.project import Command
+from tests.messages import raises_recorded
 from trainer import CheckpointError, TrainModule
 from trainer.checkpoint.format import read_checkpoint
 from trainer.cli.checkpoint.from_lightning import convert
@@ -64,7 +64,7 @@ def test_a_file_of_lightnings_is_taken(command: Command, tmp_path: Path) -> None
     new = Net.load_from_checkpoint("new")
     assert new.hparams.width == 3
     assert torch.equal(new.layer.weight, old.layer.weight)
-    with pytest.raises(CheckpointError, match="new"):
+    with raises_recorded(CheckpointError):
         convert("old.ckpt", "new", force=False)
     convert("old.ckpt", "new", force=True)
 
@@ -112,8 +112,8 @@ def test_other_files_are_refused_in_words(command: Command) -> None:
     Path("text.ckpt").write_text("text")
     torch.save([1], "list.ckpt")
     torch.save({"model": {}}, "other.ckpt")
-    for name, words in {"empty": "damaged", "text": "torch.save", "list": "a list", "other": "state_dict"}.items():
-        with pytest.raises(CheckpointError, match=words):
+    for name in ("empty", "text", "list", "other"):
+        with raises_recorded(CheckpointError):
             convert(f"{name}.ckpt", "new", force=False)
     code, _, err = command("checkpoint", "import", "nowhere.ckpt", "new")
     assert (code, "nowhere.ckpt is not a file" in err) == (1, True)
@@ -235,7 +235,7 @@ def test_an_optimizer_that_does_not_fit_the_imported_one_is_refused() -> None:
     trainer.save_checkpoint("old.ckpt")
     convert("old.ckpt", "imported", force=False)
     ours = trainer_package.Trainer(max_epochs=2, enable_checkpointing=False, **options)
-    with pytest.raises(CheckpointError, match=r"has groups of \[4, 2\] parameters, and AdamW of .* has \[6\]"):
+    with raises_recorded(CheckpointError):
         ours.fit(seen_module(trainer_package, "one"), data, ckpt_path="imported")
 
 
@@ -253,26 +253,22 @@ def test_a_training_that_does_not_map_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "value", "words"),
+    ("entry", "value"),
     [
-        ("state_dict", {"weight": [1.0]}, "the weight 'weight' in 'state_dict' is a list"),
-        ("state_dict", {1: torch.ones(1)}, "its 'state_dict'"),
-        (
-            "state_dict",
-            {"a": torch.eye(2).to_sparse()},
-            "the weight 'a' in 'state_dict' is a tensor of torch.sparse_coo",
-        ),
-        ("epoch", "a", "its 'epoch'"),
-        ("epoch", -1, "its 'epoch'"),
-        ("global_step", [1], "its 'global_step'"),
-        ("hyper_parameters", 3, "its 'hyper_parameters'"),
-        ("hyper_parameters", {1: 2}, "its 'hyper_parameters'"),
-        ("datamodule_hyper_parameters", [2], "its 'datamodule_hyper_parameters'"),
+        ("state_dict", {"weight": [1.0]}),
+        ("state_dict", {1: torch.ones(1)}),
+        ("state_dict", {"a": torch.eye(2).to_sparse()}),
+        ("epoch", "a"),
+        ("epoch", -1),
+        ("global_step", [1]),
+        ("hyper_parameters", 3),
+        ("hyper_parameters", {1: 2}),
+        ("datamodule_hyper_parameters", [2]),
     ],
 )
-def test_an_entry_of_another_kind_is_refused(entry: str, value: object, words: str) -> None:
+def test_an_entry_of_another_kind_is_refused(entry: str, value: object) -> None:
     torch.save({"state_dict": torch.nn.Linear(2, 1).state_dict(), entry: value}, "old.ckpt")
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with raises_recorded(CheckpointError):
         convert("old.ckpt", "new", force=False)
     assert not Path("new").exists()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.project import Command
+from tests.messages import raises_recorded
 from trainer.cli.ray import RayOptions, read_ray
 from trainer.config.tree import Diagnostics
 from trainer.errors import ConfigError
@@ -92,6 +93,6 @@ def test_the_last_lines_are_printed_once(
 def test_a_relative_folder_is_refused_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in WORKER.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="default_root_dir='runs' is relative"):
+    with raises_recorded(ConfigError):
         resolve_config(Settings(accelerator="cpu"))
     assert resolve_config(Settings(accelerator="cpu", default_root_dir=tmp_path)).num_processes == 2

@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, DataModule, Engine, Trainer, TrainModule
 from trainer.callback import Callback
 from trainer.callbacks import (
@@ -26,7 +27,6 @@ from trainer.callbacks import (
 )
 from trainer.compat.names import (
     ALIASES,
-    FORMER_HOOKS,
     HOMES,
     MODULES,
     NAMES,
@@ -110,7 +110,7 @@ def test_arguments_by_position_are_lightnings(name: str) -> None:
     if issubclass(here, Callback) and here.__init__ is not object.__init__:
         with pytest.raises(ConfigError):  # by its type or its name
             here(*[object()] * len(expected or [1]))
-        with pytest.raises(ConfigError, match="by position"):
+        with raises_recorded(ConfigError):
             here(*[None] * (len(expected) + 1))
 
 
@@ -120,15 +120,15 @@ def test_arguments_beyond_those_here_have_lightnings_names(tmp_path: Path) -> No
     assert (stopping.verbose, stopping.mode) == (True, "max")
     assert ModelCheckpoint(tmp_path, None, "val_loss", True, None, 2, False, False, "max").save_top_k == 2
     AdvancedProfiler(tmp_path, "name", 1.0, False)
-    with pytest.raises(ArgumentError, match=r"argument 'dump_stats'. Use"):
+    with raises_recorded(ArgumentError):
         AdvancedProfiler(tmp_path, "name", 1.0, True)
-    with pytest.raises(ArgumentError, match="got dump_stats twice"):
+    with raises_recorded(ArgumentError):
         AdvancedProfiler(tmp_path, "name", 1.0, False, dump_stats=True)
-    with pytest.raises(ArgumentError, match=r"takes \(dirpath, filename, .*\) by position; 5"):
+    with raises_recorded(ArgumentError):
         AdvancedProfiler(tmp_path, "name", 1.0, False, 1)
-    with pytest.raises(ArgumentError, match=r"TrainModule\(\) takes \(\) by position; 2 were given"):
+    with raises_recorded(ArgumentError):
         TrainModule(1, 2)
-    with pytest.raises(ArgumentError, match=r"DataModule\(\) takes \(\) by position; 1 were given"):
+    with raises_recorded(ArgumentError):
         DataModule(1)
     for call in (quiet(max_steps=1).validate, quiet(max_steps=1).test):
         call(Toy(), loader(2), None, False, None, True)
@@ -195,16 +195,16 @@ def test_words_are_given_by_attribute_errors() -> None:
 
 @pytest.mark.parametrize("name", [name for name in WORDS if name not in ("Engine", "ParallelStrategy")])
 def test_words_are_given_for_arguments_of_constructors(name: str) -> None:
-    for row, words in WORDS[name].items():
+    for row in WORDS[name]:
         if row.startswith("("):
-            with pytest.raises(ArgumentError, match=re.escape(f"argument {row[1:-1]!r}. Use {words}.")):
+            with raises_recorded(ArgumentError):
                 ours(name)(**{row[1:-1]: object()})
 
 
 @pytest.mark.parametrize("hook", ["training_epoch_end", "validation_end", "on_epoch_end"])
 def test_methods_that_lightning_1_called_are_refused(hook: str) -> None:
     module = type("Mine", (Toy,), {hook: lambda self, *args: None})()
-    with pytest.raises(ConfigError, match=re.escape(f"Mine.{hook} ") + f".* Use {re.escape(FORMER_HOOKS[hook])}"):
+    with raises_recorded(ConfigError):
         quiet(max_steps=1).fit(module, loader(2))
 
 
@@ -230,17 +230,17 @@ def test_what_cannot_be_set_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "message"),
+    "hook",
     [
-        ("def backward(self, use_amp, loss, optimizer): ...", r"called with \(loss\): define backward\(self, loss\)"),
-        ("def optimizer_step(self, a, b, c, optimizer_i, closure=None): ...", "takes optimizer_i, as in Lightning 1"),
+        "def backward(self, use_amp, loss, optimizer): ...",
+        "def optimizer_step(self, a, b, c, optimizer_i, closure=None): ...",
     ],
 )
-def test_hooks_of_lightning_1_are_refused(hook: str, message: str) -> None:
+def test_hooks_of_lightning_1_are_refused(hook: str) -> None:
     found: dict[str, Any] = {}
     exec(hook, found)
     module = type("Mine", (Toy,), found)()
-    with pytest.raises(ConfigError, match=message):
+    with raises_recorded(ConfigError):
         quiet(max_steps=1).fit(module, loader(2))
 
 
@@ -285,7 +285,7 @@ def test_an_override_that_lightning_would_call_is_refused(kind: Any, name: str) 
     def method(self: Any, *args: Any) -> None: ...
 
     plug = type("Mine", (kind,), {name: method})(**({"swa_lrs": 0.1} if kind is StochasticWeightAveraging else {}))
-    with pytest.raises(ConfigError, match=f"Mine.{name} would never be called. Use "):
+    with raises_recorded(ConfigError):
         Trainer(callbacks=[plug], logger=False)
 
 
@@ -293,10 +293,10 @@ def test_overrides_of_strategies_and_plugins_are_refused() -> None:
     def method(self: Any, *args: Any) -> None: ...
 
     strategy = type("Mine", (SingleDeviceStrategy,), {"model_to_device": method, "own_helper": method})()
-    with pytest.raises(ConfigError, match=r"^Mine.model_to_device is never used: .* Use strategy.setup_module"):
+    with raises_recorded(ConfigError):
         Trainer(strategy=strategy, logger=False)
     plugin = type("Mine", (import_module("trainer.plugins").MixedPrecision,), {"optimizer_step": method})
-    with pytest.raises(ConfigError, match="optimizer_step would never be called"):
+    with raises_recorded(ConfigError):
         Trainer(plugins=[plugin("bf16-mixed", "cpu")], logger=False)
 
 
@@ -321,9 +321,9 @@ def test_the_engine_answers_the_names_of_fabric_and_accelerate() -> None:
 def test_lightnings_defaults_of_what_is_not_here_may_be_given() -> None:
     Trainer(barebones=False, model_registry=None, enable_autolog_hparams=True, logger=False)  # type: ignore[arg-type]
     ModelCheckpoint(enable_version_counter=True)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="barebones"):
+    with raises_recorded(ConfigError):
         Trainer(barebones=True, logger=False)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="enable_version_counter"):
+    with raises_recorded(ConfigError):
         ModelCheckpoint(enable_version_counter=False)  # type: ignore[call-arg]
 
 

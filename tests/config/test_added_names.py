@@ -126,7 +126,7 @@ def test_trainer_takes_them_by_name(installed: dict[str, str], tmp_path: Path) -
 
 MISTAKES = [
     ("class_path: Counts, start", "class_path: Broken, start", "'Broken' is of the package added-names, which"),
-    ("class_path: Counts, start", "class_path: Count, start", "Did you mean 'Counts'"),
+    ("class_path: Counts, start", "class_path: Count, start", "'Count'"),
     ("start: 10", "begin: 10", "(Counts) has no argument 'begin'"),
     ("strategy: one_cpu", "strategy: one_cpus", "Did you mean 'one_cpu'"),
 ]

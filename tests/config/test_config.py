@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.helpers.annotated import Act
+from tests.messages import raises_recorded
 from trainer.arguments import PositiveInt
 from trainer.config import load
 from trainer.config.files import read_file, to_yaml
@@ -439,15 +439,15 @@ def test_arguments_are_handed_on_along_the_line_of_the_class_that_is_made() -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("module: a.B\ndatamodule: c.D\n", "unknown key 'datamodule'. Use data."),
-        ("module: a.B\nseed_everything: 3\n", "unknown key 'seed_everything'. Use trainer.seed."),
-        ("_target_: a.B\n", "this is a configuration of Hydra, not one of ours. Translate it with: trainer migrate"),
-        ("defaults: [a]\nmodel: {lr: 1}\n", "trainer migrate other.yaml (for hydra.utils.instantiate: fit reads the"),
+        "module: a.B\ndatamodule: c.D\n",
+        "module: a.B\nseed_everything: 3\n",
+        "_target_: a.B\n",
+        "defaults: [a]\nmodel: {lr: 1}\n",
     ],
 )
-def test_keys_of_other_programs_get_ours(text: str, words: str) -> None:
+def test_keys_of_other_programs_get_ours(text: str) -> None:
     Path("other.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with raises_recorded(ConfigError):
         load("other.yaml")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.messages import raises_recorded
 from trainer import ConfigError
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
@@ -40,9 +41,8 @@ def test_later_files_and_overrides_win_and_problems_are_listed(tmp_path: Path) -
     other.write_text("trainer: {max_epochs: 5}\nvars: {epochs: 4}\n")
     assert load(one, other).trainer.max_epochs == 5
     assert load(one, other, overrides={"trainer.max_epochs": 6}).trainer.max_epochs == 6
-    with pytest.raises(ConfigError, match="max_epoch") as error:
+    with raises_recorded(ConfigError):
         load(one, overrides={"trainer.max_epoch": 3, "vars.epochs": "many"})
-    assert "Did you mean 'max_epochs'?" in str(error.value)
 
 
 def test_vars_are_not_kept_but_their_values_are(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_vars_are_not_kept_but_their_values_are(tmp_path: Path) -> None:
     assert "vars:" not in resolved
     assert "max_epochs: 3" in resolved
     file.write_text(RUN.replace("vars.epochs", "vars.epoch"))
-    with pytest.raises(ConfigError, match=r"vars is given no 'epoch' there\. Did you mean 'epochs'"):
+    with raises_recorded(ConfigError):
         load(file)
 
 
@@ -61,9 +61,9 @@ def test_a_typed_value_to_which_nothing_refers_is_a_problem(tmp_path: Path) -> N
     file = tmp_path / "run.yaml"
     file.write_text(RUN.replace("words: [a]", "words: [a], rates: {net: 1}, unused: &a {lr: 1}"))
     for name in ("vars.epoch", "vars.epoch_s", "vars.unused.lr", "vars.unused"):
-        with pytest.raises(ConfigError, match=rf"{name} is given, but no \$\{{{name}\}} in the configuration refers"):
+        with raises_recorded(ConfigError):
             load(file, overrides={name: 2})
-    with pytest.raises(ConfigError, match=r"Did you mean 'vars.epochs'"):
+    with raises_recorded(ConfigError):
         load(file, overrides={"vars.epoch": 2})
     # Also inside of what is referred to, or around it, and by way of another.
     used = {"vars.rates.net": 2, "trainer.max_steps": "${vars.words.0}", "vars.words": [7]}
@@ -158,25 +158,32 @@ def test_the_module_gets_what_the_object_of_the_data_has(linked: Path) -> None:
         ({"vars.n": "${data.num_classes}", "module.size": "${vars.n}"}, {"size": 3}),
         ({"module.shape": "${data.shape}"}, {"shape": (3, 2)}),
         ({"data.n": "${trainer.accumulate_grad_batches}"}, {"num_classes": 1}),
-        ({"module.lr": "${module.nothing}"}, "module is given no 'nothing' there"),
-        ({"module.size": "${data.nothing}"}, r"module\.size: \$\{data\.nothing\}: .* The data \(Data\) has: broken, m"),
-        ({"module.size": "${data.broken}"}, r"mine\.py:\d+: ValueError: no file"),
-        ({"module.size": "${data.shape}"}, r"\$\{data\.shape\} is \[3, 2\], allowed: an integer"),
-        ({"data.n": "${data.num_classes}"}, "data's object, which is made after this"),
-        ({"data.n": "${module.num_classes}"}, "data's object, which is made after this"),
-        ({"trainer.max_steps": "${data.num_classes}"}, "data's object, which is made after this"),
-        ({"module.lr": "${module.size}", "module.size": "${module.lr}"}, "refers to itself"),
-        ({"trainer.default_root_dir": "runs-${data.num_classes}"}, "cannot be a part of a text"),
-        ({"trainer.max_steps": "${optimizer.momentum}"}, "optimizer is given no 'momentum' there"),
     ],
 )
 def test_references_to_defaults_and_to_the_data(
-    linked: Path, overrides: dict[str, str], expected: dict[str, Any] | str
+    linked: Path, overrides: dict[str, str], expected: dict[str, Any]
 ) -> None:
-    if isinstance(expected, dict):
-        assert load(linked, overrides=overrides).module.hparams.items() >= expected.items()
-        return
-    with pytest.raises(ConfigError, match=expected):
+    assert load(linked, overrides=overrides).module.hparams.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"module.lr": "${module.nothing}"},
+        {"module.size": "${data.nothing}"},
+        {"module.size": "${data.broken}"},
+        {"module.size": "${data.shape}"},
+        {"data.n": "${data.num_classes}"},
+        {"data.n": "${module.num_classes}"},
+        {"trainer.max_steps": "${data.num_classes}"},
+        {"module.lr": "${module.size}", "module.size": "${module.lr}"},
+        {"trainer.default_root_dir": "runs-${data.num_classes}"},
+        {"trainer.max_steps": "${optimizer.momentum}"},
+    ],
+    ids=str,
+)
+def test_references_that_cannot_be(linked: Path, overrides: dict[str, str]) -> None:
+    with raises_recorded(ConfigError):
         load(linked, overrides=overrides)
 
 

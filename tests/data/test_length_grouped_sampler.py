@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 from trainer.callbacks import ModelCheckpoint
 from trainer.data.length_grouped_sampler import LengthGroupedSampler
@@ -88,14 +89,7 @@ def test_lengths_of_a_dataset() -> None:
     assert list(LengthGroupedSampler([[0] * 3, [0], [0] * 2], 3)) == [0, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1, 2], 0), "batch_size=0"),
-        (([1, 2], 2, 0), "group_batches=0"),
-        (([], 2), "give a length for each sample"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("arguments", [([1, 2], 0), ([1, 2], 2, 0), ([], 2)], ids=str)
+def test_wrong_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
+    with raises_recorded(ConfigError):
         LengthGroupedSampler(*arguments)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from tests.helpers.processes import fork_ranks
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError
 from trainer.data.adapters import make_batch_loader
 
@@ -124,13 +125,9 @@ def given_by(loader: Any, training: bool = True, start: int = 0, limit: int | No
 @pytest.mark.parametrize("kind", ["iterable", "stream", "sampler", "batch sampler"])
 def test_fewer_and_more_than_the_length_are_reported(kind: str, training: bool, start: int) -> None:
     assert given_by(a_loader(kind, 0), training, start) == FULL
-    with pytest.raises(
-        ConfigError, match=rf"gave only {FULL - 2} batches, and its length is {FULL}: .* a wrong __len__"
-    ):
+    with raises_recorded(ConfigError):
         given_by(a_loader(kind, -2), training, start)
-    with pytest.raises(
-        ConfigError, match=rf"gave more than {FULL} batches, and its length is {FULL}: .*__iter__ yields"
-    ):
+    with raises_recorded(ConfigError):
         given_by(a_loader(kind, 1), training, start)
 
 
@@ -144,9 +141,8 @@ def test_a_limit_within_what_there_is_makes_the_length_right(kind: str) -> None:
 @pytest.mark.parametrize("sampler", [None, Endless()])
 def test_stop_iteration_of_a_dataset_is_reported(workers: int, sampler: Any) -> None:
     loader = DataLoader(Samples(9), BATCH, sampler=sampler, num_workers=workers)
-    with pytest.raises(
-        ConfigError, match=r"Samples raised StopIteration for the indices .*8.*9.*next\(iterator, None\)"
-    ):
+    # A worker puts its traceback before the message.
+    with pytest.raises(ConfigError, match=r"raised StopIteration for the indices .*8.*9.*next\(iterator, None\)"):
         given_by(loader)
 
 
@@ -161,7 +157,7 @@ class PartOfEach(Stream):
 def test_each_worker_of_a_stream_may_have_a_short_batch() -> None:
     """10 samples in two workers are 2 x 3 batches of 2; the DataLoader's length is 5."""
     assert given_by(DataLoader(PartOfEach(10, 10), BATCH, num_workers=2)) == 6
-    with pytest.raises(ConfigError, match="gave only 2 batches, and its length is 5"):
+    with raises_recorded(ConfigError):
         given_by(DataLoader(PartOfEach(4, 10), BATCH, num_workers=2))
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from tests.helpers.toy import Toy, quiet
+from tests.messages import raises_recorded
 from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sharded_loader import ShardedDataLoader
@@ -443,49 +444,44 @@ def test_a_generator_lasts_one_epoch() -> None:
     assert batch_loader.one_shot
     assert "the generator can be iterated only once" in (batch_loader.note or "")
     assert values(batch_loader.iterate(0)) == [0, 1, 2]
-    with pytest.raises(ConfigError, match=r"the generator can be iterated only once.*e\.g\. a list or a DataLoader"):
+    with raises_recorded(ConfigError):
         list(batch_loader.iterate(1))
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def empty_cases() -> dict[str, tuple[Any, str]]:
+def empty_cases() -> dict[str, Any]:
     few = Numbers(5)
     return {
-        "dataset": (DataLoader(Numbers(0)), "over Numbers gives 0 samples"),
-        "sampler": (DataLoader(few, sampler=SubsetRandomSampler([])), "SubsetRandomSampler over .* gives 0 samples"),
-        "batch_sampler": (DataLoader(few, batch_sampler=[]), "list over .* gives 0 samples"),
-        "drop_last": (
-            DataLoader(few, batch_size=4, drop_last=True),
-            r"gives 5 samples, and with drop_last=True a batch needs 8 of them",
-        ),
-        "list": ([], "the list has length 0"),
-        "subclass": (Subclass(Numbers(0)), "the Subclass over Numbers has length 0"),
+        "dataset": DataLoader(Numbers(0)),
+        "sampler": DataLoader(few, sampler=SubsetRandomSampler([])),
+        "batch_sampler": DataLoader(few, batch_sampler=[]),
+        "drop_last": DataLoader(few, batch_size=4, drop_last=True),
+        "list": [],
+        "subclass": Subclass(Numbers(0)),
     }
 
 
 @pytest.mark.parametrize("case", empty_cases())
 def test_an_empty_loader_is_refused_at_once(case: str) -> None:
-    loader, message = empty_cases()[case]
-    with pytest.raises(ConfigError, match=f"the training loader 'mine' has no batch: .*{message}"):
+    loader = empty_cases()[case]
+    with raises_recorded(ConfigError):
         loader_of(loader, 1, 2, name="mine")
     loader_of(loader, 1, 2, limit=0)
 
 
 def test_an_empty_stream_is_refused_when_it_is_read() -> None:
-    with pytest.raises(
-        ConfigError, match="the evaluation loader has no batch: the DataLoader over Stream yielded nothing"
-    ):
+    with raises_recorded(ConfigError):
         list(loader_of(DataLoader(Stream(0)), training=False).iterate(0))
     # One of several processes may have nothing to evaluate.
     assert list(loader_of(DataLoader(Stream(0)), 0, 2, training=False).iterate(0)) == []
 
 
 def test_a_fraction_needs_a_length_and_at_least_one_batch() -> None:
-    with pytest.raises(ConfigError, match=r"limit 0\.5 is a fraction, but the training loader has no length"):
+    with raises_recorded(ConfigError):
         loader_of(DataLoader(Stream(5)), limit=0.5)
-    with pytest.raises(ConfigError, match=r"limit 0\.1 of the 4 batches of the training loader is less than one"):
+    with raises_recorded(ConfigError):
         loader_of(DataLoader(Numbers(4)), limit=0.1)
     assert loader_of(DataLoader(Numbers(100)), limit=0.29).length == 29
     assert loader_of(DataLoader(Stream(5)), limit=1.0).length is None
@@ -502,9 +498,9 @@ def test_training_takes_a_batch_of_each_of_several_loaders(make: Any) -> None:
 
 
 def test_what_cannot_be_iterated_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the training loader is \d+, which cannot be iterated"):
+    with raises_recorded(ConfigError):
         loader_of(5)
-    with pytest.raises(ConfigError, match="the training loader is None"):
+    with raises_recorded(ConfigError):
         loader_of(None)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from tests.messages import raises_recorded
 from trainer.data.samplers import random_access, sizes_of
 from trainer.errors import ConfigError
 
@@ -91,12 +92,12 @@ def test_weights_that_change_between_epochs_count() -> None:
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
 def test_weights_that_mean_nothing(weights: list[float]) -> None:
-    with pytest.raises(ConfigError, match="finite, not negative, and not all 0"):
+    with raises_recorded(ConfigError):
         draw(WeightedRandomSampler(weights, 4))
 
 
 def test_too_few_weights_without_replacement() -> None:
-    with pytest.raises(ConfigError, match=r"3 samples .* only 1 weights are above 0"):
+    with raises_recorded(ConfigError):
         draw(WeightedRandomSampler([0.0, 0.0, 2.0], 3, replacement=False))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.messages import raises_recorded
 from trainer.distributed.devices import choose_accelerator, device_number, has_streams, parse_devices
 from trainer.errors import ConfigError
 
@@ -86,29 +87,29 @@ def test_devices(found: Any, devices: Any, device_type: str, count: int, ids: li
 
 
 @pytest.mark.parametrize(
-    ("devices", "device_type", "message"),
+    ("devices", "device_type"),
     [
-        (0, "cpu", "devices=0: at least one"),
-        (-2, "cuda", "devices=-2: at least one"),
-        (5, "cuda", "devices=5, but 4 cuda devices can be seen, counted from 0"),
-        ([0, 4], "cuda", r"devices=\[0, 4\], but 4 cuda devices"),
-        ([-1], "cuda", r"devices=\[-1\], but 4"),
-        ([1, 1], "cuda", "give each process a device of its own"),
-        ("1,1", "cuda", "give each process a device of its own"),
-        ([], "cuda", "a device of its own, at least one"),
-        (2, "mps", "but 1 mps device can be seen"),
-        ([1], "mps", "but 1 mps device can be seen"),
-        (-1, "cpu", "devices=-1 means all GPUs"),
-        ([0, 1], "cpu", "processes on cpu choose no numbers. Say how many, such as 2"),
-        ("two", "cpu", "devices='two' cannot be read. Allowed: 'auto', a number"),
-        ("", "cpu", "cannot be read"),
-        (1.0, "cpu", "devices=1.0 cannot be read"),
-        (None, "cpu", "devices=None cannot be read"),
+        (0, "cpu"),
+        (-2, "cuda"),
+        (5, "cuda"),
+        ([0, 4], "cuda"),
+        ([-1], "cuda"),
+        ([1, 1], "cuda"),
+        ("1,1", "cuda"),
+        ([], "cuda"),
+        (2, "mps"),
+        ([1], "mps"),
+        (-1, "cpu"),
+        ([0, 1], "cpu"),
+        ("two", "cpu"),
+        ("", "cpu"),
+        (1.0, "cpu"),
+        (None, "cpu"),
     ],
 )
-def test_bad_devices(found: Any, devices: Any, device_type: str, message: str) -> None:
+def test_bad_devices(found: Any, devices: Any, device_type: str) -> None:
     found(cuda=4)
-    with pytest.raises(ConfigError, match=message):
+    with raises_recorded(ConfigError):
         parse_devices(devices, device_type)
 
 
@@ -121,7 +122,7 @@ def test_a_process_that_sees_one_gpu_takes_it(local_rank: int, ids: Any, visible
 
 @pytest.mark.parametrize(("local_rank", "ids", "visible"), [(2, None, 2), (1, [0, 3], 2), (1, [0, 1], 1)])
 def test_more_processes_than_gpus_are_reported(local_rank: int, ids: Any, visible: int) -> None:
-    with pytest.raises(ConfigError, match=f"local rank {local_rank} is to use GPU .*and sees {visible}: start as many"):
+    with raises_recorded(ConfigError):
         device_number(local_rank, ids, visible)
 
 

@@ -23,6 +23,7 @@ from tests.helpers.launcher_variables import (
     TORCHRUN,
 )
 from tests.helpers.processes import ROOT
+from tests.messages import raises_recorded
 from trainer import Trainer
 from trainer.distributed.environment import SOURCES, Environment, detect_environment
 from trainer.errors import ConfigError
@@ -48,31 +49,32 @@ def test_nodes_are_counted_where_nobody_says() -> None:
 
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
 def test_partial_variables_are_named(missing: str) -> None:
-    with pytest.raises(ConfigError, match=f"but not {missing}. Start with torchrun"):
+    with raises_recorded(ConfigError):
         detect_environment({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    "changed",
     [
-        ({"RANK": "8"}, "RANK=8, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4 contradict each other"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4, LOCAL_WORLD_SIZE=4 contradict each other"),
-        ({"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE=16 contradict each other"),
-        ({"RANK": "one"}, "RANK='one' is not an integer"),
-        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1' is not an integer"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port: give all processes the same one from 1 to 65535"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
-        ({"RANK": "0"}, "RANK=0, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4 contradict"),
+        {"RANK": "8"},
+        {"LOCAL_RANK": "4"},
+        {"LOCAL_WORLD_SIZE": "16"},
+        {"RANK": "one"},
+        {"WORLD_SIZE": "-1"},
+        {"MASTER_PORT": "0"},
+        {"MASTER_PORT": "65536"},
+        {"RANK": "0"},
     ],
+    ids=str,
 )
-def test_contradictions_are_named(changed: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_contradictions_are_named(changed: dict[str, str]) -> None:
+    with raises_recorded(ConfigError):
         detect_environment({**TORCHRUN, **changed})
 
 
 @pytest.mark.parametrize("zero", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
 def test_no_processes_at_all(zero: str) -> None:
-    with pytest.raises(ConfigError, match=f"{zero}=0"):
+    with raises_recorded(ConfigError):
         detect_environment({**TORCHRUN, zero: "0"})
 
 
@@ -154,34 +156,28 @@ def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    "variables",
     [
-        ({**SRUN, "WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, but Slurm says 5. Unset WORLD_SIZE"),
-        ({**SRUN, "RANK": "0", "WORLD_SIZE": "5"}, "RANK=0 is set, but Slurm says 3"),
-        ({**OPEN_MPI, "LOCAL_RANK": "0"}, r"LOCAL_RANK=0 is set, but mpirun \(Open MPI\) says 1"),
-        ({**SRUN, "SLURM_PROCID": "5"}, "SLURM_PROCID=5 is task 1 of node 1"),
-        ({**SRUN, "SLURM_PROCID": "4"}, "not in the order of the nodes. Start with srun --distribution=block"),
-        ({**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' is not an integer"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "do not fit SLURM_STEP_TASKS_PER_NODE"),
-        ({**SRUN, "SLURM_STEP_NODELIST": "node[1-"}, r"list of nodes 'node\[1-' .* Set MASTER_ADDR to the first"),
-        (
-            {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"},
-            "OMPI_COMM_WORLD_RANK=4, OMPI_COMM_WORLD_SIZE=4, .* contradict each other",
-        ),
-        (
-            {**OPEN_MPI, "MASTER_ADDR": ""},
-            "2 of them here, and MASTER_ADDR is not set: .*mpirun -x MASTER_ADDR -x",
-        ),
-        ({"PET_NNODES": "4", "PET_NODE_RANK": "1"}, r"one of several \(PET_NNODES=4\), and RANK=, WORLD_SIZE=,"),
-        ({**KUBEFLOW, "WORLD_SIZE": "32"}, "WORLD_SIZE=32.* one process in each: start with `trainer launch`"),
-        ({**SRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({**OPEN_MPI, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({**KUBEFLOW, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({**KUBEFLOW, "MASTER_PORT": ""}, "MASTER_PORT= are not those"),
+        {**SRUN, "WORLD_SIZE": "4"},
+        {**SRUN, "RANK": "0", "WORLD_SIZE": "5"},
+        {**OPEN_MPI, "LOCAL_RANK": "0"},
+        {**SRUN, "SLURM_PROCID": "5"},
+        {**SRUN, "SLURM_PROCID": "4"},
+        {**SRUN, "SLURM_LOCALID": "x"},
+        {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"},
+        {**SRUN, "SLURM_STEP_NODELIST": "node[1-"},
+        {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"},
+        {**OPEN_MPI, "MASTER_ADDR": ""},
+        {"PET_NNODES": "4", "PET_NODE_RANK": "1"},
+        {**KUBEFLOW, "WORLD_SIZE": "32"},
+        {**SRUN, "MASTER_PORT": "70000"},
+        {**OPEN_MPI, "MASTER_PORT": "70000"},
+        {**KUBEFLOW, "MASTER_PORT": "70000"},
+        {**KUBEFLOW, "MASTER_PORT": ""},
     ],
 )
-def test_sources_that_contradict_themselves_or_torchruns_variables(variables: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_sources_that_contradict_themselves_or_torchruns_variables(variables: dict[str, str]) -> None:
+    with raises_recorded(ConfigError):
         detect_environment(variables)
 
 
@@ -207,49 +203,31 @@ def test_every_source_says_when_it_decides() -> None:
     assert all(source.decides and source.variables for source in SOURCES)
 
 
-NO_LOCAL = "MPI_LOCALRANKID or PMI_LOCAL_RANK, MPI_LOCALNRANKS or PMI_LOCAL_SIZE: one of several processes"
-
-
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    "variables",
     [
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, f"PMI_RANK=0, PMI_SIZE=2 set, but not {NO_LOCAL}"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "WORLD_SIZE": "1"}, f"PMI_RANK=1, PMI_SIZE=2 set, but not {NO_LOCAL}"),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
-            r"but not OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE: .* have mpirun \(Open MPI\).* "
-            r"\(unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE\)",
-        ),
-        ({name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")}, "but not MPI_LOCALNRANKS or"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE='x' is not an integer"),
-        ({name: PALS[name] for name in PALS if name != "PMI_SIZE"}, "but not PMI_SIZE: one of several processes"),
-        ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"}, "but not JSM_NAMESPACE_LOCAL_RANK, JSM_NAMESPACE_"),
-        *(
-            ({**FLUX, **other}, rf"Flux started {size} tasks \(FLUX_JOB_SIZE\) on {nodes} nodes .* each node as many")
-            for other, size, nodes in (
-                ({"FLUX_JOB_SIZE": "5"}, "5", "2"),
-                ({"FLUX_JOB_NNODES": ""}, "4", "0"),
-                ({"FLUX_JOB_NNODES": "0"}, "4", "0"),
-                ({"FLUX_JOB_SIZE": ""}, "0", "2"),
-            )
-        ),
-        (
-            {name: FLUX[name] for name in FLUX if name != "MASTER_ADDR"},
-            "flux run started 4 processes, 2 of them here, .*: export MASTER_ADDR=node1 MASTER_PORT=29500 before flux",
-        ),
-        (
-            {name: TORCHRUN[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
-            "but not LOCAL_WORLD_SIZE.*in Azure ML under environment_variables",
-        ),
-        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x@1"}, "PMIX_RANK=1 set, and nothing says how many .* prun or the like"),
-        ({"LSF_PM_TASKID": "2", "LSB_JOBID": "1"}, r"LSF_PM_TASKID=2 set, .* blaunch .*\(unset LSF_PM_TASKID"),
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "WORLD_SIZE": "1"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+        {name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")},
+        {"PMI_RANK": "0", "PMI_SIZE": "x"},
+        {name: PALS[name] for name in PALS if name != "PMI_SIZE"},
+        {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"},
+        {**FLUX, "FLUX_JOB_SIZE": "5"},
+        {**FLUX, "FLUX_JOB_NNODES": ""},
+        {**FLUX, "FLUX_JOB_NNODES": "0"},
+        {**FLUX, "FLUX_JOB_SIZE": ""},
+        {name: FLUX[name] for name in FLUX if name != "MASTER_ADDR"},
+        {name: TORCHRUN[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
+        {"PMIX_RANK": "1", "PMIX_NAMESPACE": "x@1"},
+        {"LSF_PM_TASKID": "2", "LSB_JOBID": "1"},
         # As in a batch script, where Slurm does not set these variables.
-        ({**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"}, f"but not {NO_LOCAL}"),
+        {**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"},
     ],
 )
-def test_mpiruns_variables_without_the_local_ones(variables: dict[str, str], message: str) -> None:
+def test_mpiruns_variables_without_the_local_ones(variables: dict[str, str]) -> None:
     """Without the refusal each process would train by itself."""
-    with pytest.raises(ConfigError, match=message):
+    with raises_recorded(ConfigError):
         detect_environment(variables)
 
 
@@ -281,7 +259,7 @@ def test_a_size_of_one_and_empty_variables_are_a_single_process(variables: dict[
 
 @pytest.mark.parametrize("changed", [{"RANK": "1"}, {"WORLD_SIZE": "8"}, {"LOCAL_RANK": "0"}])
 def test_the_only_pod_says_nothing_else(changed: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"set, but not .*LOCAL_WORLD_SIZE. Start with torchrun"):
+    with raises_recorded(ConfigError):
         detect_environment({**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1", **changed})
 
 
@@ -292,7 +270,6 @@ def test_empty_variables_do_not_contradict_another_source() -> None:
 def test_the_number_of_machines_has_to_be_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    message = "num_nodes=3, but the number of machines on which torchrun started processes is 2: leave num_nodes out"
-    with pytest.raises(ConfigError, match=message):
+    with raises_recorded(ConfigError):
         Trainer(accelerator="cpu", num_nodes=3)
     assert [Trainer(accelerator="cpu", num_nodes=given).config.num_processes for given in (1, 2)] == [8, 8]

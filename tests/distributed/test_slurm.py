@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.launcher_variables import SRUN
 from tests.helpers.processes import fork_python, wait_until
 from tests.helpers.training import make, steps_of
+from tests.messages import raises_recorded
 from trainer.distributed.slurm import first_host, requeue, tasks_per_node, was_requeued
 from trainer.errors import ConfigError
 
@@ -31,13 +32,13 @@ def test_a_list_of_nodes(text: str, name: str) -> None:
 
 @pytest.mark.parametrize("text", ["", ",", "node[1-", "node[a-b]", "n]1[", "node[1-2]]", "[[1-2]]", "node[]"])
 def test_what_is_no_list_of_nodes(text: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with raises_recorded(ConfigError):
         first_host(text)
 
 
 def test_tasks_of_each_node() -> None:
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    with pytest.raises(ConfigError, match="expected a form like"):
+    with raises_recorded(ConfigError):
         tasks_per_node("2(x3")
 
 

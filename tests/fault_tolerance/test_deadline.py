@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tests.helpers.processes import wait_until
+from tests.messages import raises_recorded
 from trainer import Trainer
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.deadline import Deadline
@@ -68,8 +69,8 @@ def test_arguments() -> None:
         Trainer(deadline="2020-01-01T00:00", deadline_margin=-1, watchdog_seconds=0, max_restarts=-1)
     for text in ("is over", "deadline_margin=-1", "watchdog_seconds=0", "max_restarts=-1"):
         assert text in str(error.value)
-    with pytest.raises(ConfigError, match="deadline='soon': give a datetime or ISO 8601"):
+    with raises_recorded(ConfigError):
         Trainer(deadline="soon")
-    with pytest.raises(ConfigError, match="deadline_margin has no meaning without deadline"):
+    with raises_recorded(ConfigError):
         Trainer(deadline_margin=3)
     Trainer(watchdog_seconds=None, max_restarts=2, deadline=datetime.now() + timedelta(hours=1))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import ROOT, Running, alive, descendants, fork_python, run_python, wait_until
+from tests.messages import raises_recorded
 from trainer import launch
 from trainer.errors import ConfigError
 from trainer.testing.processes import clean_environment
@@ -223,16 +224,16 @@ def test_killing_the_prompt_leaves_nothing_running(tmp_path: Path) -> None:
     wait_until(lambda: not any(alive(pid) for pid in workers))
 
 
-@pytest.mark.parametrize(("devices", "message"), [(0, "give a number of processes from 1"), ("2", "or 'auto'")])
-def test_wrong_numbers(devices: int | str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("devices", [0, "2"])
+def test_wrong_numbers(devices: int | str) -> None:
+    with raises_recorded(ConfigError):
         launch(print, devices=devices)
 
 
 def test_inside_of_a_process_that_is_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"RANK=0 WORLD_SIZE=2\): call the function itself"):
+    with raises_recorded(ConfigError):
         launch(print, devices=2)
 
 

@@ -23,6 +23,7 @@ from torchmetrics.wrappers import Running
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, loader, run
 from tests.helpers.lightning_scenarios import StepLR, with_optimizer
 from tests.helpers.processes import run_distributed
+from tests.messages import raises_recorded
 from trainer import ConfigError, Tuner
 from trainer.settings import NONE_IS_DEFAULT, Settings
 
@@ -117,7 +118,7 @@ def test_a_loader_that_keeps_no_promise(length: int, tmp_path: Path) -> None:
         lambda t, m: t.fit(m, loader(), Promises(length)),
     ):
         assert run(LIGHTNING, Scenario("", action=action), tmp_path).end["global_step"] in (2 * min(length, 3), 8)
-        with pytest.raises(ConfigError, match=f"its length is {length}: the Promises has a wrong __len__"):
+        with raises_recorded(ConfigError):
             run(OURS, Scenario("", action=action), tmp_path)
 
 
@@ -135,7 +136,7 @@ def test_the_counters_after_evaluating_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_batch_that_is_none_is_named() -> None:
     scenario = Scenario("", action=lambda t, m: t.fit(m, [*loader(), None], loader()))
-    with pytest.raises(ConfigError, match="the training loader gave None as batch 4 of the epoch"):
+    with raises_recorded(ConfigError):
         run(OURS, scenario, Path("unused"))
 
 

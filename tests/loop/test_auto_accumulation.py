@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 from trainer.callbacks import BadStepGuard, GradientAccumulationScheduler, ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
@@ -207,20 +208,20 @@ def test_two_processes_agree() -> None:
 
 
 def test_what_cannot_be_is_said_before_the_first_step(little_memory: Any) -> None:
-    with pytest.raises(ConfigError, match=r"accumulate_grad_batches='automatic'.*Or 'auto'"):
+    with raises_recorded(ConfigError):
         quiet(accumulate_grad_batches="automatic")
-    with pytest.raises(ConfigError, match="'fsdp' cannot: use 'ddp' or one device"):
+    with raises_recorded(ConfigError):
         quiet(strategy="fsdp", accumulate_grad_batches="auto")
-    with pytest.raises(ConfigError, match="both say how many micro-batches"):
+    with raises_recorded(ConfigError):
         fit(Hungry(), "auto", callbacks=[GradientAccumulationScheduler({1: 2})])
-    with pytest.raises(ConfigError, match="needs a DataLoader with a batch_size"):
+    with raises_recorded(ConfigError):
         quiet(accumulate_grad_batches="auto", max_steps=1).fit(Hungry(), [{"x": torch.ones(2, 4)}])
     manual = Hungry()
     manual.automatic_optimization = False
-    with pytest.raises(ConfigError, match="needs automatic optimization"):
+    with raises_recorded(ConfigError):
         fit(manual, "auto")
     little_memory(200)
-    with pytest.raises(ConfigError, match="not even one sample fits"):
+    with raises_recorded(ConfigError):
         fit(Hungry(2000), "auto")
     little_memory(5000)
 
@@ -231,7 +232,7 @@ def test_what_cannot_be_is_said_before_the_first_step(little_memory: Any) -> Non
 
     data = TensorDataset(torch.randn(24, 3, 4))
     collated = DataLoader(data, 12, collate_fn=lambda rows: [torch.stack([row[0] for row in rows], 1)])
-    with pytest.raises(ConfigError, match=r"samples has an object of shape \(3, 12, 4\)"):
+    with raises_recorded(ConfigError):
         quiet(accumulate_grad_batches="auto", max_steps=1).fit(TimeFirst(), collated)
 
 

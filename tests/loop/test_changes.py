@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, TrainModule
 from trainer.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
 
@@ -86,29 +87,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-LOADERS: dict[str, tuple[Any, list[str]]] = {
-    "fewer": (
-        lambda: DataLoader(data(48), 4, shuffle=True),
-        ["dataset: TensorDataset, 64 samples in the checkpoint, .* 48 sa"],
-    ),
-    "more": (
-        lambda: DataLoader(data(80), 4, shuffle=True),
-        ["dataset: TensorDataset, 64 samples in the checkpoint, .* 80 sa"],
-    ),
-    "in order": (lambda: DataLoader(data(), 4), ["shuffle: shuffled in the checkpoint, and in order here"]),
-    "sampler": (
-        lambda: DataLoader(data(), 4, sampler=Backwards(64)),
-        ["sampler: each sample once in the checkpoint, and Backwards, 64 samples here"],
-    ),
-    "replacement": (
-        lambda: DataLoader(data(), 4, sampler=RandomSampler(data(), replacement=True)),
-        ["sampler: each sample once in the checkpoint, and RandomSampler, 64 samples here"],
-    ),
-    "list": (
-        lambda: [tuple(data(4).tensors)] * 16,
-        ["loader: DataLoader, split by the trainer in the checkpoint, and list here"],
-    ),
-    "both": (lambda: DataLoader(data(48), 4), ["dataset: ", "shuffle: "]),
+LOADERS: dict[str, Any] = {
+    "fewer": lambda: DataLoader(data(48), 4, shuffle=True),
+    "more": lambda: DataLoader(data(80), 4, shuffle=True),
+    "in order": lambda: DataLoader(data(), 4),
+    "sampler": lambda: DataLoader(data(), 4, sampler=Backwards(64)),
+    "replacement": lambda: DataLoader(data(), 4, sampler=RandomSampler(data(), replacement=True)),
+    "list": lambda: [tuple(data(4).tensors)] * 16,
+    "both": lambda: DataLoader(data(48), 4),
 }
 
 
@@ -116,11 +102,9 @@ LOADERS: dict[str, tuple[Any, list[str]]] = {
 def test_other_data_are_refused_within_an_epoch_and_reported_at_its_end(
     case: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, lines = LOADERS[case]
-    with pytest.raises(ConfigError, match=r"before the end of an epoch \(after batch 8 of epoch 0\)") as error:
+    make = LOADERS[case]
+    with raises_recorded(ConfigError) as error:
         fit(tmp_path, 22, make(), ckpt_path=written / "step=8")
-    for line in lines:
-        assert error.match(line)
     names = str(error.value).split("allow_changes=")[1].split("]")[0]
     allowed = [name.strip("'") for name in names.removeprefix("[").split(", ")]
     with caplog.at_level(logging.WARNING, "trainer"):
@@ -142,11 +126,8 @@ def test_another_order_is_reported_when_all_of_an_epoch_is_used(
 
 def test_another_seed_is_another_order(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = {"seed": 7}
-    with pytest.raises(ConfigError, match="before the end of an epoch") as error:
+    with raises_recorded(ConfigError):
         fit(tmp_path, 10, DataLoader(data(), 4, shuffle=True), ckpt_path=written / "step=8", **other)
-    assert re.search(
-        r"seed: \d+ in the checkpoint, and 7 here\nGive the same data, .*allow_changes=\['seed'\]", str(error.value)
-    )
     with caplog.at_level(logging.WARNING, "trainer"):
         loader = DataLoader(data(), 4, shuffle=True)
         fit(tmp_path, 10, loader, ckpt_path=written / "step=8", allow_changes=["seed"], **other)
@@ -434,12 +415,8 @@ def test_other_dtypes_are_reported(
 
 def test_a_buffer_that_would_cut_off_the_saved_values_is_refused(typed: Path, tmp_path: Path) -> None:
     loader, module = DataLoader(data(), 4, shuffle=True), Typed(buffer=torch.int64)
-    with pytest.raises(
-        ConfigError,
-        match=r"dtypes: scale \(torch.float32 in the checkpoint, and torch.int64 here\)\. Give",
-    ) as e:
+    with raises_recorded(ConfigError):
         fit(tmp_path, 3, loader, module, ckpt_path=typed)
-    assert "allow_changes=['module']" in str(e.value)
     assert fit(tmp_path, 3, loader, module, ckpt_path=typed, allow_changes=["module"]) == 3
 
 
@@ -459,18 +436,9 @@ def test_nothing_left_is_reported(written: Path, tmp_path: Path, caplog: pytest.
     ]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["data"], r"allow_changes=\['data'\]: give names out of dataset, loader.* Did you mean 'dataset'"),
-        ("dataset", "allow_changes='dataset': give a list of names"),
-        ([3], r"allow_changes=\[3\]: give names out of dataset"),
-        (True, "allow_changes=True: give a list of names"),
-    ],
-    ids=["unknown", "text", "number", "flag"],
-)
-def test_names_that_are_none_are_refused(given: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("given", [["data"], "dataset", [3], True], ids=["unknown", "text", "number", "flag"])
+def test_names_that_are_none_are_refused(given: Any, tmp_path: Path) -> None:
+    with raises_recorded(ConfigError):
         fit(tmp_path, 1, DataLoader(data(), 4), allow_changes=given)
 
 
@@ -541,32 +509,18 @@ def loader_of(kind: str, other: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("indices", "dataset: indices: 64 numbers "),
-        ("parts", "dataset: indices: 2 numbers "),
-        ("weights", "sampler: weights: 64 numbers "),
-        ("order", "sampler: order: 64 numbers "),
-        ("list", "sampler: order: 64 numbers "),
-        ("array", "sampler: order: 64 numbers "),
-        ("batches", "sampler: order: 77 numbers "),
-        ("files", "dataset: Kept.kept: 64 texts "),
-        ("numbers", "dataset: Kept.kept: 64 numbers "),
-        ("wrapped", "dataset: indices: 64 numbers "),
-        ("stream", "batch_size: 4 on each process in the checkpoint, and 2 on each process here"),
-    ],
+    "kind",
+    ["indices", "parts", "weights", "order", "list", "array", "batches", "files", "numbers", "wrapped", "stream"],
 )
 def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
-    kind: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fit(tmp_path, 3, loader_of(kind, False))
     with caplog.at_level(logging.WARNING, "trainer"):
         fit(tmp_path, 4, loader_of(kind, False), ckpt_path=tmp_path / "step=3")
     assert caplog.text == ""
-    with pytest.raises(ConfigError, match="before the end of an epoch") as error:
+    with raises_recorded(ConfigError):
         fit(tmp_path, 5, loader_of(kind, True), ckpt_path=tmp_path / "step=3")
-    assert message in str(error.value)
-    assert ("Seed it: random_split" in str(error.value)) == (" indices:" in message)
 
 
 class Kept(Dataset[Any]):
@@ -667,7 +621,5 @@ def test_what_is_in_a_schedule_is_compared_and_what_is_used_is_true(
 def test_a_scheduler_of_another_kind_cannot_take_the_state_of_the_former(tmp_path: Path) -> None:
     fit(tmp_path, 3, DataLoader(data(), 4), Scheduled(lambda optimizer: {"scheduler": StepLR(optimizer, 3)}))
     other = Scheduled(lambda optimizer: {"scheduler": ExponentialLR(optimizer, 0.5)})
-    with pytest.raises(
-        ConfigError, match=r"the states of \[StepLR\], but configure_optimizers returned \[ExponentialLR\]"
-    ):
+    with raises_recorded(ConfigError):
         fit(tmp_path, 5, DataLoader(data(), 4), other, ckpt_path=tmp_path / "step=3")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, CheckpointError, ConfigError, Trainer
 from trainer.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, Timer
 from trainer.checkpoint.directory import CheckpointDirectory
@@ -164,9 +165,7 @@ def test_a_plateau_scheduler_of_steps_does_the_same_on_data_without_a_length(
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_a_plateau_scheduler_of_a_misspelt_name(interval: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"ReduceLROnPlateau monitors 'vall', which was not logged\. Did you mean 'val'"
-    ):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=2).fit(Plateau("vall", interval=interval), loader(4), loader(1))
 
 
@@ -193,7 +192,7 @@ def test_a_schedule_that_the_run_outlasts_is_reported_before_the_first_step(
     with pytest.raises(ValueError, match="Tried to step 9 times"):
         quiet(max_epochs=3).fit(OneCycle(8), loader(4))
     assert "the OneCycleLR has 8 steps, and the run takes 12 of it: torch refuses the next one. Set" in caplog.text
-    with pytest.raises(CheckpointError, match="Tried to step 9 times"):
+    with raises_recorded(CheckpointError):
         quiet(max_epochs=3).fit(OneCycle(12), loader(4), ckpt_path=tmp_path / "saved")
     assert caplog.text.count("has 8 steps, and the run takes 12") == 2
 

@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.helpers.compare import QUIET, as_floats
 from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import CSVLogger
 
@@ -323,7 +324,7 @@ def test_the_trainers_own_names_are_refused_with_several_loaders_too(name: str) 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log(name, 1.0)
 
-    with pytest.raises(ConfigError, match=f"such as 'my_{name}'"):
+    with raises_recorded(ConfigError):
         quiet().validate(Named(), [loader(1), loader(1)])
-    with pytest.raises(ConfigError, match=f"such as 'my_{name}'"):
+    with raises_recorded(ConfigError):
         quiet(fast_dev_run=True).fit(Named(), loader(1), loader(1))

@@ -152,13 +152,15 @@ class Log(list[Any]):
 
 
 class Table(OrderedDict[str, Any]):
-    """A dict with a class."""
+    def clear(self) -> None:
+        raise NotImplementedError
 
 
 class Holder:
     def __init__(self) -> None:
         self.meters, self.names = {"own": Meter()}, SimpleNamespace(seen=0)
         self.log, self.table = Log(), Table(values=Log([torch.zeros(2)]))
+        self.total, self.several = torchmetrics.SumMetric(), nn.ModuleList([torchmetrics.MeanMetric()])
 
     def update(self, value: float) -> None:
         self.meters["own"].update(value)
@@ -167,9 +169,12 @@ class Holder:
         self.log.name = f"{value}"
         self.table["values"][0] += 1
         self.table[f"{value}"] = value
+        self.total.update(value)
+        self.several[0].update(value)
 
     def state(self) -> dict[str, Any]:
-        state = {"own": list(astuple(self.meters["own"])), "seen": self.names.seen}
+        of_metrics = [float(self.total.sum_value), float(self.several[0].weight)]
+        state = {"own": list(astuple(self.meters["own"])), "seen": self.names.seen, "metrics": of_metrics}
         return {
             **state,
             "log": [*self.log, self.log.name],
@@ -181,6 +186,7 @@ class Holder:
         self.meters["own"], self.names.seen = Meter(*state["own"]), state["seen"]
         self.log[:], self.log.name = state["log"][:-1], state["log"][-1]
         self.table = Table(dict.fromkeys(state["in"]), values=Log([torch.tensor(state["values"])]))
+        self.total.sum_value, self.several[0].weight = map(torch.tensor, state["metrics"])
 
 
 class Holds(Net):
@@ -352,11 +358,13 @@ def test_a_validation_for_which_hooks_have_changed_the_weights_goes_on_to_its_en
     check(found, expected)
 
 
-def test_a_validation_that_changes_buffers_without_a_copy_goes_on_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "limit"), [("plain", "leaving._MOST"), ("objects", "no_trace._LARGE")])
+def test_a_validation_that_changes_tensors_without_a_copy_goes_on_to_its_end(
+    kind: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.state.leaving._MOST", 0)
-    batches, found, expected = stop_and_resume(str(tmp_path), "plain", 1.0, (8, 1))
+    """Buffers, and tensors in attributes, above a size."""
+    monkeypatch.setattr(f"trainer.state.{limit}", 0)
+    batches, found, expected = stop_and_resume(str(tmp_path), kind, 1.0, (8, 1))
     assert batches == BATCHES
     check(found, expected)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError
 from trainer.callbacks import LambdaCallback
 
@@ -38,8 +39,7 @@ def test_a_step_that_cannot_take_the_index_of_one_of_several_loaders_is_reported
 
         def validation_step(self, batch: Any, batch_idx: int, **more: Any) -> None: ...
 
-    words = r"validation_step cannot take .* define validation_step\(self, batch, batch_idx, dataloader_idx=0"
-    with pytest.raises(ConfigError, match=words):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=1).fit(Module(), loader(1), [loader(1), loader(1)])
 
 
@@ -47,7 +47,7 @@ def test_a_hook_that_takes_neither_is_reported_when_the_trainer_is_made() -> Non
     class Hooks(Callback):
         def on_test_batch_start(self, trainer: Any, module: Any, **more: Any) -> None: ...  # type: ignore[override]
 
-    with pytest.raises(ConfigError, match=r"Hooks\.on_test_batch_start takes"):
+    with raises_recorded(ConfigError):
         quiet(callbacks=Hooks())
 
 
@@ -58,7 +58,7 @@ def test_an_index_by_keyword_is_reported_in_every_evaluation_of_several_loaders(
 
         def predict_step(self, batch: Any, batch_idx: int, *, dataloader_idx: int = 0) -> None: ...
 
-    with pytest.raises(ConfigError, match=f"{stage}_step cannot take dataloader_idx by position"):
+    with raises_recorded(ConfigError):
         getattr(quiet(), stage)(Module(), [loader(1), loader(1)])
     getattr(quiet(), stage)(Module(), loader(1))
 

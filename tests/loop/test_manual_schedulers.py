@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, Trainer, TrainModule
 
 
@@ -105,22 +106,22 @@ def test_an_override_steps_a_schedule_without_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "schedule", "message"),
+    ("kind", "schedule"),
     [
-        (Automatic, Halving(), "Give it a method step"),
-        (Automatic, ReduceLROnPlateau, "the class ReduceLROnPlateau"),
-        (Automatic, lambda optimizer: ReduceLROnPlateau(optimizer), "needs the name of a logged value"),
-        (Override, lambda optimizer: ReduceLROnPlateau(optimizer), "needs the name of a logged value"),
-        (Scheduled, object(), "gave a object as lr_scheduler. Give it state_dict"),
-        (Override, object(), "Give it state_dict"),
-        (Scheduled, lambda optimizer: optimizer, "gave a SGD as lr_scheduler. Give a scheduler"),
-        (Scheduled, {"scheduler": Halving(), "interval": "batch"}, "allowed are 'epoch' and 'step'"),
+        (Automatic, Halving()),
+        (Automatic, ReduceLROnPlateau),
+        (Automatic, lambda optimizer: ReduceLROnPlateau(optimizer)),
+        (Override, lambda optimizer: ReduceLROnPlateau(optimizer)),
+        (Scheduled, object()),
+        (Override, object()),
+        (Scheduled, lambda optimizer: optimizer),
+        (Scheduled, {"scheduler": Halving(), "interval": "batch"}),
     ],
 )
-def test_what_is_no_schedule(kind: Any, schedule: Any, message: str) -> None:
+def test_what_is_no_schedule(kind: Any, schedule: Any) -> None:
     module = kind(None)
     module.schedule = (lambda optimizer: schedule) if isinstance(schedule, type) else schedule
-    with pytest.raises(ConfigError, match=message):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=1).fit(module, loader(1))
 
 

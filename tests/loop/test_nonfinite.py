@@ -16,6 +16,7 @@ from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import BadStepGuard, ModelCheckpoint, WeightAveraging
 from trainer.checkpoint.directory import CheckpointDirectory
@@ -477,7 +478,6 @@ class Overflows(Toy):
 
 
 def test_a_loss_scale_that_collapses_is_reported_and_then_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    message = r"the loss scale of '16-mixed' has fallen to .* by step"
     with caplog.at_level(logging.WARNING, "trainer"):
         quiet(max_steps=25, precision="16-mixed", log_every_n_steps=5).fit(Overflows(14), loader(32))
         assert "loss scale" not in caplog.text  # a few overflows are the rule
@@ -485,7 +485,7 @@ def test_a_loss_scale_that_collapses_is_reported_and_then_ends_the_run(caplog: p
         quiet(max_steps=40, precision="16-mixed", log_every_n_steps=5).fit(module, loader(48))
     assert caplog.text.count("the loss scale of '16-mixed' has fallen to 0.0625 by step 20") == 1
     assert torch.isfinite(module.layer.weight).all()
-    with pytest.raises(ConfigError, match=message):
+    with raises_recorded(ConfigError):
         quiet(max_steps=400, precision="16-mixed").fit(Overflows(1000), loader(200))
 
 
@@ -502,24 +502,24 @@ def test_a_schedule_that_ends_in_nan_is_reported(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("option", "value"),
     [
-        ("lr", math.nan, "SGD of .*configure_optimizers has lr=nan: give a finite number"),
-        ("lr", math.inf, "lr=inf"),
-        ("lr", torch.tensor(math.nan), "lr=nan"),
-        ("weight_decay", math.inf, "weight_decay=inf"),
-        ("momentum", math.nan, "momentum=nan"),
+        ("lr", math.nan),
+        ("lr", math.inf),
+        ("lr", torch.tensor(math.nan)),
+        ("weight_decay", math.inf),
+        ("momentum", math.nan),
     ],
     ids=["nan", "inf", "tensor", "decay", "momentum"],
 )
-def test_options_of_optimizers_are_finite(option: str, value: Any, message: str) -> None:
+def test_options_of_optimizers_are_finite(option: str, value: Any) -> None:
     class Options(Toy):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             optimizer.param_groups[0][option] = value
             return optimizer
 
-    with pytest.raises(ConfigError, match=message):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=1).fit(Options(), loader(2))
 
 
@@ -558,5 +558,5 @@ def test_a_complex_value_is_not_logged() -> None:
             self.log("wave", loss.detach() * 1j)
             return loss
 
-    with pytest.raises(ConfigError, match=r"self.log\('wave'\) got a complex number"):
+    with raises_recorded(ConfigError):
         quiet(max_epochs=1).fit(Complex(), loader(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, DataModule
 from trainer.callbacks import BadStepGuard, ModelCheckpoint
 from trainer.checkpoint.generator_states import check_rng_state
@@ -420,8 +422,43 @@ def test_searches_and_checks_leave_them(tmp_path: Path) -> None:
         ).fit(module, datamodule=Data(KINDS["numpy"](1) if place == "data" else None))
         return [value.tolist() for value in module.state_dict().values()]
 
-    for place in ("module", "listed", "data", "inside a callback", "global"):
+    for place in ("module", "listed", "late", "data", "inside a callback", "global"):
         assert weights(place, 2, True) == weights(place, 0, False), place
+
+
+class Holder:
+    """Has a generator once it was asked for a number."""
+
+    def draw(self) -> float:
+        if getattr(self, "noise", None) is None:
+            self.noise = random.Random(1)
+        return self.noise.random()
+
+
+class HolderOfNone(Holder):
+    def __init__(self) -> None:
+        self.noise = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Holder, HolderOfNone])
+def test_a_check_takes_back_what_it_made(kind: type[Holder]) -> None:
+    def weights(sanity: int) -> list[Any]:
+        class Draws(Toy):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                holder.draw()
+                super().validation_step(batch, batch_idx)
+
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                assert self.global_step or vars(holder) == before
+                return super().training_step(batch, batch_idx) * holder.draw()
+
+        torch.manual_seed(0)
+        module, holder = Draws(), kind()
+        module.holder, before = holder, dict(vars(holder))
+        quiet(max_epochs=1, num_sanity_val_steps=sanity).fit(module, loader(STEPS), loader(2))
+        return [value.tolist() for value in module.state_dict().values()]
+
+    assert weights(1) == weights(0)
 
 
 def test_generators_of_a_program_that_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -464,7 +501,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         "number": 3,
     }.items():
         own["noise"] = damaged
-        with pytest.raises(CheckpointError, match="'noise' of 'module part'"):
+        with raises_recorded(CheckpointError):
             check_rng_state(checkpoint["rng"][0], name)
 
 
@@ -499,3 +536,38 @@ class OwnLoader(DataLoader[Any]):
 def batches_of(own: Any) -> Any:
     while True:
         yield from own
+
+
+WAYS_TO_ITERATE: dict[str, Any] = {
+    "plain": lambda module: setattr(module, "plain", iter(module.own)),
+    "listed": lambda module: setattr(module, "some", [{"listed": iter(module.own)}]),
+    "by_yield": lambda module: setattr(module, "by_yield", batches_of(module.own)),
+    "cycled": lambda module: setattr(module, "cycled", itertools.cycle(module.own)),
+    "": lambda module: [*module.own],
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_ITERATE)
+def test_an_iterator_over_a_loader_is_named_at_the_first_save(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Iterating(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = OwnLoader(loader(4).dataset, 4, num_workers=1, persistent_workers=True)
+
+        def on_train_start(self) -> None:
+            WAYS_TO_ITERATE[way](self)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            iterator = self.some[0]["listed"] if way == "listed" else getattr(self, way, iter([batch]))
+            return super().training_step(next(iterator), batch_idx)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Iterating(), loader(2))
+    assert "place of an iterator" not in caplog.text
+    for name in ("one", "another"):
+        trainer.save_checkpoint(tmp_path / name)
+    said = [text for text in caplog.messages if "place of an iterator" in text]
+    assert len(said) == bool(way)
+    assert all(f"begins again: {way}. Give the loader to the trainer" in text for text in said)

@@ -13,6 +13,7 @@ from torch import nn
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.processes import fork_python
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import Callback, DataModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
@@ -112,14 +113,7 @@ class Net(Toy):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-NAMES = {
-    "extra": "model['extra._extra_state']",
-    "callback": "callbacks['Keeps']['kept']",
-    "hook": "added['saved']",
-    "data": "data['kept']",
-    "optimizer": "optimizers[0]['param_groups'][0]['kept']",
-    "scheduler": "schedulers[0]['kept']",
-}
+ALL = ("extra", "callback", "hook", "data", "optimizer", "scheduler")
 
 
 def fit(module: Net, folder: Path, epochs: int = 1, ckpt_path: Any = None, **options: Any) -> Any:
@@ -135,10 +129,9 @@ def fit(module: Net, folder: Path, epochs: int = 1, ckpt_path: Any = None, **opt
 def test_everything_that_cannot_be_stored_is_named_at_once_before_the_first_step(tmp_path: Path) -> None:
     fit(Net(), tmp_path)
     for step, ckpt_path in ((0, None), (2, "last")):
-        module = Net((*NAMES,), before_step=step)
-        with pytest.raises(CheckpointError, match="cannot store 6 fields") as caught:
+        module = Net(ALL, before_step=step)
+        with raises_recorded(CheckpointError):
             fit(module, tmp_path, 2, ckpt_path)
-        assert all(f"{name}: it is a set" in str(caught.value) for name in NAMES.values())
         assert module.steps == []
 
 
@@ -173,7 +166,7 @@ def test_a_hook_that_needs_what_comes_later_ends_nothing_and_hides_no_other(
     assert "on_save_checkpoint of Late (TypeError" in caplog.text
     module = Net(("hook",))
     trainer = quiet(max_epochs=1, enable_checkpointing=True, callbacks=[Late(), ModelCheckpoint()])
-    with pytest.raises(CheckpointError, match=r"added\['saved'\]"):
+    with raises_recorded(CheckpointError):
         trainer.fit(module, datamodule=module.data)
 
 
@@ -309,9 +302,8 @@ def test_a_checkpoint_is_written_without_what_it_cannot_hold(
     spoiled: tuple[str, ...], async_save: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = [name for one in spoiled for name in LEFT_OUT[one]]
-    with pytest.raises(LeftOutError, match="it is a set") as caught:
+    with raises_recorded(LeftOutError):
         fit(Net(spoiled, before_step=4), tmp_path, 4, async_save=async_save, on_write_error="warn")
-    assert all(name in str(caught.value) for name in names)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("step=")) == ["step=2", "step=4"]
     assert sorted(read_manifest(tmp_path / "step=4").info["left_out"]) == sorted(names)
     caplog.clear()
@@ -331,11 +323,11 @@ def test_a_checkpoint_is_written_without_what_it_cannot_hold(
 
 @pytest.mark.parametrize("spoiled", ["optimizer", "scheduler"])
 def test_without_what_trains_only_the_weights_are_written_and_last_stays(spoiled: str, tmp_path: Path) -> None:
-    with pytest.raises(LeftOutError, match="it is a set"):
+    with raises_recorded(LeftOutError):
         fit(Net((spoiled,), before_step=4), tmp_path, 4)
     info = read_manifest(tmp_path / "step=4").info
     assert (info["left_out"], info["weights_only"]) == ([f"{spoiled}s"], True)
-    with pytest.raises(CheckpointError, match=r"has weights only.*could not be stored.*step=2"):
+    with raises_recorded(CheckpointError):
         fit(Net(), tmp_path, 4, tmp_path / "step=4")
     module = Net()
     assert quiet().validate(module, loader(1), ckpt_path=tmp_path / "step=4")
@@ -346,7 +338,7 @@ def test_without_what_trains_only_the_weights_are_written_and_last_stays(spoiled
 def test_extra_state_is_left_out_and_missed_by_the_module(tmp_path: Path) -> None:
     with pytest.raises(LeftOutError):
         fit(Net(("extra",), before_step=2), tmp_path)
-    with pytest.raises(CheckpointError, match="_extra_state"):
+    with raises_recorded(CheckpointError):
         fit(Net(), tmp_path, 2, "last")
     module = Net()
     module.strict_loading = False

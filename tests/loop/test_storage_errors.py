@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.saving import fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import CheckpointError, ConfigError
 from trainer.callbacks import CSVLogger, TorchProfiler
 from trainer.checkpoint.disk import ReadError, WriteError
@@ -118,7 +119,7 @@ def test_an_error_in_writing_is_not_hidden_by_one_in_tidying_up(
 ) -> None:
     refuse("replace", "last.json", errno.EIO)
     refuse("unlink", ".tmp-last.json", errno.EROFS)
-    with pytest.raises(WriteError, match=r"cannot write .*last\.json: Input/output error\. 'last' finds it"):
+    with raises_recorded(WriteError):
         fit([steps(dirpath=tmp_path)])
 
 
@@ -132,9 +133,7 @@ def test_rows_that_cannot_be_read_are_not_overwritten(
     rows = (trainer.run_dir / "metrics.csv").read_bytes()
     refuse("open", "metrics.csv", errno.ESTALE)
     again = quiet(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True, callbacks=[CSVLogger()])
-    with pytest.raises(
-        ConfigError, match=r"metrics\.csv cannot be read \(Stale file handle\), and would be overwritten"
-    ):
+    with raises_recorded(ConfigError):
         again.fit(Toy(), loader(6), ckpt_path="last")
     monkeypatch.undo()
     assert (trainer.run_dir / "metrics.csv").read_bytes() == rows
@@ -145,7 +144,7 @@ def test_a_root_that_does_not_answer_is_an_error_with_a_message(
 ) -> None:
     fit([steps()], default_root_dir=tmp_path)
     refuse("listdir", str(tmp_path), errno.EIO)
-    with pytest.raises(ReadError, match=r"cannot be read: Input/output error"):
+    with raises_recorded(ReadError):
         fit([steps()], default_root_dir=tmp_path, ckpt_path="last")
 
 
@@ -180,5 +179,5 @@ def test_a_run_directory_that_cannot_be_looked_at_is_an_error_with_a_message(
     refuse: Callable[[str, str, int], None], tmp_path: Path
 ) -> None:
     refuse("stat", "version_0", errno.ESTALE)
-    with pytest.raises(ConfigError, match=r"version_0 cannot be written to \(Stale file handle\)"):
+    with raises_recorded(ConfigError):
         fit([steps()], default_root_dir=tmp_path)

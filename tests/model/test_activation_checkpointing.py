@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.processes import run_distributed
+from tests.messages import raises_recorded
 from trainer.errors import ConfigError
 from trainer.model.activation_checkpointing import (
     compile_block,
@@ -246,14 +247,14 @@ def test_a_second_backward_through_one_graph_begins_with_the_same() -> None:
 def test_a_change_in_place_of_what_is_not_copied_is_reported(block: Callable[[], nn.Module]) -> None:
     module = net(block)
     enable_activation_checkpointing(module)
-    with pytest.raises(ConfigError, match=r"runs the forward of \w+ twice, and between the two a tensor \([\d, ]+\)"):
+    with raises_recorded(ConfigError):
         train(module, steps=1)
 
 
 def test_no_blocks_are_reported() -> None:
-    with pytest.raises(ConfigError, match="found no blocks in Linear"):
+    with raises_recorded(ConfigError):
         enable_activation_checkpointing(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="with a forward is a Blok"):
+    with raises_recorded(ConfigError):
         enable_activation_checkpointing(net(), "Blok")
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tests.helpers.examples import example_module
+from tests.messages import raises_recorded
 from trainer import TrainModule
 from trainer.errors import ConfigError
 from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks
@@ -194,7 +195,7 @@ def test_several_classes_come_children_first() -> None:
 def test_subclasses_count_for_a_class_but_not_for_its_name() -> None:
     module = Tree(inner=Towers(one=nn.Linear(2, 2)))
     assert names(module, Tree) == ["inner"]
-    with pytest.raises(ConfigError, match="no submodule of Tree with a forward is a Tree"):
+    with raises_recorded(ConfigError):
         find_blocks(module, "Tree")
 
 
@@ -223,16 +224,9 @@ def test_everything_that_matches_nothing_is_named_with_what_there_is() -> None:
     assert "Block (2), Linear (5), Sequential (2), LayerNorm (2), GELU (2)" in text
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (10_000, "no submodule of Tree fits 10000. The classes"),
-        (lambda name, child: False, "no submodule of Tree fits <function"),
-        ([], "The classes of its submodules"),
-    ],
-)
-def test_a_policy_that_cannot_be_is_reported(policy: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("policy", [10_000, lambda name, child: False, []], ids=["size", "function", "nothing"])
+def test_a_policy_that_cannot_be_is_reported(policy: Any) -> None:
+    with raises_recorded(ConfigError):
         find_blocks(Tree(layers=blocks(2)), policy)
 
 

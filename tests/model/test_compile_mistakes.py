@@ -6,26 +6,27 @@ from typing import Any
 
 import pytest
 
+from tests.messages import raises_recorded
 from trainer import Trainer
 from trainer.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("setting", "expected"),
+    "setting",
     [
-        ("max-autotun", "Unrecognized mode=max-autotun, should be one of: default"),
-        ("block", "give True, 'blocks'"),
-        ({"mode": "reduce_overhead"}, "reduce-overhead"),
-        ({"backend": "inductr"}, "Invalid backend: 'inductr'"),
-        ({"blokcs": True}, "unexpected keyword argument 'blokcs'"),
-        ({"mode": "default", "options": {"max_autotune": True}}, "Either mode or options"),
-        (3, "compile=3: give True, 'blocks', a mode"),
+        "max-autotun",
+        "block",
+        {"mode": "reduce_overhead"},
+        {"backend": "inductr"},
+        {"blokcs": True},
+        {"mode": "default", "options": {"max_autotune": True}},
+        3,
     ],
+    ids=str,
 )
-def test_mistakes_are_reported_at_once(setting: Any, expected: str) -> None:
-    with pytest.raises(ConfigError, match="compile") as caught:
+def test_mistakes_are_reported_at_once(setting: Any) -> None:
+    with raises_recorded(ConfigError):
         Trainer(compile=setting)
-    assert expected in str(caught.value)
 
 
 def test_all_mistakes_in_one_message() -> None:
@@ -36,10 +37,9 @@ def test_all_mistakes_in_one_message() -> None:
 
 def test_a_missing_compiler_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="'no-such-compiler' is not found") as caught:
+    with raises_recorded(ConfigError):
         Trainer(accelerator="cpu", compile=True)
-    assert "aot_eager" in str(caught.value)
     Trainer(accelerator="cpu", compile={"backend": "aot_eager"})
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
-    with pytest.raises(ConfigError, match=r"no /nowhere/Python\.h"):
+    with raises_recorded(ConfigError):
         Trainer(accelerator="cpu", compile="max-autotune")

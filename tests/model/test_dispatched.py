@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.hf_models import HFModule, data, make
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, TrainModule
 
 accelerate = pytest.importorskip("accelerate", reason='needs accelerate: pip install "exact-trainer[dev]"')
@@ -80,26 +81,14 @@ def test_predictions_are_those_of_a_model_in_memory(place: Any, plain: tuple[Pat
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, r"Placed.net was placed by accelerate .* It can predict, validate and test, but not train"),
-        ({"strategy": "fsdp", "devices": 1}, "not train"),
-    ],
-)
-def test_training_is_refused(settings: dict[str, Any], message: str, plain: tuple[Path, Plain]) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("settings", [{}, {"strategy": "fsdp", "devices": 1}], ids=str)
+def test_training_is_refused(settings: dict[str, Any], plain: tuple[Path, Plain]) -> None:
+    with raises_recorded(ConfigError):
         quiet(max_steps=1, **settings).fit(Placed(plain[0], by_map), DataLoader(data(MODEL), 8))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "fsdp", "devices": 1}, "strategy 'fsdp' would shard them"),
-        ({"precision": "bf16-true"}, r"load_checkpoint_and_dispatch\(..., dtype=torch.bfloat16\)"),
-    ],
-)
-def test_other_runs_are_refused_in_words(settings: dict[str, Any], message: str, plain: tuple[Path, Plain]) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp", "devices": 1}, {"precision": "bf16-true"}], ids=str)
+def test_other_runs_are_refused_in_words(settings: dict[str, Any], plain: tuple[Path, Plain]) -> None:
+    with raises_recorded(ConfigError):
         quiet(**settings).predict(Placed(plain[0], in_memory), DataLoader(data(MODEL), 8))

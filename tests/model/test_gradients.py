@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, TrainModule
 from trainer.callbacks import BadStepGuard, GradNormMonitor
 from trainer.model.gradients import grad_norm
@@ -78,7 +79,7 @@ def test_sparse_gradients_are_reduced_and_clipped_on_two_processes() -> None:
 def test_a_strategy_that_shards_refuses_them_before_the_first_step(strategy: str) -> None:
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
-    with pytest.raises(ConfigError, match=r"the sparse gradients of layers: embedding\. Leave out"):
+    with raises_recorded(ConfigError):
         fit(True, strategy=strategy, devices=1)
 
 

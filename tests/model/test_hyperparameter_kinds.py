@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.alike import alike
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from tests.tiers import Inputs
 from trainer import CheckpointError, ConfigError, DataModule, TrainModule
 from trainer.hyperparameters import (
@@ -287,7 +288,7 @@ def test_one_by_position_that_was_not_saved_is_given_by_name() -> None:
     trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
     trainer.fit(Half(1), DataLoader(torch.ones(2, 1)))
     trainer.save_checkpoint("saved")
-    with pytest.raises(CheckpointError, match="missing a required argument: 'width'"):
+    with raises_recorded(CheckpointError):
         Half.load_from_checkpoint("saved")
     assert Half.load_from_checkpoint("saved", width=4).given == (4, 0.1)
 
@@ -350,7 +351,7 @@ def test_a_class_that_is_not_there_is_asked_for() -> None:
     assert ':Inner"' in content
     state = json.loads(content.replace(':Inner"', ':Elsewhere"'))
     kept = state["hyperparameters"]
-    with pytest.raises(CheckpointError, match=r"hyperparameter value was a dataclass .*Elsewhere"):
+    with raises_recorded(CheckpointError):
         constructor_arguments(Model, kept["module"], None, {}, kept["kinds"]["module"])
     found = constructor_arguments(Model, kept["module"], None, {"value": 3}, kept["kinds"]["module"])
     assert found["value"] == 3
@@ -432,7 +433,7 @@ def test_scalars_come_back_exactly() -> None:
 def test_a_span_of_time_of_an_earlier_version_is_read() -> None:
     kinds: dict[str, Any] = {"value": ["timedelta", None, None]}
     assert constructor_arguments(Model, {"value": 1.5}, None, {}, kinds)["value"] == datetime.timedelta(0, 1, 500_000)
-    with pytest.raises(CheckpointError, match="hyperparameter value was a timedelta"):
+    with raises_recorded(CheckpointError):
         constructor_arguments(Model, {"value": 1e15}, None, {}, kinds)
 
 
@@ -578,7 +579,7 @@ def test_configurations_of_omegaconf_come_back(monkeypatch: pytest.MonkeyPatch) 
     assert several == [1, {"a": None}]
     kept = json.loads(Path("saved/checkpoint.json").read_text())["hyperparameters"]
     monkeypatch.setitem(sys.modules, "omegaconf", None)
-    with pytest.raises(CheckpointError, match=r"hyperparameter part .* cannot be made again \(.*omegaconf"):
+    with raises_recorded(CheckpointError):
         constructor_arguments(Configured, {"part": kept["module"]["part"]}, None, {"cfg": 1}, kept["kinds"]["module"])
 
 
@@ -588,7 +589,7 @@ def test_a_configuration_of_omegaconf_with_all_hyperparameters_comes_back() -> N
     assert module.given == omegaconf.OmegaConf.create({"lr": 0.1, "net": {"sizes": [1, {"a": 2}], "lr": 0.1}})
     assert type(module.given) is omegaconf.DictConfig
     assert module.hparams.net.sizes[1].a == 2
-    with pytest.raises(ConfigError, match="save_hyperparameters got a ListConfig"):
+    with raises_recorded(ConfigError):
         InOne(omegaconf.OmegaConf.create([1]))
 
 

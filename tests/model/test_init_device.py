@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.helpers.hf_models import make
 from tests.helpers.init_device_models import Block, from_pretrained
+from tests.messages import raises_recorded
 from trainer import ConfigError
 from trainer.model.init_device import build_context, initialize, units_of
 from trainer.strategies import FSDPStrategy
@@ -82,13 +83,13 @@ def test_a_buffer_without_values_is_refused(buffer: torch.Tensor) -> None:
             self.register_buffer("table", buffer.clone(), persistent=False)
 
     module = on_meta(Forgetful).to("meta")
-    with pytest.raises(ConfigError, match=r"reset_parameters of Forgetful leaves table without values.*mixed"):
+    with raises_recorded(ConfigError):
         initialize(module, values_of(module))
 
 
 def test_what_cannot_be_built_on_the_meta_device_is_reported() -> None:
     with (
-        pytest.raises(ConfigError, match=r"init_device='meta': configure_model .*`from_pretrained`.*\. Give init_dev"),
+        raises_recorded(ConfigError),
         build_context("meta"),
     ):
         from_pretrained()
@@ -98,7 +99,7 @@ def test_what_cannot_be_built_on_the_meta_device_is_reported() -> None:
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
 def test_an_unknown_init_device_is_refused_at_once(strategy: type) -> None:
-    with pytest.raises(ConfigError, match=r"init_device='mta'\): give .* or 'meta'\. Did you mean 'meta'\?"):
+    with raises_recorded(ConfigError):
         strategy(init_device="mta")
 
 

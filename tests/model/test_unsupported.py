@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.toy import quiet
+from tests.messages import raises_recorded
 from trainer import CheckpointError, ConfigError, Engine, TrainModule
 from trainer.callbacks import EMAWeightAveraging, ModelCheckpoint
 
@@ -164,7 +165,7 @@ def test_an_expanded_buffer_that_no_checkpoint_holds_stays_as_it_is(tmp_path: Pa
 
 def test_a_loop_of_ones_own_refuses_lazy_layers() -> None:
     layer = nn.LazyLinear(4)
-    with Engine(accelerator="cpu") as engine, pytest.raises(ConfigError, match="Give the layer its input size"):
+    with Engine(accelerator="cpu") as engine, raises_recorded(ConfigError):
         engine.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
 
 
@@ -199,13 +200,13 @@ class Compiled(Unusual):
 
 
 SHARDING = STRATEGIES[2:]
-REFUSED: dict[type[Unusual], tuple[tuple[str, ...], str]] = {
-    Lazy: (STRATEGIES, "without a shape: first.weight, first.bias. Give the layer its input size"),
-    Scalar: (SHARDING, "without a dimension: extra. Give them the shape"),
-    Empty: (("fsdp", "deepspeed_stage_3"), "without elements: extra. Leave them out"),
-    Complex: (SHARDING[1:], "complex parameters: extra. Keep real"),
-    Scripted: (("fsdp", "deepspeed_stage_3"), "scripted layers: first. Give the layers"),
-    Compiled: (("deepspeed_stage_3",), "compiled layers: first. Give them uncompiled"),
+REFUSED: dict[type[Unusual], tuple[str, ...]] = {
+    Lazy: STRATEGIES,
+    Scalar: SHARDING,
+    Empty: ("fsdp", "deepspeed_stage_3"),
+    Complex: SHARDING[1:],
+    Scripted: ("fsdp", "deepspeed_stage_3"),
+    Compiled: ("deepspeed_stage_3",),
 }
 
 
@@ -215,28 +216,24 @@ REFUSED: dict[type[Unusual], tuple[tuple[str, ...], str]] = {
 def test_what_a_strategy_cannot_train_is_refused_before_the_first_step(
     kind: type[Unusual], strategy: str, tmp_path: Path
 ) -> None:
-    refusing, words = REFUSED[kind]
-    if strategy in refusing:
-        with pytest.raises(ConfigError, match=words):
+    if strategy in REFUSED[kind]:
+        with raises_recorded(ConfigError):
             fit(kind(), tmp_path / "run", strategy, 2)
     else:
         fit(kind(), tmp_path / "run", strategy, 2)
 
 
 @pytest.mark.parametrize(
-    ("buffer", "words"),
-    [
-        (torch.ones(3).to(torch.float8_e4m3fn).view(torch.bits8), "torch.bits8; convert it"),
-        (torch.eye(3).to_sparse(), "sparse or nested"),
-    ],
+    "buffer",
+    [torch.ones(3).to(torch.float8_e4m3fn).view(torch.bits8), torch.eye(3).to_sparse()],
     ids=["bits", "sparse"],
 )
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
 def test_a_buffer_that_no_checkpoint_can_hold_is_named_before_the_first_step(
-    buffer: torch.Tensor, words: str, strategy: str, tmp_path: Path
+    buffer: torch.Tensor, strategy: str, tmp_path: Path
 ) -> None:
     module = Unusual()
     module.register_buffer("odd", buffer)
-    with pytest.raises(CheckpointError, match=rf"model\['odd'\].*{words}"):
+    with raises_recorded(CheckpointError):
         fit(module, tmp_path / "run", strategy, 2)
     assert module.trainer.global_step == 0

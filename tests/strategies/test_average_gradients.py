@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.compare import QUIET
 from tests.helpers.processes import run_distributed
+from tests.messages import raises_recorded
 from trainer import ConfigError, Trainer, TrainModule
 from trainer.strategies import distributed
 from trainer.strategies.distributed import average_gradients, check_backends
@@ -83,7 +84,7 @@ def test_means_of_sparse_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_group_without_a_backend_for_gpus_is_refused_or_made_anew() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(ConfigError, match=r"has the backends .*gloo.*, and a run on GPUs needs cpu:gloo,cuda:nccl"):
+    with raises_recorded(ConfigError):
         check_backends(world_size=2)
     assert dist.is_initialized()
     check_backends(world_size=1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.messages import raises_recorded
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies.deepspeed.config import (
@@ -309,20 +310,15 @@ def test_a_contradiction_is_reported(given: Any, facts: dict[str, Any], message:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ('{"fp16": {"enabled": tr', "line 1"),
-        ("[1]", "no JSON object"),
-        ('{"fp16": {}, "fp16": {}}', "more than once"),
-        (Path("no/such.json"), "No such file"),
-        ({"dtype": torch.float32}, "not JSON serializable"),
-    ],
+    "given",
+    ['{"fp16": {"enabled": tr', "[1]", '{"fp16": {}, "fp16": {}}', Path("no/such.json"), {"dtype": torch.float32}],
+    ids=str,
 )
-def test_what_cannot_be_read_is_reported(given: Any, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_reported(given: Any, tmp_path: Path) -> None:
     if isinstance(given, str):
         (tmp_path / "ds.json").write_text(given)
         given = tmp_path / "ds.json"
-    with pytest.raises(ConfigError, match=message):
+    with raises_recorded(ConfigError):
         read_config(given)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.compare import QUIET
 from tests.helpers.deepspeed_runs import ENGINES, Net
 from tests.helpers.strategy_models import MLP
+from tests.messages import raises_recorded
 from trainer import ConfigError, Trainer
 from trainer.precision import PRECISIONS
 from trainer.runs.preflight_checks import check_call
@@ -245,24 +245,16 @@ def test_the_engine_is_on_the_device_that_was_asked_for(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("kind", "option", "message"),
+    ("kind", "option"),
     [
-        (
-            DeepSpeedStrategy,
-            "zero_stage",
-            "DeepSpeedStrategy() got an unexpected keyword argument 'zero_stage'. Use stage=",
-        ),
-        (
-            FSDPStrategy,
-            "state_dict_type",
-            "FSDPStrategy() got an unexpected keyword argument 'state_dict_type'. Use trainer.full_state_dict()",
-        ),
-        (FSDPStrategy, "cpu_ofload", "Did you mean 'cpu_offload'"),
-        (DDPStrategy, "find_unused_parameter", "Did you mean 'find_unused_parameters'"),
+        (DeepSpeedStrategy, "zero_stage"),
+        (FSDPStrategy, "state_dict_type"),
+        (FSDPStrategy, "cpu_ofload"),
+        (DDPStrategy, "find_unused_parameter"),
     ],
 )
-def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str) -> None:
+    with raises_recorded(ConfigError):
         kind(**{option: 2})
     assert type(copy.deepcopy(kind())) is kind
 
@@ -270,7 +262,7 @@ def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str, 
 @pytest.mark.parametrize("said", ["mat2 must be a matrix", "You tried to vmap over PostBackwardFunctionModule, but"])
 def test_gradients_within_a_step_of_stage_3_are_explained(said: str) -> None:
     strategy = DeepSpeedStage3Strategy()
-    with pytest.raises(ConfigError, match="which frees the weights after the first backward"):
+    with raises_recorded(ConfigError):
         strategy._explain_freed_weights(RuntimeError(said), _WITHIN_A_STEP)
     # A layer that does not fit its input is none of it.
     strategy._explain_freed_weights(

@@ -16,6 +16,7 @@ from tests.helpers.compare import assert_same_bits
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
+from tests.messages import raises_recorded
 from trainer import ConfigError, seed_everything
 from trainer.errors import CheckpointError
 from trainer.optimizers import optimizers_inside
@@ -367,16 +368,10 @@ def test_states_of_other_types_come_back_as_they_were(kind: Any, tmp_path: Path)
     assert_same_bits(*ends)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Made, "collections.defaultdict; store dict"),
-        (Numbered, "Numbered has the key 0 in its state"),
-    ],
-)
-def test_states_that_could_not_be_restored_are_refused_at_the_first_step(kind: Any, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Made, Numbered])
+def test_states_that_could_not_be_restored_are_refused_at_the_first_step(kind: Any, tmp_path: Path) -> None:
     trainer = quiet(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)
-    with pytest.raises(CheckpointError, match=words):
+    with raises_recorded(CheckpointError):
         trainer.fit(OneOptimizer(kind), loader(3))
     assert trainer.global_step == 1
 

@@ -28,6 +28,7 @@ from tests.helpers.hf_models import LLM
 from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.strategy_models import GPT, Transformer
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
+from tests.messages import raises_recorded
 from trainer import Callback, Trainer, TrainModule, seed_everything
 from trainer.callbacks import ModelCheckpoint, PredictionWriter
 from trainer.callbacks.prediction_writer import read_predictions
@@ -1217,7 +1218,7 @@ def test_heads_of_models_that_cannot_be_split_are_refused_before_anything_is_spl
     transformers = pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
     sizes = {**LLM, "hidden_size": 24, **OTHER_HEADS}
     module = nn.ModuleDict({"net": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))})
-    with pytest.raises(ConfigError, match="does not divide the 3 num_attention_heads of the model"):
+    with raises_recorded(ConfigError):
         resolve_plan(module, find_plan(module), 2)
 
 
@@ -1257,7 +1258,7 @@ def test_losses_of_routers_are_refused(in_config: bool) -> None:
     refuse_collecting("context_parallel", module)
     if not in_config:
         module["net"](tokens)
-    with pytest.raises(ConfigError, match=r"output_router_logits.* of net, whose loss then has a part"):
+    with raises_recorded(ConfigError):
         module["net"](tokens, **({} if in_config else {"output_router_logits": True}))
 
 
@@ -1266,11 +1267,9 @@ def test_what_models_collect_from_their_blocks_is_refused_and_so_is_generating()
     module = nn.ModuleDict({"net": transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLM))})
     refuse_collecting("context_parallel", module)
     tokens = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(
-        ConfigError, match="output_hidden_states=True in a call or the config of net, which then returns"
-    ):
+    with raises_recorded(ConfigError):
         module["net"](tokens, output_hidden_states=True)
-    with pytest.raises(ConfigError, match=r"net\.generate\(\) computes one token after the other"):
+    with raises_recorded(ConfigError):
         module["net"].generate(tokens)
 
 
@@ -1362,22 +1361,19 @@ def test_sequences_that_a_plan_cannot_split_are_reported(refusals: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "settings", "words"),
+    ("options", "settings"),
     [
-        ({"tensor_parallel": 3}, {"devices": 4}, "a multiple of 3 processes"),
-        ({"tensor_parallel": 2}, {"devices": 2, "precision": "16-mixed"}, "Use 'bf16-mixed'"),
-        ({"tensor_parallel": 2}, {"devices": 2, "precision": "mxfp8"}, "torchao cannot scale blocks of weights that"),
-        (
-            {"pipeline_parallel": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
-            {"devices": 4},
-            "there are 2 readers",
-        ),
+        ({"tensor_parallel": 3}, {"devices": 4}),
+        ({"tensor_parallel": 2}, {"devices": 2, "precision": "16-mixed"}),
+        ({"tensor_parallel": 2}, {"devices": 2, "precision": "mxfp8"}),
+        ({"pipeline_parallel": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, {"devices": 4}),
     ],
+    ids=str,
 )
 def test_settings_that_cannot_work_are_reported_before_anything_starts(
-    options: dict[str, Any], settings: dict[str, Any], words: str
+    options: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with raises_recorded(ConfigError):
         Trainer(strategy=FSDPStrategy(**options), accelerator="cpu", **{**QUIET, **settings})
 
 
@@ -1527,7 +1523,7 @@ def test_a_weight_that_changes_while_a_stage_keeps_it_gathered_is_reported() -> 
 
 
 def test_whole_numbers_between_stages_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is torch.int64: between the stages .* floating-point or complex numbers"):
+    with raises_recorded(ConfigError):
         Neighbour(None, None, 1).send(torch.zeros(1, dtype=torch.int64))  # type: ignore[arg-type]
 
 

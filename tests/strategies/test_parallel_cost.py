@@ -92,6 +92,7 @@ class Run:
             expert_parallel=mesh.expert,
             context_exchange="keys" if self.keys else "auto",
             accumulate_unsharded=self.accumulate_unsharded,
+            verify=False,
             **(hybrid if mesh.replicas > 1 else {}),
         )
 
@@ -186,7 +187,6 @@ class Measure(Callback):
         if trainer.global_step == 1 and not self.micro_batches:
             pipeline = vars(trainer.strategy).get("pipeline")
             self.stage = 0 if pipeline is None else pipeline.stage
-            vars(trainer.strategy)["_common_loss"] = None  # what is compared in the first steps and every 64th
             self.mode = CountCollectives()
             self.mode.__enter__()
 

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep and which to delete, and templates for their names, such as "{epoch}-{val_loss:.2f}"."""
+"""Decide which checkpoints to keep and which to delete; templates for their names, such as "{epoch}-{val_loss:.2f}"."""
 
 from __future__ import annotations
 

@@ -262,10 +262,10 @@ def _machines(options: argparse.Namespace) -> Machines | None:
         words = "for a file for sbatch, which --slurm --print writes. Add these two, or leave the option out."
         raise ConfigError(f"{', '.join(slurms or ['--nodes'])}: {words}")
     minimum, maximum = options.nnodes
-    if maximum > 1 and options.rdzv is None:
+    if maximum > 1 and (options.rdzv is None or options.rdzv[1] == 0):
         raise ConfigError(
-            f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the name of one of them and a free "
-            "port of it, the same on all."
+            f"--nnodes {maximum} machines have to meet: give HOST:PORT, such as node1:29500, to --rdzv: the name of "
+            "one of them and a free port of it, the same on all."
         )
     if (options.node_rank or 0) >= maximum:
         raise ConfigError(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -21,6 +22,8 @@ from trainer.errors import ConfigError, restoring
 from trainer.metrics.metric_log import add_sizes
 from trainer.model.reachable import OwnGenerator
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
+
+log = logging.getLogger("trainer")
 
 _EMPTY_ROUNDS = 2
 """Times that a stateful loader is iterated again if it yields nothing: torchdata's loader, and then its dataset, first
@@ -140,7 +143,7 @@ class IterableLoader(BatchLoader):
         """The batches of the epoch in progress, of a loader with a state; None: none is in progress."""
         self._told: int | None = None
         """The epoch that `set_epoch` was told for the iteration that comes next."""
-        self._used = False
+        self._used = self._reported = False
         self._reshuffles = reshuffles
         """False: each epoch is the first one."""
         self.one_shot = defines(loader, "__next__") and iter(loader) is loader
@@ -272,8 +275,10 @@ class IterableLoader(BatchLoader):
             cuts = self._length is None or self.limit is None or self._length > self.limit
             sure = 0 if self._promised is None or self._slack else self._promised - start
             begun = self._batches = _WithNext(begun, rest if cuts else None, sure)
-        batches = map(self._received, islice(begun, rest), itertools.count(start))
+        given = itertools.count(start)
+        batches = map(self._received, islice(begun, rest), given)
         yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
+        self._report_short_epoch(next(given))
 
     def _with_first(self, batches: Iterator[Any], seed: int) -> Iterator[Any] | None:
         """Return the batches of an epoch, of which the first one is drawn with its random numbers; None if it has none.
@@ -306,6 +311,18 @@ class IterableLoader(BatchLoader):
         samples = next(iter(sizes), 0)
         fits = len(sizes) == 1 and 0 < samples <= (self._loader.batch_size or samples)
         return samples if fits else None
+
+    def _report_short_epoch(self, given: int) -> None:
+        """Report, once, that an epoch had fewer batches than the limit, by which schedules are made."""
+        if not self._reported and self._length is None and self.limit is not None and given < self.limit:
+            self._reported = True
+            log.log(
+                logging.WARNING if self._training else logging.DEBUG,
+                "%s gave %d batches, fewer than its limit of %d: schedules made at the start go by the limit",
+                self.label,
+                given,
+                self.limit,
+            )
 
     def _state_before(self, start: int) -> dict[str, Any] | None:
         """Return the state with which batch number `start` of an epoch is read; None: the one that the loader has."""

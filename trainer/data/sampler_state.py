@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,25 +14,14 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_scalar
-from trainer.model.reachable import (
-    CONTAINERS,
-    WRAPPERS,
-    OwnGenerator,
-    attributes,
-    is_generator,
-    named_inside,
-)
+from trainer.model.reachable import OwnGenerator, attributes, inside_of, is_generator, walk
 
 _MAX_DEPTH, _MAX_NUMBERS = 5, 100_000
-_COMMON = frozenset({dict, OrderedDict, list, tuple, set})
 _OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
 _NOT_STATE = (torch.Tensor, np.ndarray, Dataset, Sampler, type, ModuleType, *SCALARS)
 """The same where the state of a program is looked for; the loaders' own is kept with them."""
-_LOOKED_INTO = (*CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
 _HOLDERS = {"argparse", "collections", "types"}
 """Packages with namespaces, and with objects around a dict or a list."""
-_WITHOUT_GENERATORS = ("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc", "collections", "functools")
-"""Beginnings of modules whose classes have none in their attributes."""
 _LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names} - _HOLDERS)
 """Packages whose other objects are not looked into then."""
 
@@ -49,77 +36,63 @@ def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False)
         of_data: also those of datasets.
     """
     opaque = tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
-    found = _generators_in(dict(enumerate(owners)), depth, {*map(id, _global_generators())}, opaque)
-    return [OwnGenerator(one) for _, one in found]
+    found = walk(dict(enumerate(owners)), depth, _global_generators(), opaque)
+    return [OwnGenerator(one) for _, one in found if is_generator(one)]
 
 
-def named_generators(owners: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def named_generators(
+    owners: Mapping[str, Any], contents: dict[int, dict[Any, Any]] | None = None
+) -> dict[str, dict[str, Any]]:
     """Return the generators in the attributes of parts of a program, by the part and the way to them, such as "noise".
 
     Those in globals that the methods use, too. Datasets, samplers and objects of libraries are not looked into.
+
+    Args:
+        contents: is given what is inside each object that is looked into, by its id.
     """
-    seen = {id(one) for one in (*_global_generators(), *owners.values())}
-    found = {
-        name: dict(_generators_in(_inside(owner), _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES))
-        for name, owner in owners.items()
-    }
-    return {name: of_one for name, of_one in found.items() if of_one}
+    seen = {} if contents is None else contents
+    seen |= _global_generators() | {id(owner): inside_of(owner) for owner in owners.values()}
+    found = {}
+    for name, owner in owners.items():
+        inside = walk(seen[id(owner)], _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES)
+        if generators := {way: one for way, one in inside if is_generator(one)}:
+            found[name] = generators
+    return found
+
+
+def _place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
+    """Return the object that a way of `named_generators` ends in, what can be set in it, and the name there."""
+    *way, last = path.split(".")
+    for part in way:
+        owner = {str(name): one for name, one in inside_of(owner).items()}.get(part)
+    entries = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    # A number stands for an item of a list, or a key that is not a text; a name in a function for a global.
+    return owner, {} if last.isdecimal() or isinstance(owner, FunctionType) else entries, last
 
 
 def put_generator(owner: Any, path: str, generator: Any) -> None:
     """Put a generator where `named_generators` finds it, if nothing is there and the object can take one."""
-    *way, last = path.split(".")
-    for part in way:
-        owner = {str(name): one for name, one in _inside(owner).items()}.get(part)
-    # A number stands for an item of a list, or a key that is not a text; a name in a function for a global.
-    takes_one = not last.isdecimal() and not isinstance(owner, FunctionType)
-    entries = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-    if takes_one and _inside(owner).get(last) is None:
+    holder, entries, last = _place_of(owner, path)
+    if inside_of(holder).get(last) is None:
         entries[last] = generator
 
 
-def _global_generators() -> tuple[Any, ...]:
-    return torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
+def take_back(owner: Any, path: str, contents: Mapping[int, dict[Any, Any]]) -> None:
+    """Put back what was in the place of a generator, by the `contents` of `named_generators` before it was made.
 
-
-def _generators_in(
-    values: dict[Any, Any],
-    depth: int,
-    seen: set[int],
-    opaque: tuple[type, ...],
-    libraries: Collection[str] = (),
-) -> list[tuple[str, Any]]:
-    """Return the random generators inside named values, each once, with the way to them.
-
-    Args:
-        depth: levels of objects in objects that are looked through.
-        seen: ids of objects that are left out; those that are looked into are added.
+    An object that was not there then keeps it.
     """
-    found: list[tuple[str, Any]] = []
-    waiting = [(one, str(name), depth) for name, one in reversed(values.items())]
-    while waiting:
-        value, way, levels = waiting.pop()
-        kind = type(value)
-        # Most attributes of modules are scalars or empty.
-        if kind in SCALARS or (kind in _COMMON and not value) or id(value) in seen or isinstance(value, opaque):
-            continue
-        seen.add(id(value))
-        is_holder = isinstance(value, _LOOKED_INTO)
-        if not is_holder and is_generator(value):
-            found.append((way, value))
-        elif levels and (is_holder or kind.__module__.partition(".")[0] not in libraries):
-            inside = reversed(_inside(value).items())
-            waiting += [(one, f"{way}.{name}", levels - 1) for name, one in inside]
-    return found
+    holder, entries, last = _place_of(owner, path)
+    before = contents.get(id(holder), {last: entries.get(last)})
+    if last in before:
+        entries[last] = before[last]
+    else:
+        entries.pop(last, None)
 
 
-def _inside(value: Any) -> dict[Any, Any]:
-    """Return what is inside an object, and in its class where that is the user's."""
-    found = named_inside(value)
-    for kind in type(value).__mro__:
-        if not kind.__module__.startswith(_WITHOUT_GENERATORS):
-            found = {**vars(kind), **found}
-    return found
+def _global_generators() -> dict[int, dict[Any, Any]]:
+    known = torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
+    return {id(one): {} for one in known}
 
 
 def plain_attributes(sampler: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from trainer.data.loader import has_state
 from trainer.data.sampler_state import own_generators
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
+from trainer.model.copies import deepcopy_with_functions
 from trainer.model.reachable import attributes
 from trainer.seed import isolated_rng
 
@@ -40,7 +41,7 @@ def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterat
         ConfigError: the loader can neither be copied nor put back.
     """
     try:
-        copied = copy.deepcopy(loader, {id(one): one for one in _large(loader, 0)} | memo)
+        copied = deepcopy_with_functions(loader, {id(one): one for one in _large(loader, 0)} | memo)
     except Exception as error:
         with ExitStack() as cleanup:
             yield _without_a_copy(loader, is_new, error, cleanup)

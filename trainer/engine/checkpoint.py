@@ -67,7 +67,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
         )
     positions = engine.loaders.positions
     own = {
-        "rng": states_with(parts.owners(), strategy.device),
+        "rng": states_with(parts.owners(), strategy.device, saves=True),
         "loader": [one.state_dict() for one in positions],
     }
     per_rank = gather_states(own, strategy.processes)

@@ -22,6 +22,7 @@ from trainer.distributed.environment import Environment
 from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.errors import ConfigError, TrainerError
 from trainer.fault_tolerance.failure import lost_connection
+from trainer.fault_tolerance.signals import in_main_thread
 from trainer.launchers.launcher import die_with_parent, open_closed_streams
 from trainer.launchers.restarts import LAUNCHED
 
@@ -91,12 +92,21 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: a KeyboardInterrupt within Python's own work around a fork is lost."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Let Ctrl-C wait for the end of the block: a KeyboardInterrupt within Python's own work around a fork is lost.
+
+    A mask of this thread would not do: the signal may come to a thread of torch, and Python's handler runs here then.
+    """
+    if not in_main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+    if received:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def _number(devices: int | str) -> int:
@@ -180,7 +190,6 @@ def _work(rank: int, number: int, port: int, parent: int, call: Callable[[], Any
     _forget_process_group()
     code = 1
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         pipes[rank].send(_packed(call()))
         code = 0
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.loop.accumulation import checked_loss
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope
-from trainer.model.copies import deepcopy_with_attributes
+from trainer.model.copies import deepcopy_with_functions
 from trainer.model.memory_limit import free_memory, is_out_of_memory, limited_memory
 from trainer.module import TrainModule
 
@@ -126,7 +126,7 @@ def _copy_sharing_weights(module: TrainModule) -> TrainModule:
     """Return a copy of the module that shares the memory of its weights, so that a trial changes nothing of it."""
     try:
         shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
-        copied = deepcopy_with_attributes(module, shared)
+        copied = deepcopy_with_functions(module, shared)
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -129,7 +129,7 @@ def start_run(
             if run.strategy.processes.rank == 0:
                 log.info("%s", start_line(config, stage))
             if run.settings.fast_dev_run:
-                cleanup.enter_context(run.generators.isolated())
+                cleanup.enter_context(run.generators.isolated(keeps_new=True))
             run.connect_callbacks(caller)
             check_settings(run)
             check_folders_of_shards(run)

@@ -153,6 +153,8 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+_OF_COPIES = ("FSDP does not support deepcopy", "cannot pickle 'torch._C._distributed_c10d.ProcessGroup'")
+"""Words in errors of copies of a module that FSDP, or DeepSpeed, has sharded."""
 _OF_SHARDS = ("DTensor", "invalid python storage")
 """Words in torch's errors about sharded tensors."""
 
@@ -161,7 +163,7 @@ def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> Conf
     """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
     if not run.strategy.shards_state:
         return None
-    if "FSDP does not support deepcopy" in str(error):
+    if any(words in str(error) for words in _OF_COPIES):
         return ConfigError(copy_advice(run.strategy.name))
     in_torch = any(frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for frame in frames)
     if not in_torch and not any(words in str(error) for words in _OF_SHARDS):

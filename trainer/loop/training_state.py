@@ -76,7 +76,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     leave_out_changing_facts(run)
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
-        "rng": run.generators.to_restore or run.generators.state(),
+        "rng": run.generators.to_restore or run.generators.state(saves=True),
         "epoch_rng": run.generators.state_of_epoch(),
         "loader": run.guards.skipping.loader_state or _state_of(run.train_loader),
         "metrics": metrics_state(run.metrics),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial, partialmethod
+from itertools import chain
 from operator import is_
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
+from trainer.hyperparameters import SCALARS
 from trainer.model.blocks import class_of
 
 _OPAQUE = (np.ndarray, type, ModuleType, str, bytes, int, float, complex, bool, NoneType)
@@ -27,6 +29,10 @@ WRAPPERS = (staticmethod, classmethod, property, cached_property, partialmethod)
 """Classes of objects that a class holds around a function, in one of the attributes of the next line."""
 _WRAPPED = ("__func__", "fget", "fset", "func")
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_COMMON = frozenset({dict, OrderedDict, list, tuple, set})
+_LOOKED_INTO = (*CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
+_WITHOUT_STATE = ("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc", "collections", "functools")
+"""Beginnings of modules whose classes keep nothing in their attributes."""
 _LARGEST = 1000
 """Items of a container that is looked through: larger ones are data."""
 _LARGEST_COPY = 100_000
@@ -241,13 +247,39 @@ def _written_by(child: nn.Module) -> list[tuple[str, Any]]:
 
 
 def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield containers and random generators at module level that the methods of a block's classes use, with words."""
+    """Yield containers and random generators at module level that a block's methods use, and functions of theirs."""
     kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if _is_users_class(kind)}
     functions = [function for kind in kinds for one in vars(kind).values() for function in functions_of(one)]
+    known = set(functions)
     for function in functions:
         for name, value in used_globals(function).items():
             if isinstance(value, (list, deque, set, dict)) or is_generator(value):
                 yield f"{name} at the level of {function.__module__}", value
+            elif isinstance(value, FunctionType) and value not in known and _is_of_package(value, function):
+                known.add(value)
+                functions.append(value)
+
+
+def _is_of_package(one: FunctionType, other: FunctionType) -> bool:
+    return one.__module__.partition(".")[0] == other.__module__.partition(".")[0]
+
+
+def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
+    """Return the containers and objects that several blocks have in attributes, or their hooks know, and global lists.
+
+    A dict at module level may be a cache, which each process can fill for itself.
+    """
+    found: dict[int, Any] = {}
+    times: Counter[int] = Counter()
+    for block in blocks.values():
+        seen: set[int] = set()
+        behind = chain.from_iterable(objects_behind(place, seen) for _, place in places("", block))
+        of_block = {id(one): one for one in behind if is_container(one)}
+        found |= of_block
+        times.update(of_block)
+    of_all = chain.from_iterable(map(global_containers, blocks.values()))
+    lists = {id(one): one for _, one in of_all if isinstance(one, list) and is_container(one)}
+    return [*(one for key, one in found.items() if times[key] > 1), *lists.values()]
 
 
 def _is_users_class(kind: type) -> bool:
@@ -292,6 +324,47 @@ def named_inside(value: Any) -> dict[Any, Any]:
     if isinstance(value, WRAPPERS):
         return dict(enumerate(functions_of(value)))
     return attributes(value)
+
+
+def walk(
+    values: Mapping[Any, Any],
+    depth: int,
+    seen: dict[int, dict[Any, Any]],
+    opaque: tuple[type, ...],
+    libraries: Collection[str] = (),
+) -> Iterator[tuple[str, Any]]:
+    """Yield named values and what is inside of them, each object once, with the way to it, such as "sampler.noise".
+
+    Inside are items, attributes, those of users' classes, and what functions enclose.
+
+    Args:
+        depth: levels of objects in objects that are looked through.
+        seen: objects that are left out, by their id; is given what is inside each object that is looked into.
+        opaque: kinds of objects that are left out.
+        libraries: packages whose objects are not looked into.
+    """
+    waiting = [(one, str(name), depth) for name, one in reversed(values.items())]
+    while waiting:
+        value, way, levels = waiting.pop()
+        kind = type(value)
+        # Most attributes of modules are scalars or empty.
+        if kind in SCALARS or (kind in _COMMON and not value) or id(value) in seen or isinstance(value, opaque):
+            continue
+        seen[id(value)] = {}
+        yield way, value
+        known = not is_generator(value) and kind.__module__.partition(".")[0] not in libraries
+        if levels and (isinstance(value, _LOOKED_INTO) or known):
+            seen[id(value)] = inside = inside_of(value)
+            waiting += [(one, f"{way}.{name}", levels - 1) for name, one in reversed(inside.items())]
+
+
+def inside_of(value: Any) -> dict[Any, Any]:
+    """Return what is inside an object, and in its class where that is the user's."""
+    found = named_inside(value)
+    for kind in type(value).__mro__:
+        if not kind.__module__.startswith(_WITHOUT_STATE):
+            found = {**vars(kind), **found}
+    return found
 
 
 def _inside(value: Any) -> Iterable[Any]:

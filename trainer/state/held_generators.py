@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from trainer.data.sampler_state import named_generators, put_generator
+from trainer.data.sampler_state import named_generators, put_generator, take_back
 from trainer.errors import first_of, printable
 from trainer.model.reachable import OwnGenerator, is_generator
 from trainer.optimizers import optimizers_inside
@@ -41,13 +45,45 @@ def parts_of(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimize
     }
 
 
-def states_with(owners: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the states of the global generators, and of those that the owners hold, as data."""
+def states_with(owners: Mapping[str, Any], device: torch.device, saves: bool = False) -> dict[str, Any]:
+    """Return the states of the global generators, and of those that the owners hold, as data.
+
+    Args:
+        saves: they are for a checkpoint, which does not have the places of iterators that the owners hold: say so once.
+    """
+    contents: dict[int, dict[Any, Any]] = {}
     own = {
         owner: {name: state for name, one in held.items() if (state := generator_state(one))}
-        for owner, held in named_generators(owners).items()
+        for owner, held in named_generators(owners, contents).items()
     }
+    if saves:
+        entries = [entry for inside in contents.values() for entry in inside.items()]
+        # A loader that has one for its persistent workers begins again by it in each epoch.
+        _report_iterators(tuple(str(name) for name, one in entries if name != "_iterator" and _reads_a_loader(one)))
     return {**rng_state(device), "own": own}
+
+
+def _reads_a_loader(value: Any) -> bool:
+    """Whether a value is an iterator over a DataLoader, a function with `yield` that has one, or any `cycle`."""
+    if isinstance(value, GeneratorType) and value.gi_frame is not None:
+        within = (value.gi_yieldfrom, *value.gi_frame.f_locals.values())
+        return any(isinstance(one, DataLoader) or _is_of_loader(one) for one in within)
+    return _is_of_loader(value) or type(value) is itertools.cycle
+
+
+def _is_of_loader(value: Any) -> bool:
+    return isinstance(value, Iterator) and type(value).__module__.startswith(("torch.utils.data.", "torchdata."))
+
+
+@cache
+def _report_iterators(names: tuple[str, ...]) -> None:
+    if names:
+        log.warning(
+            "checkpoints do not have the place of an iterator over a loader that the program itself holds, which a "
+            "resumed run begins again: %s. Give the loader to the trainer, as one of several (a dict, a list, or a "
+            "trainer.utilities.CombinedLoader); with an Engine, to engine.setup_dataloaders.",
+            printable(first_of(names)),
+        )
 
 
 def set_states_with(owners: Mapping[str, Any], state: dict[str, Any], device: torch.device) -> list[str]:
@@ -98,15 +134,25 @@ def report_lacking(names: Sequence[str]) -> None:
         )
 
 
+@contextmanager
 def isolated_with(
-    owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device
-) -> AbstractContextManager[None]:
+    owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device, keeps_new: bool = False
+) -> Iterator[None]:
     """Restore the states of the global generators, of those that the owners hold, and of others, on exit.
 
-    Generators that are made meanwhile stay.
+    Args:
+        keeps_new: generators that are made meanwhile stay. Else they are taken from the objects that were there before,
+            which make them again, from the start.
     """
-    own = {id(one): one for held in named_generators(owners).values() for one in held.values()}
-    return isolated_rng(device, [*map(OwnGenerator, own.values()), *others])
+    contents: dict[int, dict[Any, Any]] = {}
+    own = {id(one): one for held in named_generators(owners, contents).values() for one in held.values()}
+    with isolated_rng(device, [*map(OwnGenerator, own.values()), *others]):
+        try:
+            yield
+        finally:
+            for owner, held in named_generators({} if keeps_new else owners).items():
+                for path in [path for path, one in held.items() if id(one) not in own]:
+                    take_back(owners[owner], path, contents)
 
 
 class Generators:
@@ -129,17 +175,20 @@ class Generators:
     def __init__(self, owners: Callable[[], Mapping[str, Any]], strategy: Strategy) -> None:
         self._owners, self._strategy = owners, strategy
 
-    def state(self) -> dict[str, Any]:
-        """Return the states of all generators as data."""
-        return states_with(self._owners(), self._strategy.device)
+    def state(self, saves: bool = False) -> dict[str, Any]:
+        """Return the states of all generators as data.
+
+        `saves`: for a checkpoint; see `states_with`.
+        """
+        return states_with(self._owners(), self._strategy.device, saves)
 
     def set_state(self, state: dict[str, Any]) -> list[str]:
         """Restore what `state` returned; return the names of generators that are missing."""
         return set_states_with(self._owners(), state, self._strategy.device)
 
-    def isolated(self, others: Sequence[OwnGenerator] = ()) -> AbstractContextManager[None]:
-        """Restore the states of all these generators, and of others, on exit."""
-        return isolated_with(self._owners(), others, self._strategy.device)
+    def isolated(self, others: Sequence[OwnGenerator] = (), keeps_new: bool = False) -> AbstractContextManager[None]:
+        """Restore the states of all these generators, and of others, on exit, and take back those made meanwhile."""
+        return isolated_with(self._owners(), others, self._strategy.device, keeps_new)
 
     def share(self) -> None:
         """Have all processes of one model draw the same numbers from now on. Collective."""

@@ -10,7 +10,7 @@ import torch
 from trainer.data.loader import Batch, BatchLoader
 from trainer.fault_tolerance.stop import exit_code
 from trainer.precision import is_quantized
-from trainer.state.no_trace import Restore, is_dense, keep_buffers, keep_states
+from trainer.state.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -39,12 +39,12 @@ class Leaving(Staying):
     """Ends a validation after the batch at which a signal or a deadline stops the run.
 
     The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
-    first batch. A checkpoint then has the states of before the validation: those of `keep_states`, logged values,
+    first batch. What a checkpoint has is then as it was before the validation: what `keep_states` keeps, logged values,
     buffers and random numbers. Its last hooks are not called: they would judge a part of the samples.
 
     A validation is not left while weights, frozen ones too, are others than before, as by the user's own averages or
     merged adapters: its last hooks have to put them back. Callbacks with `swaps_weights` save the trained weights in
-    any case. Nor is one that changes buffers in place which are too large for copies.
+    any case. Nor is one that changes a tensor in place of which there is no copy: a large one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -52,12 +52,12 @@ class Leaving(Staying):
         self._rng = run.generators.state()
         self.logged = {id(logger): logger.state_dict() for logger in run.loggers}
         """The states of the loggers before the validation, by their ids."""
-        self._restore: list[Restore] = [*keep_states(run, inside=True)]
+        self._restore: list[Restore] = [*keep_states(run, looks_inside=True)]
         buffers = [buffer for buffer in run.module.buffers() if is_dense(buffer)]
-        if sum(buffer.nbytes for buffer in buffers) <= _MOST:
-            self._restore += [one for part in run.module.modules() for one in keep_buffers(part)]
-            buffers = []
-        self._uncopied = [(buffer, buffer._version) for buffer in buffers]
+        many = sum(buffer.nbytes for buffer in buffers) > _MOST
+        for part in run.module.modules():
+            self._restore += keep_buffers(part, 0 if many else _MOST)
+        self._uncopied = [one for one in self._restore if isinstance(one, Uncopied)]
         self._weights = self._few_weights()
 
     def begin(self) -> None:
@@ -72,7 +72,7 @@ class Leaving(Staying):
             self.run.strategy.release_gathered()
         pairs = zip(self._weights, now := self._few_weights(), strict=False)
         changed = len(self._weights) != len(now) or not all(torch.equal(*pair) for pair in pairs)
-        changed |= any(buffer._version != version for buffer, version in self._uncopied)
+        changed |= any(one.tensor._version != one.version for one in self._uncopied)
         return any(processes.all_gather_object(changed)) if even and processes.world_size > 1 else changed
 
     def until_stopped(self, batches: Iterator[Batch], loader: BatchLoader, max_batches: int | None) -> Iterator[Batch]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy, deepcopy
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from trainer.callback import Callback
 from trainer.hyperparameters import is_scalar
 from trainer.metrics.state import kept_torchmetrics
 from trainer.metrics.torchmetrics_lists import is_torchmetric
-from trainer.model.reachable import attributes, is_generator, is_users
+from trainer.model.reachable import attributes, content, is_container, is_generator
 from trainer.model.unsupported import shares_elements
 from trainer.module import EXCLUDED_FROM_PICKLE
 from trainer.state.held_generators import with_generators, without_generators
@@ -32,95 +34,158 @@ if TYPE_CHECKING:
 _OWN = frozenset({*vars(nn.Module()), *EXCLUDED_FROM_PICKLE})
 _LARGEST = 2**26
 """Bytes of a tensor that is no buffer, or of an array, up to which its values are kept."""
-_SMALL = 2**10
-"""The same of the states of optimizers, which are as many as the weights."""
+_LARGE, _SMALL = 2**20, 2**10
+"""The same of what a checkpoint has, and of the states of optimizers, which are as many as the weights."""
 _DEEPEST, _MANY = 4, 1000
 """Levels of containers in containers, and items of one, up to which what is in them is kept, too."""
+_LEVEL_OF_DATA = 2
+"""The level at which streams count, because data can hold many containers: fewer levels of them are looked into."""
+_CONTAINERS = (OrderedDict, dict, deque, list, set)
 # No subclasses, which may do more than store; a tuple cannot change, but what is in it can.
-_PLAIN = (OrderedDict, dict, deque, list, set, defaultdict, Counter, tuple, np.ndarray, torch.Tensor)
+_PLAIN = (*_CONTAINERS, defaultdict, Counter, tuple, np.ndarray, torch.Tensor)
+_NOT_USERS = frozenset({"torch", "numpy", "trainer", *sys.stdlib_module_names})
+"""Packages whose objects are not looked into, but for modules and namespaces."""
 
 Restore = Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Uncopied:
+    """A tensor that is too large for a copy, which is not put back, but known to have changed."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def __call__(self) -> None: ...
+
+
 @contextmanager
 def no_trace(run: Run) -> Iterator[None]:
-    """Restore on exit what a checkpoint has, but for weights, all buffers and plain attributes of the module, and the
-    random generators: the global ones, those that the user's objects hold, and those of the data that are evaluated,
-    with the plain attributes of streams.
-
-    Plain are numbers, texts, tensors, arrays, and containers of these.
-    """
-    loaders = run.loaders.evaluated.values()
-    streams = [stream for loader in loaders for stream in loader.streams()]
-    with run.generators.isolated([one for loader in loaders for one in loader.generators()]):
-        restore = [*keep_states(run), *chain.from_iterable(keep_attributes(one, _SMALL) for one in streams)]
-        for module in run.module.modules():
-            restore += keep_buffers(module)
-            if not is_torchmetric(module):  # else it is restored with the metrics
-                restore += keep_attributes(module, _LARGEST)
+    """Restore on exit what `keep` keeps, and the random generators: the global ones, those that the user's objects
+    hold, and those of the data that are evaluated, with the places of streams in their attributes."""
+    of_data = [one for loader in run.loaders.evaluated.values() for one in loader.generators()]
+    with run.generators.isolated(of_data):
+        streams = [one for loader in run.loaders.evaluated.values() for one in loader.streams()]
+        restore = [*keep_values(streams, _SMALL, set(), _LEVEL_OF_DATA), keep(run)]
         try:
             yield
         finally:
-            for put_back in restore:
-                put_back()
+            for one in restore:
+                one()
 
 
-def keep_states(run: Run, inside: bool = False) -> Iterator[Restore]:
+def keep(run: Run) -> Restore:
+    """Return a function that puts back what `keep_states` keeps, and all buffers and plain attributes of the module.
+
+    Plain are numbers, texts, tensors, arrays, and containers of these.
+    """
+    restore = [*keep_states(run, looks_inside=False)]
+    for module in run.module.modules():
+        restore += keep_buffers(module, math.inf)
+        if not is_torchmetric(module):  # else it is restored above
+            restore += keep_attributes(module)
+
+    def put_back() -> None:
+        for one in restore:
+            one()
+
+    return put_back
+
+
+def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
     """Yield functions that put back what a checkpoint has now, but for weights, buffers and large tensors.
 
-    `inside`: as for `keep_attributes`.
+    Of users' callbacks, data module and module with a state these are the plain attributes.
+
+    Args:
+        looks_inside: also those of the objects in them. False where the run goes on: an object may be a connection.
     """
     yield run.hook_changes.kept()
     yield kept_torchmetrics(run.metrics)
-    yield from keep_users(run, inside)
+    seen = {id(one) for one in (run.module.trainer, *run.module.modules())} if looks_inside else None
+    yield from keep_users(run, seen)
     for optimizer in run.optimizers:
-        yield from _keep_values([optimizer.param_groups], _LARGEST)
-        yield from _keep_values([optimizer.state], _SMALL)
+        yield from keep_values([optimizer.param_groups], _LARGE)
+        yield from keep_values([optimizer.state], _SMALL)
     for config in run.scheduler_configs:
         state = config.scheduler.state_dict()
         copied = with_generators(deepcopy(without_generators(state)), state)  # which others may hold, too
         yield partial(config.scheduler.load_state_dict, copied)
 
 
-def keep_users(run: Run, inside: bool = False) -> Iterator[Restore]:
-    """Yield functions that put back the plain attributes of users' callbacks, data module and module with a state."""
-    owners: list[Any] = []
+def keep_users(run: Run, seen: set[int] | None = None) -> Iterator[Restore]:
+    """Yield functions that put back the plain attributes of users' callbacks, data module and module with a state.
+
+    `seen`: as for `keep_attributes`.
+    """
+    for owner in _users_with_a_state(run):
+        yield from keep_attributes(owner, _LARGE, seen)
+
+
+def _users_with_a_state(run: Run) -> Iterator[Any]:
+    """Yield the user's callbacks, data module and parts of the module, if a checkpoint has what they return."""
     for callback in run.callbacks:
         kind = type(callback)
         methods = (kind.state_dict, kind.on_save_checkpoint)
         if methods != (Callback.state_dict, Callback.on_save_checkpoint) and not kind.__module__.startswith("trainer."):
-            owners.append(callback)
+            yield callback
     if run.datamodule is not None and run.datamodule.overrides("state_dict"):
-        owners.append(run.datamodule)
+        yield run.datamodule
     if run.module.overrides("on_save_checkpoint"):
-        owners += [part for part in run.module.modules() if not is_torchmetric(part)]
-    for owner in owners:
-        yield from keep_attributes(owner, _LARGEST, inside)
+        yield from (part for part in run.module.modules() if not is_torchmetric(part))
 
 
-def keep_buffers(module: nn.Module) -> Iterator[Restore]:
-    """Yield functions that put back the buffers of a module without its parts, and their values."""
+def keep_buffers(module: nn.Module, largest: float) -> Iterator[Restore]:
+    """Yield functions that put back the buffers of a module without its parts, and the values of those no larger."""
     if type(module._buffers) is dict:  # not the table of a scripted module
-        yield partial(_put_items, module._buffers, dict(module._buffers))
-    yield from _keep_values([one for one in module._buffers.values() if one is not None], math.inf)
+        yield partial(_put_items, dict, module._buffers, dict(module._buffers))
+    for buffer in module._buffers.values():
+        yield from () if buffer is None else _keep_tensor(buffer, largest)
 
 
-def keep_attributes(owner: Any, largest: float, inside: bool = False, depth: int = 0) -> Iterator[Restore]:
+def keep_attributes(
+    owner: Any, largest: float = _LARGEST, seen: set[int] | None = None, depth: int = 0
+) -> Iterator[Restore]:
     """Yield functions that put back the plain attributes of an object.
 
     Args:
         largest: bytes of a tensor or an array up to which its values are kept.
-        inside: also those of users' objects in it, which may be connections: not where the run goes on.
+        seen: ids of objects that are not looked into; others of users' classes, and modules, are, and are added.
+            None: no objects are.
         depth: of the object within others.
     """
-    found = _attributes(owner)
-    yield partial(_put_attributes, owner, {name: value for name, value in found.items() if _is_plain(value)})
-    yield from _keep_values(found.values(), largest, inside, depth)
+    kept = {
+        name: value
+        for name, value in _attributes(owner).items()
+        if _is_plain(value) or (seen is not None and _may_have_a_state(value))
+    }
+    yield partial(_put_attributes, owner, kept)
+    yield from keep_values(kept.values(), largest, seen, depth)
 
 
-def keeps_an_iterator(stream: Any) -> bool:
+def _keep_object(owner: Any, largest: float, seen: set[int], depth: int) -> Iterator[Restore]:
+    """Yield functions that put back an object, or a module with its parts."""
+    for part in owner.modules() if isinstance(owner, nn.Module) else (owner,):
+        if id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, nn.Module):
+                yield from keep_buffers(part, largest)
+            yield from keep_attributes(part, largest, seen, depth)
+
+
+def keeps_an_iterator(value: Any, depth: int = _LEVEL_OF_DATA) -> bool:
     """Whether a stream has an iterator, or an open file, in its attributes: no place in it can be put back."""
-    return any(defines(one, "__next__") for one in attributes(stream).values())
+    looked_into = is_container(value) and (type(value) in _PLAIN or _may_have_a_state(value))
+    inside = content(value).values() if looked_into and depth <= _DEEPEST else ()
+    return any(defines(one, "__next__") or keeps_an_iterator(one, depth + 1) for one in inside)
+
+
+def _may_have_a_state(value: Any) -> bool:
+    """Whether a value is an object of a user's class, a module, or a namespace."""
+    kind = type(value)
+    if isinstance(value, type) or kind.__module__.partition(".")[0] in _NOT_USERS:
+        return isinstance(value, (nn.Module, SimpleNamespace))
+    return True
 
 
 def is_dense(value: torch.Tensor) -> bool:
@@ -132,27 +197,39 @@ def is_dense(value: torch.Tensor) -> bool:
 
 def _keep_tensor(value: torch.Tensor, largest: float) -> Iterator[Restore]:
     """Yield a function that puts back the values of a tensor that is dense, if it is no larger; nothing for others."""
-    if is_dense(value) and not value.requires_grad and value.nbytes <= largest:
-        yield partial(_put_values, value, value.detach().clone())
+    if is_dense(value) and not value.requires_grad:
+        copied = value.nbytes <= largest
+        yield partial(_put_values, value, value.detach().clone()) if copied else Uncopied(value, value._version)
 
 
-def _keep_values(values: Collection[Any], largest: float, inside: bool = False, depth: int = 0) -> Iterator[Restore]:
-    """Yield functions that put back what tensors, arrays and containers hold, and what is in these."""
-    for value in values if depth <= _DEEPEST else ():
+def keep_values(
+    values: Collection[Any], largest: float, seen: set[int] | None = None, depth: int = 0
+) -> Iterator[Restore]:
+    """Yield functions that restore what containers, tensors, arrays and perhaps objects contain."""
+    for value in values if depth <= _DEEPEST and (depth == 0 or len(values) <= _MANY) else ():
         kind = type(value)
         if kind is torch.Tensor:  # no parameter, which a strategy may have emptied
             yield from _keep_tensor(value, largest)
         elif kind is np.ndarray:
-            if value.nbytes <= largest and value.flags.writeable:
-                yield partial(_put_array, value, value.copy())
-        elif kind in _PLAIN or (inside and isinstance(value, (dict, deque, list, set))):
-            if kind is not tuple:
-                yield partial(_put_items, value, copy(value))
-            if len(value) <= _MANY:
-                items = value.values() if isinstance(value, dict) else value
-                yield from _keep_values(items, largest, inside, depth + 1)
-        if inside and kind not in _PLAIN and is_users(value):
-            yield from keep_attributes(value, largest, inside, depth + 1)
+            yield from _keep_array(value, largest)
+        elif isinstance(value, tuple):
+            yield from keep_values(value, largest, seen, depth + 1)
+        elif isinstance(value, _CONTAINERS) and (kind in _PLAIN or seen is not None):
+            yield from _keep_container(value, largest, seen, depth)
+        if seen is not None and kind not in _PLAIN and _may_have_a_state(value):
+            yield from _keep_object(value, largest, seen, depth + 1)
+
+
+def _keep_array(value: Any, largest: float) -> Iterator[Restore]:
+    if value.nbytes <= largest and value.flags.writeable:
+        yield partial(_put_array, value, value.copy())
+
+
+def _keep_container(value: Any, largest: float, seen: set[int] | None, depth: int) -> Iterator[Restore]:
+    """Yield functions that put back what a container has, and what is in that."""
+    base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
+    yield partial(_put_items, base, value, base(value))
+    yield from keep_values(value.values() if isinstance(value, dict) else value, largest, seen, depth + 1)
 
 
 def _is_plain(value: Any) -> bool:
@@ -185,6 +262,7 @@ def _put_array(array: Any, before: Any) -> None:
         np.copyto(array, before)
 
 
-def _put_items(items: Any, before: Any) -> None:
-    items.clear()
-    (items.extend if hasattr(items, "extend") else items.update)(before)
+def _put_items(base: Any, items: Any, before: Any) -> None:
+    """Set what a container holds by the methods of `base`, its class or the one from which that is derived."""
+    base.clear(items)
+    (base.extend if hasattr(base, "extend") else base.update)(items, before)

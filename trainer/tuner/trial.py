@@ -15,7 +15,7 @@ from trainer.callback import Callback
 from trainer.data.datamodule import DataModule
 from trainer.data.untouched import untouched
 from trainer.errors import ConfigError
-from trainer.model.copies import deepcopy_with_attributes
+from trainer.model.copies import deepcopy_with_functions
 from trainer.module import TrainModule
 from trainer.optimizers import parse_optimizers
 from trainer.seed import global_seed
@@ -71,8 +71,8 @@ def run_trial(
     with isolated, ExitStack() as cleanup, _quiet(), tempfile.TemporaryDirectory() as folder:
         memo: dict[int, Any] = {}
         try:
-            module = deepcopy_with_attributes(module, memo)
-            datamodule, strategy = deepcopy_with_attributes(datamodule, memo), copy.deepcopy(settings.strategy, memo)
+            module = deepcopy_with_functions(module, memo)
+            datamodule, strategy = deepcopy_with_functions(datamodule, memo), copy.deepcopy(settings.strategy, memo)
         except Exception as error:
             raise ConfigError(
                 f"the tuner works with copies of the module and the data module, and cannot copy them ({error}): build "
