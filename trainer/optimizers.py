@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -337,3 +338,9 @@ def _instead(value: Any) -> str:
     if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
         return 'Return {"optimizer": optimizer, "lr_scheduler": scheduler}, or two lists: [optimizer], [scheduler].'
     return "Return torch.optim.AdamW(self.parameters(), lr=...) or the like."
+
+
+def parameters_of(optimizers: Iterable[Any]) -> list[Any]:
+    """Return the parameters in the groups of optimizers."""
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+    return [*chain.from_iterable(group["params"] for group in groups)]

@@ -30,7 +30,6 @@ from trainer.float8.conversion import restore_odd_parts
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
-from trainer.model.parameter_access import ExplainingShards
 from trainer.model.pipeline_stages import bubble
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
@@ -164,7 +163,6 @@ class FSDPStrategy(DistributedStrategy):
         self.reduce_dtype: torch.dtype = getattr(torch, reduce_dtype or "float32")
         self.init_device = init_device
         self.wrapped: Any = None
-        self._explaining = ExplainingShards(nn.Module(), self.name)
         self.wrapped_blocks = ""
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
@@ -342,9 +340,6 @@ class FSDPStrategy(DistributedStrategy):
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         self._called.clear()
         self._called_first.clear()
-        self._explaining.end()
-        self._explaining = ExplainingShards(module, self.name)
-        self._explaining.begin()
         read_full_numbers()
         if module._wrapper is not None:
             if activation_checkpointing is not None:
@@ -739,7 +734,7 @@ class FSDPStrategy(DistributedStrategy):
     def call_step(self, step: str, *args: Any) -> Any:
         verified = self._verifying() if step == "training_step" and torch.is_grad_enabled() else NULL_CONTEXT
         eager = self._uncompiled_once(step)
-        with self._explaining.paused(), eager, self._order.of(step), verified:
+        with eager, self._order.of(step), verified:
             if self.layout.processes > 1 and args[1:2] == (0,):
                 refuse_different_batches(step, args[0], self._groups_of_model(), self.device)
             if self._context is not None:
@@ -909,12 +904,9 @@ class FSDPStrategy(DistributedStrategy):
         A gathered parameter is a copy of the shards, and its values are lost when it is freed.
         """
         self._refuse_replaced_parameters()
-        with self._explaining.paused():
-            changed = [
-                p._module_info
-                for p, *then in self._gathered_at_start
-                if [*_state_of(vars(p)["_unsharded_param"])] != then
-            ]
+        changed = [
+            p._module_info for p, *then in self._gathered_at_start if [*_state_of(vars(p)["_unsharded_param"])] != then
+        ]
         if changed:
             within, hooks = "step", "on_train_step_end or on_train_batch_start"
             if self._keeps_gathered:
@@ -1016,8 +1008,7 @@ class FSDPStrategy(DistributedStrategy):
         if self._common_loss is not None:
             self._common_loss.compare(loss)
         if self.pipeline is not None:
-            with self._explaining.paused():
-                self.pipeline.backward(loss, self._backward_of)
+            self.pipeline.backward(loss, self._backward_of)
             return
         order = self._order.paused() if self._steps_by_hand else self._order.of(BACKWARD)
         with self._loss_context(), order, self._as_forward(), self._gradients.of_step(self._of_models.values()):
@@ -1035,8 +1026,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def end_window(self) -> None:
         if self.pipeline is not None:
-            with self._explaining.paused():
-                self.pipeline.end_window(self._backward_of)
+            self.pipeline.end_window(self._backward_of)
             self._gathered_at_start = []
             if self._stage_values is not None:
                 self._stage_values.exchange(self.processes)
@@ -1065,8 +1055,7 @@ class FSDPStrategy(DistributedStrategy):
             self._end_first_window()
         if self._compares_gradients and closure is None:  # of a loop that has no windows
             self._compare_gradients()
-        with self._explaining.paused() if closure is None else NULL_CONTEXT:
-            super().step(optimizer, closure, **options)
+        super().step(optimizer, closure, **options)
         if self._steps_by_hand:  # gather the new values
             self._gradients.release()
             for unit in self._units:
@@ -1204,7 +1193,6 @@ class FSDPStrategy(DistributedStrategy):
         load_by_position(optimizer, state_by_position(self.module, optimizer, state, part_as_dtensor))
 
     def teardown(self) -> None:
-        self._explaining.end()
         self._order.end()
         self._of_models.clear()
         if self._mesh is not None and self.pipeline is not None and self.pipeline.has_messages:

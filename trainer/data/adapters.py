@@ -52,8 +52,7 @@ def make_batch_loader(
         split: False: each rank gets what the sampler of its own DataLoader gives.
 
     Raises:
-        ConfigError: the loader is empty or cannot be iterated, several loaders were given for an evaluation, or `limit`
-            cannot be applied to it.
+        ConfigError: the loader is empty or cannot be iterated, or `limit` cannot be applied to it.
     """
     label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
     if training and (isinstance(loader, Mapping) or _is_several(loader)):
@@ -109,23 +108,11 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
 
 
 def _refuse_others(loader: Any, label: str) -> None:
-    """Raise ConfigError for what is not one loader of batches, or a DataLoader over what has no samples."""
-    if isinstance(loader, Mapping) or _is_several(loader):
-        raise ConfigError(
-            f"{label} is a {type(loader).__name__} of {len(loader)} loaders; it must be one. "
-            "Join the datasets with torch.utils.data.ConcatDataset, or pass an iterable whose batches hold a part of "
-            "each, e.g. a class whose __iter__ returns zip(loader_a, loader_b)."
-        )
-    if not defines(loader, "__iter__", "__getitem__") or isinstance(loader, type):
+    """Raise ConfigError for what yields nothing."""
+    if not defines(loader, "__iter__", "__getitem__"):
         raise ConfigError(
             f"{label} is {shown(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
             "object with __iter__ that yields batches."
-        )
-    dataset = loader.dataset if is_plain(loader) else ()
-    if not defines(dataset, "__getitem__", "__getitems__") or isinstance(dataset, type):
-        raise ConfigError(
-            f"the dataset of {label} is {shown(dataset)}, which has no samples. Give DataLoader a list, a tensor, "
-            "or a Dataset with __len__ and __getitem__."
         )
 
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from itertools import count, islice
 from typing import Any, Literal
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.loader import Batch, BatchLoader, FactsForRanks
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import unknown_name_error
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
@@ -35,7 +35,9 @@ class CombinedLoader:
         if mode not in MODES:
             raise unknown_name_error("mode of CombinedLoader", mode, MODES)
         self.iterables, self.mode = iterables, mode
-        self.flattened, self.structure = _flatten(iterables)
+        self.flattened, self.structure = tree_flatten(
+            iterables, is_leaf=lambda one: not isinstance(one, (dict, list, tuple))
+        )
         self.limits: list[int | float] | None = None
 
     @property
@@ -61,15 +63,6 @@ class CombinedLoader:
         parts = together([loader.__iter__ for loader in self.flattened], self.mode)
         for batch_idx, batches in enumerate(parts):
             yield tree_unflatten(batches, self.structure), batch_idx, 0
-
-
-def _flatten(iterables: Any) -> tuple[list[Any], TreeSpec]:
-    try:
-        return tree_flatten(iterables, is_leaf=lambda one: not isinstance(one, (dict, list, tuple)))
-    except RecursionError:
-        raise ConfigError(
-            "the loaders are nested without end: give one loader, or a list, tuple or dict of loaders."
-        ) from None
 
 
 def combined_length(lengths: Sequence[int], mode: str) -> int:

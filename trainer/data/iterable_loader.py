@@ -389,13 +389,11 @@ class IterableLoader(BatchLoader):
         return self._share.of(self._begin(), passed)
 
     def _refuse_nothing(self) -> None:
-        if self.one_shot and self._used:
+        if self._training or self._single_process or self.one_shot:
             raise ConfigError(
-                f"{self.label} is used up: {self._kind()} can be iterated only once, and this is its second time. "
-                "Pass something that can be iterated again, e.g. a list or a DataLoader."
+                f"{self.label} has no batch: {self._kind()} yielded nothing. What can be iterated only once, such as a "
+                "generator, is used up by then: pass something that can be iterated again, e.g. a list or a DataLoader."
             )
-        if self._training or self._single_process:
-            raise ConfigError(f"{self.label} has no batch: {self._kind()} yielded nothing.")
 
     def _kind(self) -> str:
         dataset = f" over {type(self._loader.dataset).__name__}" if isinstance(self._loader, DataLoader) else ""
@@ -501,8 +499,6 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-    except Exception as error:
-        raise ConfigError(f"len() of the loader, a {type(loader).__name__}, raised {type(error).__name__}.") from error
 
 
 def _parts(loader: Any) -> list[Any]:

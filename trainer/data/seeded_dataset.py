@@ -85,7 +85,12 @@ class SeededDataset(Dataset[Batch]):
                 return Batch(data, samples, samples if self._alone else request.total)
             if samples != request.samples and not self._warned:
                 self._warned = True
-                log.warning(*_uncounted(samples, request.samples))
+                log.warning(
+                    "collate_fn gave a batch of %s samples for %d indices (None: not known). Gradients and means go by "
+                    "the indices, unless the module's num_items(batch) returns the number",
+                    samples,
+                    request.samples,
+                )
         return Batch(data, request.samples, request.total)
 
     def _batch_of_one_index(self, data: Any, request: SeededIndices) -> Batch:
@@ -168,18 +173,6 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
     map_leaves(batch, add)
     return shapes
-
-
-def _uncounted(samples: int | None, asked: int) -> tuple[Any, ...]:
-    unless = "unless the module's num_items(batch) returns the number"
-    if samples is not None:
-        several = "on several processes gradients and means of the training go by the indices"
-        return f"collate_fn gave a batch of %d samples for %d indices, and {several}, {unless}", samples, asked
-    found = "collate_fn gave a batch in which the %d samples that it got are not found"
-    return (
-        f"{found}: whether some are left out is not known, so gradients and means go by their number, {unless}",
-        asked,
-    )
 
 
 def draws_nothing(dataset: Any, collate: Any) -> bool:

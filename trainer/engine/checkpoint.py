@@ -21,7 +21,7 @@ from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.engine.loader import EngineLoader
 from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
-from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring, shown
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.training_state import counterpart, entries_of_processes, gather_states, read_entries
 from trainer.module import TrainModule
@@ -160,8 +160,6 @@ class ProgramState:
     """
 
     def __init__(self, state: Mapping[str, Any], engine: Any) -> None:
-        if not isinstance(state, Mapping):
-            raise ConfigError(f'the state is {shown(state)}: give a dict such as {{"model": model, "step": 3}}.')
         self.state, self.engine = state, engine
         self.models: dict[str, EngineModule] = {}
         self.optimizers: dict[str, EngineOptimizer] = {}
@@ -170,7 +168,7 @@ class ProgramState:
         self.nonfinite: list[str] = []
         """The names of what `tensors` has found not to be finite; the same on all processes."""
         for key, value in state.items():
-            if not isinstance(key, str) or not key or key.endswith("."):
+            if not isinstance(key, str) or key.endswith("."):
                 raise ConfigError(f"the state has the key {key!r}: give texts that end with no dot.")
             self._sort(key, value)
 
@@ -202,9 +200,6 @@ class ProgramState:
 
     def tensors(self) -> dict[str, Any]:
         """Return weights and optimizers' states; of sharded tensors this process's shards. Collective."""
-        models = [one.model for one in self.optimizers.values()]
-        if any(all(model is not known for known in self.models.values()) for model in models):
-            raise ConfigError('an optimizer is in the state without its model: give {"model": model, ...}, too.')
         weights: dict[str, Any] = {}
         states: dict[str, Any] = {}
         gradients: dict[str, Any] = {}
@@ -260,7 +255,7 @@ class ProgramState:
             raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
         for key, model in self.models.items():
             if key in saved["models"]:
-                self._restore_model(model, checkpoint["model"], saved["models"][key], strict, path)
+                self._restore_model(model, checkpoint["model"], saved["models"][key], strict)
         for key, optimizer in self.optimizers.items():
             if key in saved["optimizers"]:
                 self._restore_optimizer(optimizer, checkpoint, saved, saved["optimizers"].index(key))
@@ -283,19 +278,8 @@ class ProgramState:
             )
         return {"models": dict.fromkeys(self.models, ""), "optimizers": names, "stateful": {}, "values": {}}
 
-    def _restore_model(
-        self, model: EngineModule, weights: Mapping[str, Any], prefix: str, strict: bool, path: str
-    ) -> None:
+    def _restore_model(self, model: EngineModule, weights: Mapping[str, Any], prefix: str, strict: bool) -> None:
         own = {_with(name, prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        known = set(model.module.state_dict())
-        inner = {name.partition(".")[0] for name in weights}
-        if not known & {name.removeprefix(MODEL) for name in own} and len(inner) == 1 and known:
-            (attribute,) = inner
-            if f"{attribute}.{next(iter(known))}" in weights:
-                raise CheckpointError(
-                    f"all names in {path} begin with {attribute!r}: it is of a module whose attribute {attribute} is "
-                    "this one. Set up that module, such as the TrainModule itself."
-                )
         with restoring("the weights"):
             model._strategy.load_module_state(own, strict)
 

@@ -203,7 +203,8 @@ class BadSteps:
         """Return the bad step; None with loss scaling for gradients that only overflow. Collective."""
         progress, processes = self._progress, self._strategy.processes
         limit = self._limit
-        reason = next((_words(loss, limit) for loss in losses if not loss <= limit or not math.isfinite(loss)), None)
+        spikes = [loss for loss in losses if not loss <= limit or not math.isfinite(loss)]
+        reason = f"the loss is {spikes[0]:.6g}, and those of the last steps allow {limit:.6g}" if spikes else None
         loader = self._loaders.train
         assert loader is not None
         samples = [loader.indices(progress.epoch, progress.batch + n) for n in range(len(window))]
@@ -221,17 +222,12 @@ class BadSteps:
         )
 
 
-def _words(loss: float, limit: float) -> str:
-    if not math.isfinite(loss):
-        return f"the loss is {loss}"
-    return f"the loss is {loss:.6g}, and those of the last steps allow {limit:.6g}"
-
-
 def explain(bad: BadStep) -> str:
     """Return a bad step in words."""
-    first = f"batch {bad.batch}" if bad.batches == 1 else f"batches {bad.batch} to {bad.batch + bad.batches - 1}"
-    samples = "" if bad.samples[0] is None else f", samples {str(bad.samples)[:300]}"
-    return f"the step after step {bad.step} is bad: {bad.reason} (epoch {bad.epoch}, {first}{samples})"
+    return (
+        f"the step after step {bad.step} is bad: {bad.reason} (epoch {bad.epoch}, batches {bad.batch} to "
+        f"{bad.batch + bad.batches - 1}, samples {str(bad.samples)[:300]})"
+    )
 
 
 class BadStepError(TrainerError):

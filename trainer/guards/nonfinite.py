@@ -15,6 +15,7 @@ from trainer.errors import ConfigError, first_of
 from trainer.metrics.metric_log import MetricLog
 from trainer.model.weights import AbsentParameter
 from trainer.module import TrainModule
+from trainer.optimizers import parameters_of
 from trainer.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -104,11 +105,10 @@ class NonFiniteMonitor:
         wrong = {name: value for name, value in values.items() if not math.isfinite(value) and name not in reported}
         if not wrong:
             return
-        name, value = next(iter(wrong.items()))
+        value = next(iter(wrong.values()))
         self.found.append(NonFinite("evaluation", progress.step, processes.rank, value, tuple(wrong)))
         if processes.is_global_zero:
-            others = f", as well as {first_of([*wrong][1:])}" if len(wrong) > 1 else ""
-            log.warning("%s is %s in the validation after step %d%s", name, value, progress.step, others)
+            log.warning("not finite in the validation after step %d: %s", progress.step, first_of([*wrong]))
 
     def look_at_averages(self, averages: Callable[[], Mapping[str, Any]]) -> None:
         """Check averages of the weights, which a function returns by name, with each state to be saved."""
@@ -147,7 +147,7 @@ class NonFiniteMonitor:
     def _check_gradients(self, optimizers: list[Optimizer]) -> None:
         """Warn if no parameter of the optimizers has a gradient."""
         module = self._module
-        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        trained = parameters_of(optimizers)
         inside = {id(parameter) for parameter in module.parameters()}
         # DeepSpeed's optimizers hold flat parameters of their own, or between two steps none; a process may hold none.
         known = all(id(p) in inside for p in trained) and not all(isinstance(p, AbsentParameter) for p in trained)

@@ -11,7 +11,7 @@ import torch
 from trainer.data.loader import NO_ITEMS, Batch, Divisor
 from trainer.data.transfer import map_leaves
 from trainer.distributed.devices import has_streams
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, shown
 from trainer.model.reachable import nodes_behind
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
@@ -85,24 +85,15 @@ def _detached(leaf: Any) -> Any:
 
 def _loss_problem(loss: Any) -> str:
     """Return the problem of a value that is not a finite loss with a gradient."""
-    if isinstance(loss, Mapping):
-        return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
-    if not isinstance(loss, torch.Tensor):
-        given = "None" if loss is None else f"a value of type {type(loss).__name__}"
-        return (
-            f"{given}; what is needed is the loss, a tensor with one element and a gradient. Leave out .item() or "
-            "float(), which cut the gradient off. To optimize by hand, set automatic_optimization = False."
-        )
-    if loss.numel() != 1:
-        return f"a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()."
-    if not loss.requires_grad:
-        return (
-            "a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no parameter that "
-            "requires a gradient took part in it. Compute it from the module's outputs."
-        )
+    given = shown(loss)
+    if isinstance(loss, torch.Tensor):
+        value = f" and the value {loss.item()}" if loss.numel() == 1 else ""
+        given = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}{value}"
     return (
-        f"the loss {loss.item()}, which is not finite. Look at the batch and the learning rate; gradient_clip_val or a "
-        "lower lr often help."
+        f"{given}; what is needed is the loss, as a tensor or as the entry 'loss' of a dict: one finite element with a "
+        "gradient. Reduce it (loss.mean()), and compute it from the module's outputs without .item(), float(), "
+        ".detach() and torch.no_grad. If it is not finite, a lower lr or gradient_clip_val often helps. To optimize by "
+        "hand, set automatic_optimization = False."
     )
 
 

@@ -458,19 +458,13 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
     unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
     if not training or run.settings.fast_dev_run or not run.strategy.processes.is_global_zero:
         return
-    if states.ambiguous:
+    if unused or states.ambiguous:
         log.warning(
-            "the checkpoint has the states of %s, and several callbacks of this run could be meant: those begin anew. "
-            "To continue them, give the same callbacks with the same arguments; or give each of your own a `state_key` "
-            "of its own.",
-            printable(", ".join(states.ambiguous)),
-        )
-    if unused:
-        log.warning(
-            "the checkpoint has the state of %s, which this run does not have: that state is not used, and later "
-            "checkpoints lack it. To continue it, give the same callbacks and data module. The checkpoints that a "
-            "callback has written stay, and are not deleted.",
-            printable(", ".join(unused)),
+            "the checkpoint has the state of %s, which this run does not have, or has several times: that state is not "
+            "used, and later checkpoints lack it. To continue it, give the same callbacks, with the same arguments or "
+            "each with a `state_key`, and the same data module. The checkpoints that a callback has written stay, and "
+            "are not deleted.",
+            printable(", ".join([*states.ambiguous, *unused])),
         )
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,20 +92,6 @@ def compile_problems(setting: Any) -> list[str]:
 
 
 def _nothing() -> None: ...
-
-
-def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
-    """Return what torch.compile's default backend lacks on this machine, one sentence each."""
-    if device_type == "xla":
-        return ["compile= has no effect on torch_xla's devices, which compile every step anyway: leave it out."]
-    if device_type != "cpu" or compilation.options.get("backend", "inductor") != "inductor":
-        return []
-    compiler = (os.environ.get("CXX") or "g++").split()[0]
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    missing = [] if shutil.which(compiler) else [f"a C++ compiler, and {compiler!r} is not found"]
-    missing += [] if headers.exists() else [f"Python's header files (apt-get install python3-dev): no {headers}"]
-    instead = "Install it, or try compile={'backend': 'aot_eager'}, which needs no compiler and is not faster."
-    return [f"compile= needs on {device_type} {what}. {instead}" for what in missing]
 
 
 def start_compiling(

@@ -389,16 +389,13 @@ class Held:
     def __init__(self, block: nn.Module, inputs: Any = (), largest_copy: float = _LARGEST_COPY) -> None:
         seen: set[int] = set()
         self._block, modules = block, [*block.modules()]
-        written = [value for child in modules for _, value in _written_by(child)]
-        written += [value for _, value in global_containers(block)]
-        found = [one for value in written for one in objects_behind(value, seen)]
-        found += block.buffers()
-        tensors = [one for one in found if isinstance(one, torch.Tensor)]
-        small = [one for one in tensors if not one.requires_grad and one.numel() <= largest_copy]
-        self._copies = {id(one): one.detach().clone() for one in small}
+        written = [value for _, value in chain(places("", block), global_containers(block))]
+        found = [*chain.from_iterable(objects_behind(value, seen) for value in written), *block.buffers()]
+        tensors = [one for one in found if isinstance(one, torch.Tensor) and not one.requires_grad]
+        self._copies = {id(one): one.detach().clone() for one in tensors if one.numel() <= largest_copy}
         found += objects_behind(inputs, seen)
-        others = [one for one in found if isinstance(one, torch.Tensor) and id(one) not in self._copies]
-        self._others = [(one, _version(one)) for one in others if not isinstance(one, nn.Parameter)]
+        others = [one for one in found if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)]
+        self._others = [(one, _version(one)) for one in others if id(one) not in self._copies]
         self._containers = [*modules, *(child._buffers for child in modules), *filter(is_container, found)]
         self._before = [*map(content, self._containers)]
         self.generators = [OwnGenerator(one) for one in found if is_generator(one)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,9 +25,8 @@ log = logging.getLogger("trainer")
 
 PLAIN = (bool, int, float, str, None)
 KIND = {"values": {str: {"made?": PLAIN, "began?": PLAIN, "now?": PLAIN}}, "groups": [int], "names?": {str: [[str]]}}
-"""The value of `HookChanges.state_dict`; a moment is missing at which an attribute had no plain value. Of each
-optimizer as the run began "groups" has the number of groups, "names", by its number, the names in them if they have
-changed."""
+"""The value of `HookChanges.state_dict`; a value that an attribute did not have is missing. Of each optimizer as the
+run began "groups" has the number of groups, "names", by its number, the names in them if they have changed."""
 
 _NOT_OF_USERS = ("_", "ds_grads_remaining", "ds_id", "ds_model_", "ds_recompute_", "applied_pre_backward_ref_cnt")
 """Beginnings of names that are private, or that DeepSpeed gives to attributes of modules."""
@@ -38,7 +37,9 @@ _OF_TORCHS_OPTIMIZERS = (
 """Plain attributes that torch's optimizers have, or that torch's schedulers give to them."""
 _LARGEST, _LONGEST = 2**53, 4096
 _ABSENT = object()
-"""Stands for the value that an attribute does not have, or that is no number, text, truth value or None."""
+_NOT_PLAIN = object()
+"""The value of an attribute that a checkpoint does not keep, because it is no number, text, truth value or None."""
+
 
 _USED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
 """The values of modules that earlier runs of this process had: as the first of them was made, as the last one ended."""
@@ -48,8 +49,8 @@ def as_made(module: TrainModule) -> None:
     """Undo what hooks of earlier runs have changed of a module, before a checkpoint of any of them is restored."""
     if module in _USED:
         made, ended = _USED[module]
-        now = _values_of(module)
-        _write(module, {}, {name: made[name] for name in made.keys() & now if _same(name, now, ended)})
+        left = [name for name, value in _values_of(module).items() if _same(value, ended.get(name, _ABSENT))]
+        _write(module, {}, {name: made.get(name, _ABSENT) for name in left})
         drop_later_buffers(module)
 
 
@@ -105,20 +106,19 @@ class HookChanges:
         for path, part in self._parts.items():
             of_users = not type(part).__module__.startswith(("torch.", "deepspeed."))
             names = [name for name in vars(part) if name[0] != "_" or (of_users and name not in _OF_TORCHS_OPTIMIZERS)]
-            others |= _plain_values({f"{path}.{name}": vars(part)[name] for name in names})
+            own = {name: _plain(vars(part)[name]) for name in names}
+            others |= {f"{path}.{name}": value for name, value in own.items() if value is not _NOT_PLAIN}
         return _values_of(self._module) | others
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        """Set values, but for those that are there already: some attributes cannot be set."""
-        now = self._read()
         of_parts = {name: part for name in values if (part := self._parts.get(name.rpartition(".")[0])) is not None}
-        changed = {name: value for name, value in values.items() if not _same(name, now, values)}
-        _write(self._module, {**self._others, **of_parts}, changed)
+        _write(self._module, {**self._others, **of_parts}, values)
 
     def end(self) -> None:
         """Remember the values for `as_made`, at the end of the run."""
-        made = _USED[self._module][0] if self._module in _USED else self._made
-        _USED[self._module] = made, _values_of(self._module)
+        made, ended = _USED.get(self._module, ({}, {}))
+        first = {n: made[n] if n in made and _same(v, ended.get(n, _ABSENT)) else v for n, v in self._made.items()}
+        _USED[self._module] = first, _values_of(self._module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has changed: each with its value as made, as the run began, and now."""
@@ -126,11 +126,15 @@ class HookChanges:
             return self._saved
         self._report_new_names()
         now = self._read()
-        began = self._began or now
-        changed = [name for name in now if not (_same(name, now, self._made) and _same(name, now, began))]
-        moments = {"made": self._made, "began": began, "now": now}
+        moments = {"made": self._made, "began": self._began or now, "now": now}
+        changed = []
+        for name in {**moments["made"], **moments["began"], **now}:
+            made, began, value = [values.get(name, _ABSENT) for values in moments.values()]
+            if value is not _NOT_PLAIN and not (_same(value, made) and _same(value, began)):
+                changed.append(name)
         entries = {
-            name: {moment: values[name] for moment, values in moments.items() if name in values} for name in changed
+            name: {moment: values[name] for moment, values in moments.items() if _is_plain(values.get(name, _ABSENT))}
+            for name in changed
         }
         names = {str(number): self._groups[number] for number in self._regrouped_now()}
         return {"values": entries, "groups": [len(one) for one in self._groups], "names": names}
@@ -153,8 +157,9 @@ class HookChanges:
             self._saved = state
             self._regrouped = _groups_of([self._optimizers[number] for number in self._regrouped_now()])
             return
-        changed = {name: entry["now"] for name, entry in state["values"].items() if "now" in entry}
-        self._write(self._began | changed)
+        target = {**dict.fromkeys(self._read(), _ABSENT), **self._began}
+        target |= {name: entry.get("now", _ABSENT) for name, entry in state["values"].items()}
+        self._write(target)
 
     def begin(self) -> None:
         """Note how the run begins, after its first hooks, and put back what a former run has changed since then."""
@@ -181,10 +186,16 @@ class HookChanges:
 
     def _put_back(self, entries: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], moment: str) -> None:
         """Set each changed value, unless this program has another one at the same moment than the former run had."""
-        moments = {name: entry[moment] for name, entry in entries.items() if moment in entry}
-        now = {name: entry["now"] for name, entry in entries.items() if "now" in entry}
-        other = [name for name in now if not (_same(name, here, moments) or _same(name, here, now))]
-        self._write({name: value for name, value in now.items() if name not in other})
+        to_set, other = {}, []
+        for name, entry in entries.items():
+            before, now, value = entry.get(moment, _ABSENT), entry.get("now", _ABSENT), here.get(name, _ABSENT)
+            if _same(before, now) or _same(value, now):
+                continue
+            if _same(value, before):
+                to_set[name] = now
+            else:
+                other.append(name)
+        self._write(to_set)
         if other:
             log.warning(
                 "hooks of the former run have changed values with which this program begins otherwise: the program's "
@@ -211,8 +222,16 @@ class HookChanges:
         restore()
 
     def kept(self) -> Callable[[], None]:
-        """Return a function that puts back the values of now; attributes that are new by then stay."""
-        return partial(self._write, self._read())
+        """Return a function that puts back the values of now."""
+        return partial(self._write_back, self._read(), {path for path, _ in self._module.named_modules()})
+
+    def _write_back(self, before: Mapping[str, Any], parts: Collection[str]) -> None:
+        """Set all values as they were before; parts of the module that are new by then stay, with their values."""
+        now = self._read()
+        new = [name for name in now if name not in before and name.rpartition(".")[0] in parts]
+        target = {**dict.fromkeys(new, _ABSENT), **before}
+        # Some attributes cannot be set, such as a property without a setter.
+        self._write({name: one for name, one in target.items() if not _same(now.get(name, _ABSENT), one)})
 
     def restore_groups(self, number: int, state: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         """Give an optimizer the groups with which its state was saved, if it had those of this run before hooks.
@@ -252,8 +271,8 @@ def _values_of(module: nn.Module) -> dict[str, Any]:
         found[f"{prefix}training"] = modes.get(part, part.training)
         for name, value in vars(part).items():
             if not name.startswith(_NOT_OF_USERS) and name != "training" and not (ours and hasattr(TrainModule, name)):
-                found[prefix + name] = value
-    return _plain_values(found)
+                found[prefix + name] = _plain(value)
+    return found
 
 
 def _write(module: nn.Module, others: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -261,7 +280,9 @@ def _write(module: nn.Module, others: Mapping[str, Any], values: Mapping[str, An
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
         owner = others.get(name, parameters.get(path, parts.get(path)))
-        if owner is not None:
+        if value is _ABSENT and owner is not None:
+            vars(owner).pop(attribute, None)
+        elif value is not _NOT_PLAIN and owner is not None:
             setattr(owner, attribute, value)
 
 
@@ -273,18 +294,27 @@ def _add_unless_restored(optimizer: Optimizer, group: dict[str, Any]) -> None:
         type(optimizer).add_param_group(optimizer, {**group, "params": given})
 
 
-def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a checkpoint keeps: numbers, short texts, truth values and None."""
-    found = {}
-    for name, value in values.items():
-        value = with_python_numbers(value) if type(value).__module__ == "numpy" else value
-        is_number = type(value) in (bool, float) or (type(value) is int and abs(value) < _LARGEST)
-        is_text = type(value) is str and len(value) < _LONGEST and (value.isascii() or value.isprintable())
-        if value is None or is_number or is_text:
-            found[name] = value
-    return found
+def _plain(value: Any) -> Any:
+    """Return a value as a checkpoint keeps it, or `_NOT_PLAIN`."""
+    if type(value).__module__ == "numpy":
+        value = with_python_numbers(value)
+    if type(value) is int:
+        fits = abs(value) < _LARGEST
+    elif type(value) is str:
+        fits = len(value) < _LONGEST and (value.isascii() or value.isprintable())
+    else:
+        fits = value is None or type(value) in (bool, float)
+    return value if fits else _NOT_PLAIN
 
 
-def _same(name: str, values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether two mappings have the same value, or none, under a name."""
-    return repr(values.get(name, _ABSENT)) == repr(others.get(name, _ABSENT))  # also of NaN, and not of 1 and True
+def _is_plain(value: Any) -> bool:
+    return value is not _ABSENT and value is not _NOT_PLAIN
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same; what is not plain counts as absent."""
+    if one is other:
+        return True
+    if _is_plain(one) and _is_plain(other):
+        return repr(one) == repr(other)  # also of NaN, and not of 1 and True
+    return _is_plain(one) == _is_plain(other)

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
+from trainer.optimizers import parameters_of
 from trainer.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def gradients_of(strategy: Strategy, optimizer: Optimizer, wait: bool) -> dict[s
     holder = _holder(optimizer)
     if wait:
         strategy.scale_gradients(optimizer)  # a resumed run knows the loss scale of now alone
-    for parameter in _parameters(optimizer) if wait else ():
+    for parameter in parameters_of([optimizer]) if wait else ():
         if parameter.grad is not None:
             holder.state[parameter][_GRADIENT] = parameter.grad
     return strategy.optimizer_state(holder)
@@ -76,7 +76,7 @@ def _holder(optimizer: Optimizer) -> Optimizer:
 
 def _shows_gradients(strategy: Strategy, holder: Optimizer) -> bool:
     """Whether the strategy saves what the state of an optimizer has, instead of that of an engine."""
-    first = _parameters(holder)[0]
+    first = parameters_of([holder])[0]
     holder.state[first][_GRADIENT] = first.detach()
     shows = _holds_gradients(strategy.optimizer_state(holder))
     holder.state.clear()
@@ -85,7 +85,3 @@ def _shows_gradients(strategy: Strategy, holder: Optimizer) -> bool:
 
 def _holds_gradients(saved: dict[str, Any]) -> bool:
     return any(_GRADIENT in state for state in saved["state"].values())
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
