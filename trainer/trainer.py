@@ -453,6 +453,11 @@ class Trainer:
             ConfigError: the weights are not there yet, `module` is no part of the run's, a process does not call
                 this, or a parameter was changed without `write`, or replaced.
         """
+        if not isinstance(module, nn.Module) or not isinstance(write, bool):
+            raise ConfigError(
+                f"full_parameters({shown(module)}, write={shown(write)}): give a module, such as self.net, and write="
+                "True or False."
+            )
         run = self._begun("full_parameters")
         names = [name for name, child in run.module.named_modules() if child is module]
         run.check_all_ranks_call(f"full_parameters of {(names or ['?'])[0] or 'the module'}, write={write}")

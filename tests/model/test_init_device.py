@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.hf_models import make
-from tests.helpers.init_device_models import Block, from_pretrained
+from tests.helpers.init_device_models import Block
 from tests.messages import raises_recorded
 from trainer import ConfigError
 from trainer.model.init_device import build_context, initialize, units_of
@@ -85,16 +85,6 @@ def test_a_buffer_without_values_is_refused(buffer: torch.Tensor) -> None:
     module = on_meta(Forgetful).to("meta")
     with raises_recorded(ConfigError):
         initialize(module, values_of(module))
-
-
-def test_what_cannot_be_built_on_the_meta_device_is_reported() -> None:
-    with (
-        raises_recorded(ConfigError),
-        build_context("meta"),
-    ):
-        from_pretrained()
-    with build_context("cpu"):
-        assert not from_pretrained().weight.is_meta
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])

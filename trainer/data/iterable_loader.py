@@ -486,7 +486,7 @@ def _generators(loader: Any) -> list[OwnGenerator]:
         for sampler in samplers
         if not hasattr(sampler, "state_dict") and not type(sampler).__module__.startswith("torchdata.")
     ]
-    return [one for sampler in without_state for one in own_generators(sampler)]
+    return own_generators(*without_state)
 
 
 def _popped(items: list[Any]) -> Iterator[Any]:

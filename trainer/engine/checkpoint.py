@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ class ProgramState:
             if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out
         ]
         if missing and strict:
-            known = [key for kind in kinds for key in saved[kind]]
+            known = [*chain.from_iterable(saved[kind] for kind in kinds)]
             hint = did_you_mean(missing[0], known)
             raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
         for key, model in self.models.items():

@@ -23,7 +23,7 @@ from trainer.distributed.all_gather import gather_nested, gather_uneven, map_sor
 from trainer.engine.checkpoint import load, save, without_prefix
 from trainer.engine.loader import Loaders
 from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, take_parameters
-from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems, shown
+from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems
 from trainer.fault_tolerance.collective_check import end_listening, listen, require_same_call
 from trainer.fault_tolerance.failure import limit_exit, report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
@@ -293,8 +293,8 @@ class Engine(Answers):
         chosen = model if model is not None else self._last
         if chosen is None or not tensor.requires_grad:
             raise ConfigError(
-                f"engine.backward got {shown(tensor)}: give a loss with a gradient, which is not detached (.detach(), "
-                ".item(), torch.no_grad), of a model that engine.setup(model, optimizer) returned: call that one, and "
+                "engine.backward: give a loss with a gradient, which is not detached (.detach(), .item(), "
+                "torch.no_grad), of a model that engine.setup(model, optimizer) returned: call that one, and "
                 "not the module that was given to setup. For another method than forward: "
                 "model.mark_forward_method('name'), and then model.name(...)."
             )

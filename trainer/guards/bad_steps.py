@@ -17,6 +17,7 @@ from trainer.errors import TrainerError
 from trainer.guards.gradient_norms import GradientNorms
 from trainer.metrics.metric_log import MetricLog
 from trainer.metrics.reductions import to_host
+from trainer.model.weights import saved_buffers
 from trainer.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -71,12 +72,7 @@ class KeptBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [
-            (owner, name)
-            for owner in module.modules()
-            for name in owner._buffers
-            if name not in owner._non_persistent_buffers_set
-        ]
+        self._places = [(owner, name) for _, owner, name in saved_buffers(module)]
         self._kept: dict[tuple[nn.Module, str], tuple[torch.Tensor, int, torch.Tensor]] = {}
         """The buffer in each place, its version, and a copy of its values."""
 

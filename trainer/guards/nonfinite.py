@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -211,7 +212,7 @@ class StateMonitor:
         self._known |= tensors.keys()
         own = [name for name in wrong if number_of_nans(tensors[name]) > left_out.get(name, -1)]
         names = self._strategy.processes.all_gather_object(own[:_MOST_NAMES])
-        return list(dict.fromkeys(name for of_one in names for name in of_one))
+        return list(dict.fromkeys(chain.from_iterable(names)))
 
     def _own(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, by name, that this process writes into a checkpoint."""

@@ -158,7 +158,7 @@ def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.
     if unmatched or not kinds:
         names = [kind.__name__ if isinstance(kind, type) else kind for kind in unmatched]
         known = _list_classes(module)
-        raise ConfigError(f"no submodule of {type(module).__name__} with a forward is a {', '.join(names)}. {known}")
+        raise ConfigError(f"no submodule of {type(module).__name__} with a forward is one of {names}. {known}")
     return {name: child for name, child in children if any(_is_a(child, kind) for kind in kinds)}
 
 

@@ -36,7 +36,8 @@ def is_sparse(layer: Any) -> bool:
 
 def sparse_weights(module: nn.Module) -> set[torch.Tensor]:
     """Return the weights of the layers whose gradients are sparse."""
-    return {layer.weight for layer in filter(is_sparse, module.modules())}
+    layers: list[Any] = [*filter(is_sparse, module.modules())]
+    return {layer.weight for layer in layers}
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -95,7 +95,7 @@ def initial_values(
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
     """Raise ConfigError, on all processes, if a tensor would have no values. Collective."""
     everyone = TorchProcessGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
-    names = sorted({name for one in everyone.all_gather_object(sorted(without)) for name in one})
+    names = sorted(set().union(*everyone.all_gather_object(sorted(without))))
     if names and init_device == "meta":
         raise ConfigError(
             f"{type(module).__name__}: {', '.join(names)}: no init_weights or reset_parameters gives them values. "

@@ -276,7 +276,7 @@ def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
         behind = chain.from_iterable(objects_behind(place, seen) for _, place in places("", block))
         of_block = {id(one): one for one in behind if is_container(one)}
         found |= of_block
-        times.update(of_block)
+        times.update(of_block.keys())
     of_all = chain.from_iterable(map(global_containers, blocks.values()))
     lists = {id(one): one for _, one in of_all if isinstance(one, list) and is_container(one)}
     return [*(one for key, one in found.items() if times[key] > 1), *lists.values()]
@@ -327,7 +327,7 @@ def named_inside(value: Any) -> dict[Any, Any]:
 
 
 def walk(
-    values: Mapping[Any, Any],
+    values: dict[Any, Any],
     depth: int,
     seen: dict[int, dict[Any, Any]],
     opaque: tuple[type, ...],

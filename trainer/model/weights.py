@@ -54,11 +54,6 @@ def read_map_location(map_location: MapLocation) -> torch.device | None:
         ) from error
 
 
-def is_extra_state(name: str) -> bool:
-    """Whether an entry of a module's `state_dict` is what its `get_extra_state` returned: data of any kind."""
-    return name.rpartition(".")[2] == "_extra_state"
-
-
 _MADE_LATER: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """The names of the buffers that were None as a module was made, which a step or a hook makes."""
 
