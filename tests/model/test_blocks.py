@@ -220,7 +220,7 @@ def test_everything_that_matches_nothing_is_named_with_what_there_is() -> None:
     with pytest.raises(ConfigError) as caught:
         find_blocks(Tree(layers=blocks(2), head=nn.Linear(8, 1)), ["Blok", "ModuleList", nn.Conv2d, "Linear"])
     text = str(caught.value)
-    assert "no submodule of Tree with a forward is a Blok, ModuleList, Conv2d. The classes" in text
+    assert "no submodule of Tree with a forward is one of ['Blok', 'ModuleList', 'Conv2d']. The classes" in text
     assert "Block (2), Linear (5), Sequential (2), LayerNorm (2), GELU (2)" in text
 
 

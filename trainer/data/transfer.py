@@ -60,6 +60,11 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[An
     return function(batch)
 
 
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a copy of `batch` with the function applied to every tensor, in any nesting; see `map_leaves`."""
+    return map_leaves(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
 def moves_itself(batch: Any) -> bool:
     """Whether a batch is moved by its own method `to`.
 

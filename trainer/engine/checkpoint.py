@@ -26,8 +26,7 @@ from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of,
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.training_state import counterpart, entries_of_processes, gather_states, read_entries
 from trainer.module import TrainModule
-from trainer.seed import share_random_numbers
-from trainer.state.held_generators import parts_of, report_lacking, set_states_with, states_with
+from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import KIND as HOOK_CHANGES
 from trainer.state.waiting_gradients import give_gradients, gradients_of
 from trainer.strategy import has_gradients, synchronize_buffers
@@ -68,7 +67,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
         )
     positions = engine.loaders.positions
     own = {
-        "rng": states_with(parts.owners(), strategy.device, saves=True),
+        "rng": Generators(parts.owners, strategy).state(saves=True),
         "loader": [one.state_dict() for one in positions],
     }
     per_rank = gather_states(own, strategy.processes)
@@ -144,13 +143,14 @@ def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: ProgramSt
         check_torch_states(one["state"], f"{path}, 'loader'")
     engine.loaders.load_state_dict(states, exact=rank is not None)
     engine.go_on_from(int(checkpoint["engine"]["steps"]))
+    generators = Generators(parts.owners, strategy)
     if rank is None:
         log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
+        generators.share()
     else:
         check_rng_state(checkpoint["rng"][rank], f"{path}, 'rng' of rank {rank}", strategy.device)
-        lacking = set_states_with(parts.owners(), checkpoint["rng"][rank], strategy.device)
-        report_lacking(lacking if engine.is_global_zero else [])
-    share_random_numbers(strategy.processes, strategy.device)
+        generators.resume(checkpoint["rng"][rank], None)
+        generators.restore()
 
 
 class ProgramState:

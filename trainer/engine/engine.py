@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_tensors
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.all_gather import gather_nested, gather_uneven, map_sorted
 from trainer.engine.checkpoint import load, save, without_prefix
@@ -529,10 +529,7 @@ class Engine(Answers):
         processes = self.strategy.processes
         processes.wait_for_all(f"engine.broadcast(src={src})")
         received = processes.broadcast_object(obj) if src == 0 else processes.all_gather_object(obj)[src]
-        return obj if self.global_rank == src else map_leaves(received, self._on_device)
-
-    def _on_device(self, leaf: Any) -> Any:
-        return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
+        return obj if self.global_rank == src else map_tensors(received, lambda tensor: tensor.to(self.device))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.data.loader import NO_ITEMS, Batch, Divisor
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_tensors
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError, shown
 from trainer.model.reachable import nodes_behind
@@ -73,14 +73,10 @@ def outputs_for_hooks(outputs: Any) -> Any:
     if isinstance(outputs, torch.Tensor):
         return {"loss": outputs.data}
     if isinstance(outputs, Mapping):
-        return {name: map_leaves(value, _detached) for name, value in outputs.items()}
+        return {name: map_tensors(value, torch.Tensor.detach) for name, value in outputs.items()}
     if outputs is None:
         return {}
     return outputs
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _loss_problem(loss: Any) -> str:
