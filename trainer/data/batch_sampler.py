@@ -19,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainer.arguments import with_python_numbers
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.fingerprints import sampler_fingerprints
 from trainer.data.loader import has_state, round_of
@@ -235,7 +236,7 @@ class DistributedBatchSampler:
         for one_epoch, one_number, request in reversed(self._latest or ()):
             if (one_epoch, one_number) == (epoch, number):
                 many = request if self.automatic_batching else [request]
-                return [index.item() if isinstance(index, np.generic) else index for index in many]
+                return [*map(with_python_numbers, many)]
         return None
 
     def describe(self, dataset_length: int | None) -> str:

@@ -200,7 +200,7 @@ class BadSteps:
         progress, processes = self._progress, self._strategy.processes
         limit = self._limit
         spikes = [loss for loss in losses if not loss <= limit or not math.isfinite(loss)]
-        reason = f"the loss is {spikes[0]:.6g}, and those of the last steps allow {limit:.6g}" if spikes else None
+        reason = f"the loss is {spikes[0]:.6g} (limit {limit:.6g})" if spikes else None
         loader = self._loaders.train
         assert loader is not None
         samples = [loader.indices(progress.epoch, progress.batch + n) for n in range(len(window))]

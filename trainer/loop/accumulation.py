@@ -11,7 +11,7 @@ import torch
 from trainer.data.loader import NO_ITEMS, Batch, Divisor
 from trainer.data.transfer import map_tensors
 from trainer.distributed.devices import has_streams
-from trainer.errors import ConfigError, shown
+from trainer.errors import ConfigError
 from trainer.model.reachable import nodes_behind
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
@@ -81,10 +81,10 @@ def outputs_for_hooks(outputs: Any) -> Any:
 
 def _loss_problem(loss: Any) -> str:
     """Return the problem of a value that is not a finite loss with a gradient."""
-    given = shown(loss)
+    given = f"a {type(loss).__name__}"
     if isinstance(loss, torch.Tensor):
-        value = f" and the value {loss.item()}" if loss.numel() == 1 else ""
-        given = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}{value}"
+        is_finite = bool(torch.isfinite(loss).all())
+        given += f" of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}, finite={is_finite}"
     return (
         f"{given}; what is needed is the loss, as a tensor or as the entry 'loss' of a dict: one finite element with a "
         "gradient. Reduce it (loss.mean()), and compute it from the module's outputs without .item(), float(), "
