@@ -269,7 +269,8 @@ def function_fingerprint(function: Any) -> str | None:
     """
     if not callable(function):
         return None
-    return _hexdigest(repr(_computed(function, _DEPTH)).encode())
+    # The empty list, as in the checkpoints of earlier versions, which had names there.
+    return _hexdigest(repr([_computed(function, _DEPTH), []]).encode())
 
 
 def describe_function(function: Any) -> str:
