@@ -304,6 +304,11 @@ def _computed(value: Any, depth: int) -> Any:
         return numbers
     if isinstance(value, (list, tuple)):
         return [_computed(one, inner) for one in value]
+    return _computed_by_object(value, inner)
+
+
+def _computed_by_object(value: Any, inner: int) -> Any:
+    """Return the class of an object, and, if it can be called, what it computes by."""
     kind = type(value)
     name = [kind.__qualname__, getattr(value, "__qualname__", "")]
     if not callable(value) or isinstance(value, (type, torch.nn.Module)) or kind.__module__ in ("builtins", "torch"):

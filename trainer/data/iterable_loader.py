@@ -256,17 +256,7 @@ class IterableLoader(BatchLoader):
         if start == 0 and not self._reshuffles and self.stateful and self._first is None:
             with isolated_rng():
                 self._restored = self._first = deepcopy(self._state(ended=False, goes_on=False))
-        restored, self._restored, self._batches = self._restored, None, None
-        seed = mix_seed(self._seed, round_of(epoch, again) if self._reshuffles else 0)
-        with isolated_rng():
-            if restored is not None and start == 0:
-                self._end_epoch_before(restored, seed)
-            opened = self._start_epoch(epoch, seed, restored if start else None)
-            # An endless one of which this run has read nothing has given the epochs before, too.
-            before = epoch * (self.limit or 0) if self.one_shot and not self._used else 0
-            for _ in islice(opened, start + before if restored is None else 0):
-                pass
-            begun = opened if start > 0 else self._with_first(opened, seed)
+        begun = self._begun(epoch, start, again)
         if begun is None:
             self._refuse_nothing()
             return
@@ -279,6 +269,20 @@ class IterableLoader(BatchLoader):
         batches = map(self._received, islice(begun, rest), given)
         yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
         self._report_short_epoch(next(given))
+
+    def _begun(self, epoch: int, start: int, again: int) -> Iterator[Any] | None:
+        """Return the loader's batches from number `start` on; None if it has none."""
+        restored, self._restored, self._batches = self._restored, None, None
+        seed = mix_seed(self._seed, round_of(epoch, again) if self._reshuffles else 0)
+        with isolated_rng():
+            if restored is not None and start == 0:
+                self._end_epoch_before(restored, seed)
+            opened = self._start_epoch(epoch, seed, restored if start else None)
+            # An endless one of which this run has read nothing has given the epochs before, too.
+            before = epoch * (self.limit or 0) if self.one_shot and not self._used else 0
+            for _ in islice(opened, start + before if restored is None else 0):
+                pass
+            return opened if start > 0 else self._with_first(opened, seed)
 
     def _with_first(self, batches: Iterator[Any], seed: int) -> Iterator[Any] | None:
         """Return the batches of an epoch, of which the first one is drawn with its random numbers; None if it has none.

@@ -244,16 +244,8 @@ class ProgramState:
             "stateful": self.stateful,
             "values": self.values,
         }
-        missing = [
-            key
-            for kind, wanted in kinds.items()
-            for key in wanted
-            if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out
-        ]
-        if missing and strict:
-            known = [*chain.from_iterable(saved[kind] for kind in kinds)]
-            hint = did_you_mean(missing[0], known)
-            raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
+        if strict:
+            self._require(kinds, saved, left_out, path)
         for key, model in self.models.items():
             if key in saved["models"]:
                 self._restore_model(model, checkpoint["model"], saved["models"][key], strict)
@@ -268,6 +260,21 @@ class ProgramState:
         if isinstance(self.state, dict):
             self.state.update({key: values[key] for key in self.values if key in values})
         return {key: value for key, value in values.items() if key not in self.values}
+
+    def _require(
+        self, kinds: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Any], left_out: list[str], path: str
+    ) -> None:
+        """Raise CheckpointError for names of the state that the checkpoint lacks."""
+        missing = [
+            key
+            for kind, wanted in kinds.items()
+            for key in wanted
+            if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out
+        ]
+        if missing:
+            known = [*chain.from_iterable(saved[kind] for kind in kinds)]
+            hint = did_you_mean(missing[0], known)
+            raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
 
     def _names_for_trainer(self, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return what an Engine's checkpoint says of its parts, for a Trainer's: it has one model."""

@@ -198,13 +198,10 @@ class BadSteps:
     def _describe(self, norms: list[float], losses: list[float], window: list[Batch]) -> BadStep | None:
         """Return the bad step; None with loss scaling for gradients that only overflow. Collective."""
         progress, processes = self._progress, self._strategy.processes
-        limit = self._limit
-        spikes = [loss for loss in losses if not loss <= limit or not math.isfinite(loss)]
-        reason = f"the loss is {spikes[0]:.6g} (limit {limit:.6g})" if spikes else None
         loader = self._loaders.train
         assert loader is not None
         samples = [loader.indices(progress.epoch, progress.batch + n) for n in range(len(window))]
-        everywhere = processes.gather_reports((reason, samples))
+        everywhere = processes.gather_reports((self._reason(losses), samples))
         found = [f"{words} on reader {reader}" for reader, (words, _) in enumerate(everywhere) if words]
         if not found and self._strategy.scaler is not None:
             return None
@@ -216,6 +213,11 @@ class BadSteps:
             "; ".join(found) or f"the norm of the gradients is {next(n for n in norms if not math.isfinite(n))}",
             [None if None in of_one else of_one for _, of_one in everywhere],
         )
+
+    def _reason(self, losses: list[float]) -> str:
+        """Return what is wrong with the first bad one of this reader's losses; empty without one."""
+        bad = [loss for loss in losses if not loss <= self._limit or not math.isfinite(loss)]
+        return f"the loss is {bad[0]:.6g} (limit {self._limit:.6g})" if bad else ""
 
 
 def explain(bad: BadStep) -> str:

@@ -195,18 +195,27 @@ def _keep_values(
     """Yield functions that restore what containers, tensors, arrays and perhaps objects contain."""
     for value in values if depth <= _DEEPEST and (depth == 0 or len(values) <= _MANY) else ():
         kind = type(value)
-        base: Any = next((one for one in _CONTAINERS if isinstance(value, one)), None)
         if kind is torch.Tensor:  # no parameter, which a strategy may have emptied
             yield from _keep_tensor(value, largest)
         elif kind is np.ndarray:
-            if value.nbytes <= largest and value.flags.writeable:
-                yield partial(_put_array, value, value.copy())
-        elif base is not None and (kind in _PLAIN or seen is not None):
-            if base is not tuple:
-                yield partial(_put_items, base, value, base(value))
-            yield from _keep_values(value.values() if isinstance(value, dict) else value, largest, seen, depth + 1)
+            yield from _keep_array(value, largest)
+        elif isinstance(value, tuple) or kind in _PLAIN or (seen is not None and isinstance(value, _CONTAINERS)):
+            yield from _keep_container(value, largest, seen, depth)
         if seen is not None and kind not in _PLAIN and _may_have_a_state(value):
             yield from _keep_object(value, largest, seen, depth + 1)
+
+
+def _keep_array(value: Any, largest: float) -> Iterator[Restore]:
+    if value.nbytes <= largest and value.flags.writeable:
+        yield partial(_put_array, value, value.copy())
+
+
+def _keep_container(value: Any, largest: float, seen: set[int] | None, depth: int) -> Iterator[Restore]:
+    """Yield functions that put back what a container has, and what is in that."""
+    base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
+    if base is not tuple:
+        yield partial(_put_items, base, value, base(value))
+    yield from _keep_values(value.values() if isinstance(value, dict) else value, largest, seen, depth + 1)
 
 
 def _is_plain(value: Any) -> bool:
