@@ -393,7 +393,7 @@ class IterableLoader(BatchLoader):
         return self._share.of(self._begin(), passed)
 
     def _refuse_nothing(self) -> None:
-        if self._training or self._single_process or self.one_shot:
+        if self._training or self._single_process or (self.one_shot and self._used):
             raise ConfigError(
                 f"{self.label} has no batch: {self._kind()} yielded nothing. What can be iterated only once, such as a "
                 "generator, is used up by then: pass something that can be iterated again, e.g. a list or a DataLoader."
